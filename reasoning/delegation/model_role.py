@@ -60,6 +60,7 @@ class ModelRole:
     template: Template | None = None
     keeps_thinking: bool = True
     _turn: TurnMarkup | None = field(default=None, init=False)
+    _names_stops: bool = field(default=False, init=False)
 
     @property
     def tokenization(self) -> Tokenization | None:
@@ -69,6 +70,13 @@ class ModelRole:
     @property
     def continues_messages(self) -> bool:
         return self.tokenization is None and self.template is None
+
+    @property
+    def tells_ends(self) -> bool:
+        """Whether a blank line can be told from the model's own end: by token ids, or by stop strings that the
+        endpoint names. That it names them is known from the first one on.
+        """
+        return self.tokenization is not None or self._names_stops
 
     @property
     def description(self) -> str:
@@ -208,13 +216,16 @@ class ModelRole:
     async def _unsent_end(self, reader: StepReader, ids: Sequence[int], last: Delta, limits: StepLimits) -> str:
         """The end of the step, which the backend did not send: stop strings are not part of its text."""
         end = ""
+        self._names_stops = self._names_stops or last.stop_reason is not None
         if reader.ended is None and last.finish_reason == "stop":
             if self.tokenization is not None and ids:
                 whole = await self.tokenization.detokenize(ids)
                 if any(mark in whole for mark in reader.marks):  # else the model ended the answer by itself
                     end = reader.feed(_behind(whole, reader.fed))
-            elif not reader.across and (reader.fed.strip() or limits.within):
-                # Without token ids it is unknown whether a blank line or the end of the answer stopped the backend.
+            elif last.stop_reason in reader.marks:
+                end = reader.feed(last.stop_reason or "")
+            elif not (self._names_stops or reader.across) and (reader.fed.strip() or limits.within):
+                # It is unknown whether a blank line or the end of the answer stopped the backend.
                 # After the end of the answer the next step will be blank.
                 end = reader.feed(BOUNDARY)
         return end + reader.finish()

@@ -103,6 +103,9 @@ async def look_ahead(
     if peek is None:
         return
     await thinking.emit(Proposed(peek))
+    if peek.blank and peek.ending == "stop" and not thinking.roles["small"].tells_ends:
+        await thinking.keep(peek)  # what was taken for a blank line was the small model's end
+        return
     mood = lexicon.mood(peek.text)
     fires = mood != 0 or not settings.small_reasons
     if fires and may_hand_over(thinking, settings, settings.peek_tokens):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
 import anyio
 import pytest
 
@@ -15,7 +19,7 @@ from agentspec.reasoning.settings import (
     SpeculativeThinkingSettings,
 )
 from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
-from agentspec.types import FinishReason, GenerateRequest, SamplingParams, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, Usage
 
 ASKED = GenerateRequest(
     "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
@@ -86,3 +90,43 @@ def test_words_of_an_endpoint_that_counts_no_tokens_use_up_the_budget(settings: 
     answer = Answer("one two", finish_reason="length", usage=Usage())
     base, small = (Answering(answer, MESSAGES) for _ in range(2))
     assert run(settings.model_copy(update={"budget_tokens": 9}), base, small)[-1] == Ended("budget")
+
+
+class Silent(ThinkingModel):
+    """Says its text and then has nothing more to say; its endpoint names the stop strings if `names`."""
+
+    def __init__(self, text: str, *, names: bool) -> None:
+        super().__init__(self._rest, capabilities=MESSAGES)
+        self._said, self._names = text, names
+
+    def _rest(self, thinking: str) -> Script:
+        assert len(self.requests) < 50, "asked without end"
+        return self._said[len(thinking) :] if self._said.startswith(thinking) else ""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta if self._names else replace(delta, stop_reason=None)
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_the_end_of_a_small_model_is_no_blank_line(names: bool) -> None:
+    """Without token ids it is known from the stop strings that the endpoint names, or from the empty words behind it.
+
+    The base model, which is asked at every blank line, would go on for ever.
+    """
+    settings = SpeculativeThinkingSettings(base="base", small="small", small_reasons=False, begin_tokens=0)
+    small, base = Silent("all said", names=names), Answering(Answer("base words"), MESSAGES)
+    events = run(settings, base, small)
+    assert events[-1] == Ended("silent") and thought(events).strip() == "all said" and not base.requests
+    small = Silent("one\n\n", names=names)  # a real blank line: the base model writes behind it, where that is known
+    assert thought(run(settings, base, small)) == ("one\n\nbase words" if names else "one\n\n")
+
+
+def test_an_end_that_names_no_stop_string_is_the_models_own() -> None:
+    """Then no further, empty call is needed to notice it."""
+    for names, calls in ((True, 2), (False, 3)):
+        settings = LookaheadSettings(base="base", small="small", depth=0)
+        base = Silent("one two\n\nthree", names=names)
+        assert run(settings, base, Silent("", names=names))[-1] == Ended("silent")
+        assert len(base.requests) == calls
