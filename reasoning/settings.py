@@ -68,7 +68,11 @@ class DelegationSettings(StrategySettings):
     )
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
     budget_tokens: int = Field(default=8192, ge=1, description="Most tokens of thinking that are kept")
-    spend_tokens: int = Field(default=16384, ge=1, description="Most tokens of thinking generated, dropped ones too")
+    spend_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="Tokens of thinking generated, dropped ones too, after which the base model thinks on alone",
+    )
     temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
     top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
     call_timeout: float = Field(default=120.0, gt=0, description="Seconds that one step of a model may take")
@@ -134,6 +138,7 @@ class SpeculativeThinkingSettings(DelegationSettings):
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
     answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=1024, ge=1, description="Most tokens of one paragraph of the small model")
+    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
     begin_tokens: int = Field(
@@ -189,6 +194,7 @@ class LookaheadSettings(DelegationSettings):
     strategy: Literal["lookahead"] = "lookahead"
     answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=100, ge=1, description="Most tokens of one step")
+    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
     judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
     judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
