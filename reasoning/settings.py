@@ -6,9 +6,9 @@ To add a strategy, write a settings class here, list it in `STRATEGIES`, and let
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 Words = tuple[Annotated[str, Field(min_length=1)], ...]
 
@@ -85,6 +85,7 @@ class DelegationSettings(StrategySettings):
 
 
 JUDGE_PROMPTS = ("published", "quoted")
+NO_JUDGE = "judge_template is the template of a judge of its own: set judge, or base_template for the base model"
 
 
 class SpecReasonSettings(DelegationSettings):
@@ -120,6 +121,12 @@ class SpecReasonSettings(DelegationSettings):
             raise ValueError(f"must be one of {', '.join(JUDGE_PROMPTS)}, or the question itself in words")
         return given
 
+    @model_validator(mode="after")
+    def _template_has_its_judge(self) -> Self:
+        if self.judge_template is not None and self.judge is None:
+            raise ValueError(NO_JUDGE)
+        return self
+
     @property
     def answer_settings(self) -> dict[str, Any]:
         asked = self.judge_prompt if self.judge_prompt in JUDGE_PROMPTS and self.judge_prefill is None else "own"
@@ -128,6 +135,7 @@ class SpecReasonSettings(DelegationSettings):
             "score": self.score,
             "first_steps": self.first_steps,
             "judge_prompt": asked,
+            "refuse_named_scores": self.refuse_named_scores,
         }
 
 
@@ -184,7 +192,8 @@ class SpeculativeThinkingSettings(DelegationSettings):
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        return {"rule": self.rule, "small_reasons": self.small_reasons, "max_base_share": self.max_base_share}
+        named = ("rule", "small_reasons", "max_base_share", "choose_large")
+        return {name: getattr(self, name) for name in named}
 
 
 class LookaheadSettings(DelegationSettings):
@@ -216,14 +225,28 @@ class LookaheadSettings(DelegationSettings):
         default=False, description="Draft less far ahead, or not at all, where measured times say that this is faster"
     )
 
+    @model_validator(mode="after")
+    def _says_how_it_compares(self) -> Self:
+        """Refuses settings that the chosen comparison would ignore. Those at their defaults may be written out."""
+        if self.judge is not None and self.compare == "equal":
+            raise ValueError('judge concerns compare = "judge" and "embedding": leave it out, or set compare')
+        for name in ("judge_template", "judge_sees"):
+            if self.compare != "judge" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} concerns compare = "judge": leave it out, or set compare')
+        if self.judge_template is not None and self.judge is None:
+            raise ValueError(NO_JUDGE)
+        if self.compare != "embedding" and self.similarity != type(self).model_fields["similarity"].default:
+            raise ValueError('similarity concerns compare = "embedding": leave it out, or set compare')
+        return self
+
     @property
     def shown_nothing(self) -> tuple[str, ...]:
         return () if self.compare == "judge" and self.judge_sees == "thinking" else ("judge",)
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        compared = {"similarity": self.similarity} if self.compare == "embedding" else {}
-        return {"rule": self.rule, "compare": self.compare, "depth": self.depth, **compared}
+        compared = {"judge": ["judge_sees"], "embedding": ["similarity"], "equal": []}[self.compare]
+        return {name: getattr(self, name) for name in ("rule", "compare", "depth", "adaptive_depth", *compared)}
 
 
 class RetrievalSettings(BaseModel):

@@ -103,7 +103,8 @@ async def test_the_answer_follows_and_says_what_it_is(abilities: Capabilities) -
     assert "".join(delta.text for delta in deltas) == "The answer is four."
     told = deltas[-1].speculation
     assert isinstance(told, StepSpeculation) and told.lossy and told.strategy == "specreason"
-    assert told.knobs == {"threshold": 5.0, "score": "greedy", "first_steps": 0, "judge_prompt": "published"}
+    knobs_told = {"threshold": 5.0, "score": "greedy", "first_steps": 0, "judge_prompt": "published"}
+    assert told.knobs == {**knobs_told, "refuse_named_scores": False}
     assert (told.steps, told.proposed_steps, told.accepted_steps, told.ended) == (3, 3, 3, "answered")
     assert told.kept_tokens["base"] == 0 and told.spent_tokens["judge"] == 3
     usage = deltas[-1].usage
