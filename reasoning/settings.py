@@ -6,9 +6,9 @@ To add a strategy, write a settings class here, list it in `STRATEGIES`, and let
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 Words = tuple[Annotated[str, Field(min_length=1)], ...]
 
@@ -68,7 +68,11 @@ class DelegationSettings(StrategySettings):
     )
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
     budget_tokens: int = Field(default=8192, ge=1, description="Most tokens of thinking that are kept")
-    spend_tokens: int = Field(default=16384, ge=1, description="Most tokens of thinking generated, dropped ones too")
+    spend_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="Tokens of thinking generated, dropped ones too, after which the base model thinks on alone",
+    )
     temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
     top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
     call_timeout: float = Field(default=120.0, gt=0, description="Seconds that one step of a model may take")
@@ -81,6 +85,7 @@ class DelegationSettings(StrategySettings):
 
 
 JUDGE_PROMPTS = ("published", "quoted")
+NO_JUDGE = "judge_template is the template of a judge of its own: set judge, or base_template for the base model"
 
 
 class SpecReasonSettings(DelegationSettings):
@@ -116,6 +121,12 @@ class SpecReasonSettings(DelegationSettings):
             raise ValueError(f"must be one of {', '.join(JUDGE_PROMPTS)}, or the question itself in words")
         return given
 
+    @model_validator(mode="after")
+    def _template_has_its_judge(self) -> Self:
+        if self.judge_template is not None and self.judge is None:
+            raise ValueError(NO_JUDGE)
+        return self
+
     @property
     def answer_settings(self) -> dict[str, Any]:
         asked = self.judge_prompt if self.judge_prompt in JUDGE_PROMPTS and self.judge_prefill is None else "own"
@@ -124,6 +135,7 @@ class SpecReasonSettings(DelegationSettings):
             "score": self.score,
             "first_steps": self.first_steps,
             "judge_prompt": asked,
+            "refuse_named_scores": self.refuse_named_scores,
         }
 
 
@@ -134,6 +146,7 @@ class SpeculativeThinkingSettings(DelegationSettings):
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
     answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=1024, ge=1, description="Most tokens of one paragraph of the small model")
+    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
     begin_tokens: int = Field(
@@ -179,7 +192,8 @@ class SpeculativeThinkingSettings(DelegationSettings):
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        return {"rule": self.rule, "small_reasons": self.small_reasons, "max_base_share": self.max_base_share}
+        named = ("rule", "small_reasons", "max_base_share", "choose_large")
+        return {name: getattr(self, name) for name in named}
 
 
 class LookaheadSettings(DelegationSettings):
@@ -189,6 +203,7 @@ class LookaheadSettings(DelegationSettings):
     strategy: Literal["lookahead"] = "lookahead"
     answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=100, ge=1, description="Most tokens of one step")
+    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
     judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
     judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
@@ -210,14 +225,28 @@ class LookaheadSettings(DelegationSettings):
         default=False, description="Draft less far ahead, or not at all, where measured times say that this is faster"
     )
 
+    @model_validator(mode="after")
+    def _says_how_it_compares(self) -> Self:
+        """Refuses settings that the chosen comparison would ignore. Those at their defaults may be written out."""
+        if self.judge is not None and self.compare == "equal":
+            raise ValueError('judge concerns compare = "judge" and "embedding": leave it out, or set compare')
+        for name in ("judge_template", "judge_sees"):
+            if self.compare != "judge" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} concerns compare = "judge": leave it out, or set compare')
+        if self.judge_template is not None and self.judge is None:
+            raise ValueError(NO_JUDGE)
+        if self.compare != "embedding" and self.similarity != type(self).model_fields["similarity"].default:
+            raise ValueError('similarity concerns compare = "embedding": leave it out, or set compare')
+        return self
+
     @property
     def shown_nothing(self) -> tuple[str, ...]:
         return () if self.compare == "judge" and self.judge_sees == "thinking" else ("judge",)
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        compared = {"similarity": self.similarity} if self.compare == "embedding" else {}
-        return {"rule": self.rule, "compare": self.compare, "depth": self.depth, **compared}
+        compared = {"judge": ["judge_sees"], "embedding": ["similarity"], "equal": []}[self.compare]
+        return {name: getattr(self, name) for name in ("rule", "compare", "depth", "adaptive_depth", *compared)}
 
 
 class RetrievalSettings(BaseModel):

@@ -60,6 +60,7 @@ class ModelRole:
     template: Template | None = None
     keeps_thinking: bool = True
     _turn: TurnMarkup | None = field(default=None, init=False)
+    _names_stops: bool = field(default=False, init=False)
 
     @property
     def tokenization(self) -> Tokenization | None:
@@ -69,6 +70,13 @@ class ModelRole:
     @property
     def continues_messages(self) -> bool:
         return self.tokenization is None and self.template is None
+
+    @property
+    def tells_ends(self) -> bool:
+        """Whether a blank line can be told from the model's own end: by token ids, or by stop strings that the
+        endpoint names. That it names them is known from the first one on.
+        """
+        return self.tokenization is not None or self._names_stops
 
     @property
     def description(self) -> str:
@@ -145,20 +153,23 @@ class ModelRole:
                 if reader.ended:
                     break
         if last.usage is not None and not ids:
-            spend(last.usage.completion_tokens - counted)
-            counted = last.usage.completion_tokens
+            told = max(last.usage.completion_tokens, min(counted, 1))  # text that costs nothing would use up no budget
+            spend(told - counted)
+            counted = told
         if (end := await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
             await on_text(end)
-        exact = self.tokenization is not None and bool(ids) and not reader.rest and reader.ended != "closed"
-        if exact and reader.ended is None and last.finish_reason == "stop":
-            exact = False  # `ids` includes the token that ended the answer
         ending = _ending_of(reader, last)
+        # At an end of the model's own, `ids` include the token that ended the answer.
+        exact = self.tokenization is not None and not reader.rest and ending not in ("closed", "stop")
         return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
 
     async def ask(
         self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
-        """The first token of the answer to `question`, and the log-probabilities of the ten likeliest tokens."""
+        """The first token of the answer to `question`, and the log-probabilities of the ten likeliest tokens.
+
+        The token is as the log-probabilities name it; without them it is the text, also if sent as reasoning.
+        """
         return await self._first_token(await context.ask(question, prefill, _ONE_TOKEN), seconds, spend)
 
     async def ask_alone(
@@ -177,15 +188,15 @@ class ModelRole:
     async def _first_token(
         self, request: GenerateRequest, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
-        text = ""
-        tops: dict[str, float] = {}
+        text, first = "", None
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
-                text += delta.text
+                text += _text_of(delta)
                 spend(_arrived(delta))
-                for entry in delta.logprobs[:1]:
-                    tops = tops or {top.text: top.logprob for top in (entry, *entry.top)}
-        return text, tops
+                first = first or next(iter(delta.logprobs), None)
+        if first is None:
+            return text, {}
+        return first.text, {top.text: top.logprob for top in (first, *first.top)}
 
     async def deltas(
         self, request: GenerateRequest, seconds: float, watch: Stopwatch | None = None
@@ -205,13 +216,16 @@ class ModelRole:
     async def _unsent_end(self, reader: StepReader, ids: Sequence[int], last: Delta, limits: StepLimits) -> str:
         """The end of the step, which the backend did not send: stop strings are not part of its text."""
         end = ""
+        self._names_stops = self._names_stops or last.stop_reason is not None
         if reader.ended is None and last.finish_reason == "stop":
             if self.tokenization is not None and ids:
                 whole = await self.tokenization.detokenize(ids)
                 if any(mark in whole for mark in reader.marks):  # else the model ended the answer by itself
                     end = reader.feed(_behind(whole, reader.fed))
-            elif not reader.across and (reader.fed.strip() or limits.within):
-                # Without token ids it is unknown whether a blank line or the end of the answer stopped the backend.
+            elif last.stop_reason in reader.marks:
+                end = reader.feed(last.stop_reason or "")
+            elif not (self._names_stops or reader.across) and (reader.fed.strip() or limits.within):
+                # It is unknown whether a blank line or the end of the answer stopped the backend.
                 # After the end of the answer the next step will be blank.
                 end = reader.feed(BOUNDARY)
         return end + reader.finish()
@@ -257,7 +271,10 @@ def _arrived(delta: Delta) -> int:
 
 
 def _ending_of(reader: StepReader, last: Delta) -> Ending:
-    return reader.ended or ("stop" if last.finish_reason == "stop" else "length")
+    """What ended the step. Only a step with text that its token limit cut is gone on with: a call that adds nothing,
+    or that the endpoint ended for reasons of its own, would be answered likewise for ever.
+    """
+    return reader.ended or ("length" if last.finish_reason == "length" and reader.text else "stop")
 
 
 def _behind(whole: str, known: str) -> str:

@@ -68,7 +68,8 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
     """The small model writes paragraphs; behind each blank line three triggers are checked.
 
     They are, in this order: many doubts so far, mood words in what the small model would write next, and a
-    verification in what was kept instead. If the small model fails, the base model continues alone.
+    verification in what was kept instead. If the small model fails, or once `spend_tokens` are generated, the base
+    model continues alone.
     """
     lexicon, overload = Lexicon(settings), Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
@@ -81,7 +82,8 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
         async with thinking.degrading("small"):
             helped = thinking.steps and thinking.steps[-1].text == settings.help_think_word
             await thinking.write("small", thinking.limits("small", within=False if helped else None))
-        if thinking.over is None and thinking.has("small") and thinking.steps[-1].ending == "boundary":
+        delegates = thinking.over is None and thinking.has("small") and thinking.room("small") > 0
+        if delegates and thinking.steps[-1].ending == "boundary":
             await look_ahead(thinking, settings, lexicon, overload)
 
 
@@ -103,6 +105,9 @@ async def look_ahead(
     if peek is None:
         return
     await thinking.emit(Proposed(peek))
+    if peek.blank and peek.ending == "stop" and not thinking.roles["small"].tells_ends:
+        await thinking.keep(peek)  # what was taken for a blank line was the small model's end
+        return
     mood = lexicon.mood(peek.text)
     fires = mood != 0 or not settings.small_reasons
     if fires and may_hand_over(thinking, settings, settings.peek_tokens):

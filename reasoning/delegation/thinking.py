@@ -119,11 +119,13 @@ class Thinking:
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
 
-        `pending` counts drafted tokens before that step that are not kept yet.
+        `pending` counts drafted tokens before that step that are not kept yet. `spend_tokens` limits the small model
+        alone: once it is used up, the base model thinks on without drafts, up to the other limits.
         """
         settings, asked = self.settings, self.request.sampling.max_tokens
         limits = [settings.step_tokens, settings.budget_tokens - self.counts.all_kept - pending]
-        limits.append(settings.spend_tokens - self.counts.all_spent)
+        if role == "small":
+            limits.append(settings.spend_tokens - self.counts.all_spent)
         if asked is not None:
             limits.append(asked - self.counts.all_kept - pending)
         if (left := self.context(role).room) is not None:

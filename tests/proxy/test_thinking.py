@@ -54,7 +54,7 @@ def test_the_gateway_streams_thinking_then_the_answer(gateway: Any) -> None:
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True})
     assert (
         answer.headers["x-agentspec-lossy"]
-        == "specreason; threshold=6.0; score=greedy; first_steps=0; judge_prompt=published"
+        == "specreason; threshold=6.0; score=greedy; first_steps=0; judge_prompt=published; refuse_named_scores=false"
     )
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]

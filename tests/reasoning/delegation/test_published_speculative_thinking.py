@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentspec.reasoning.delegation.backend import DelegationBackend
@@ -105,6 +105,10 @@ CASES = {
         ["s a\n\n", "b x y w\n\n", "s wait z\n\n"],
         ["reflection"],
     ),
+    "its end is the end, also where it verifies": Case(
+        ["a\n\n", NEGATIVE], ["check y", "v1 v2"], ["s a\n\n", "b check y"], ["reflection"]
+    ),
+    "words behind a closing mark do not count": Case(["a\n\n", "b </think> wait", "c\n\n"], [], ["s a\n\n", "s c\n\n"]),
     "its end is the end": Case(["a\n\n", NEGATIVE], ["x y"], ["s a\n\n", "b x y"], ["reflection"]),
     "its closing mark is the end": Case(
         ["a\n\n", NEGATIVE], ["check </think> y"], ["s a\n\n", "b check "], ["reflection"], "closed"
@@ -319,11 +323,14 @@ def ours(case: Case) -> tuple[list[str], list[str], Event]:
     return kept, [event.rule for event in events if isinstance(event, Triggered)], events[-1]
 
 
-def published(case: Case) -> tuple[list[str], list[str]]:
-    """The program's loop, written from the rule and without our code: the steps that are kept, and what fires."""
+def published(case: Case) -> tuple[list[str], list[str], bool]:
+    """The program's loop, written from the rule and without our code: the steps that are kept, and what fires.
+
+    The last value says whether a verification was written behind an end, which we do not (docs/published-strategies).
+    """
     small, base, kept, rules = iter(case.small), iter(case.base), list[str](), list[str]()
     chooses = bool(case.settings["choose_large"])
-    doubts, limit, recap = 0, int(case.settings["overload"]), 6
+    doubts, limit, recap, behind_end = 0, int(case.settings["overload"]), 6, False
 
     def own(rule: str, tokens: int) -> bool:
         text, ends = cut(next(base, ""), tokens)
@@ -349,11 +356,12 @@ def published(case: Case) -> tuple[list[str], list[str]]:
                 (text, ends), author = peek, "s"
             kept.append(f"{author} {text}")
             doubts += mood(text) < 0
-            if not ends and any(word in text.lower() for word in ("verify", "think again", "recap", "check")):
+            if any(word in text.lower() for word in ("verify", "think again", "recap", "check")):
+                behind_end = behind_end or ends
                 ends = own("verification", 6)
         if ends:
             break
-    return [step for step in kept if step[2:]], rules
+    return [step for step in kept if step[2:]], rules, behind_end
 
 
 def cut(text: str, tokens: int, *, stops: bool = False) -> tuple[str, bool]:
@@ -390,5 +398,7 @@ def test_any_texts_go_as_the_published_loop_says(
     small: list[str], base: list[str], overload: int, choose_large: bool
 ) -> None:
     case = Case(small, base, (), settings={"overload": overload, "choose_large": choose_large}, end="</think>")
+    expected, fired, behind_end = published(case)
+    assume(not behind_end)
     kept, rules, _ = ours(case)
-    assert (kept, rules) == published(case)
+    assert (kept, rules) == (expected, fired)

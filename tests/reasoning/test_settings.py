@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentspec.reasoning.settings import (
+    DelegationSettings,
+    LookaheadSettings,
+    SpecReasonSettings,
+    SpeculativeThinkingSettings,
+)
+
+MODELS = {"base": "large", "small": "fast"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "error"),
+    [
+        (SpecReasonSettings, {"judge_template": "plain"}, "set judge, or base_template"),
+        (LookaheadSettings, {"judge_template": "plain"}, "set judge, or base_template"),
+        (LookaheadSettings, {"judge": "j", "compare": "equal"}, 'judge concerns compare = "judge" and "embedding"'),
+        (
+            LookaheadSettings,
+            {"judge": "j", "judge_template": "plain", "compare": "embedding"},
+            "judge_template concerns",
+        ),
+        (LookaheadSettings, {"judge_sees": "thinking", "compare": "embedding"}, "judge_sees concerns"),
+        (LookaheadSettings, {"judge_sees": "thinking", "compare": "equal"}, "judge_sees concerns"),
+        (LookaheadSettings, {"similarity": 0.9}, "similarity concerns"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(
+    kind: type[DelegationSettings], given: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ValidationError, match=error):
+        kind.model_validate({**MODELS, **given})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (SpecReasonSettings, {"judge": "j", "judge_template": "plain"}),
+        (LookaheadSettings, {"judge": "j", "judge_template": "plain", "judge_sees": "thinking"}),
+        (LookaheadSettings, {"judge": "j", "compare": "embedding", "similarity": 0.9}),
+        (LookaheadSettings, {"judge_sees": "steps", "compare": "equal", "similarity": 0.95}),  # as the defaults are
+    ],
+)
+def test_those_that_count_and_written_out_defaults_are_taken(
+    kind: type[DelegationSettings], given: dict[str, Any]
+) -> None:
+    kind.model_validate({**MODELS, **given})
+
+
+def test_answers_name_the_settings_that_change_them() -> None:
+    thinking = SpeculativeThinkingSettings(**MODELS, choose_large=False)
+    assert (
+        thinking.summary
+        == "speculative_thinking; rule=published; small_reasons=true; max_base_share=1.0; choose_large=false"
+    )
+    assert "refuse_named_scores=true" in SpecReasonSettings(**MODELS, refuse_named_scores=True).summary
+    looking = LookaheadSettings(**MODELS, judge_sees="thinking", adaptive_depth=True).answer_settings
+    assert looking["judge_sees"] == "thinking" and looking["adaptive_depth"] is True and "similarity" not in looking
+    assert LookaheadSettings(**MODELS, compare="embedding").answer_settings["similarity"] == 0.95
