@@ -274,6 +274,7 @@ def test_what_is_left_of_a_draft_that_came_true() -> None:
 
 def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(drafter, tokens(1, 2, 3), TEXT)
+    monkeypatch.setattr(drafting, "PATIENCE", 60.0)  # a round that was not answered would ask again
     asked: list[int] = []
     propose_batch = drafting.propose_batch
     monkeypatch.setattr(drafting, "propose_batch", lambda jobs, *more: (asked.append(1), propose_batch(jobs, *more))[1])
