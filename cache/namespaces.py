@@ -210,6 +210,7 @@ class NamespaceTable:
             partition.merge(lambda: self.stopping)
             with partition.lock:
                 self.book(partition)
+        self._reduce(self._over, None)  # a merged run can take some bytes more, for its table
 
     def _give_back(self, partition: Partition) -> None:
         """Merge one's own namespace, and then what nobody merges at the moment, until the budget holds."""
