@@ -28,6 +28,9 @@ NATIVE := $(wildcard cache/native/*.cpp cache/native/*/*.cpp cache/native/*/*.hp
 SOURCES := $(NATIVE) CMakeLists.txt pyproject.toml constraints.txt
 CODE := agentspec cache backends reasoning benchmarks tests examples docs
 
+# Tests start hundreds of processes: without bytecode each would compile every module anew, a quarter of all time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check check-tests check-long mutants lint types contracts format wheel docs docs-check constraints lock clean
 

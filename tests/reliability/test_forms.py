@@ -177,12 +177,16 @@ def answers(folder: Path, cases: dict[str, Json], repository: Path, grown: int =
     return {one["name"]: one for one in said}
 
 
-@pytest.mark.parametrize("left_out", [HEAVY, pytest.param(frozenset[str](), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("left_out", "grown"), [(HEAVY, 16), pytest.param(frozenset[str](), 40, marks=pytest.mark.slow)]
+)
 def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
-    tiny_model: Path, repository: Path, left_out: frozenset[str]
+    tiny_model: Path, repository: Path, left_out: frozenset[str], grown: int
 ) -> None:
     refused, taken = REFUSED.keys() - left_out, TAKEN.keys() - left_out
-    said = answers(tiny_model, {name: {**REFUSED, **TAKEN}[name] for name in sorted(refused | taken)}, repository, 40)
+    said = answers(
+        tiny_model, {name: {**REFUSED, **TAKEN}[name] for name in sorted(refused | taken)}, repository, grown
+    )
     assert {name: said[name]["text"][:300] for name in refused if said[name]["status"] != 400} == {}
     for name in refused:
         error = json.loads(said[name]["text"])["error"]

@@ -227,6 +227,7 @@ def scripts(want: list[int], tree_of: Any, prompt: list[int] = PROMPT) -> list[A
     return [winding, wrong, illegal, shifted, next_one]
 
 
+@pytest.mark.slow
 def test_the_battery_passes_without_a_mutation(labs: list[Any], tree_of: Any) -> None:
     battery(labs, tree_of)
 
