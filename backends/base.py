@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message, Usage
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, LossyAcceptance, Message, Usage
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
@@ -276,6 +276,15 @@ class EmbedsCounted(Embeds, Protocol):
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """How many tokens each text has; at most `capabilities.context_length` of them are read."""
+        ...
+
+
+@runtime_checkable
+class AcceptsLossily(Backend, Protocol):
+    """A backend that verifies drafts itself and can do so by a `LossyAcceptance`, where a request carries one."""
+
+    def prepare_acceptance(self, rule: LossyAcceptance) -> None:
+        """Load what `rule` needs, before any request carries it. Raises `ConfigurationError` if it cannot be used."""
         ...
 
 

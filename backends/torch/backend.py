@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.delivery import Inbox
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.request import EngineRequest, prompt_length
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.stats import EngineStats
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
@@ -31,6 +32,7 @@ from agentspec.backends.torch.model.calibrate import measure_batches, measure_co
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.model.vector_scan import VectorScan
+from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
@@ -44,7 +46,7 @@ from agentspec.errors import (
     OverloadedError,
 )
 from agentspec.telemetry.samples import EngineSample
-from agentspec.types import Delta, GenerateRequest, Message, Source
+from agentspec.types import Delta, GenerateRequest, LossyAcceptance, Message, Source
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -191,6 +193,17 @@ class TorchBackend:
             self._check_ids(text, "prompt")
         return await computed(self._tasks, lambda: states_of(self.target, texts, self._engine.lend))
 
+    def prepare_acceptance(self, rule: LossyAcceptance) -> None:
+        """Load the judge of `rule`. Raises `ConfigurationError` without a draft model, or for another model's judge."""
+        if self._drafters.draft_model is None or not self.capabilities.speculation:
+            raise ConfigurationError("a lossy rule accepts the tokens of a draft model: set draft_model of the backend")
+        if rule.rule == "judge":
+            path = rule.judge_head or ""
+            width = self.target.module.get_output_embeddings().weight.shape[-1]
+            self._engine.context.judge_heads[path] = JudgeHead.load(
+                Path(path), fingerprint=self.fingerprint, width=width
+            )
+
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
         """Open an answer that the caller decodes token by token.
 
@@ -231,7 +244,7 @@ class TorchBackend:
         return await self._off_the_loop(request, partial(prepare, compiled=compiled))
 
     async def _off_the_loop(self, request: GenerateRequest, prepare: Callable[[], T]) -> T:
-        if _length(request) > LONG_PROMPT:
+        if prompt_length(request) > LONG_PROMPT:
             return await self._long_prompts.run(request.tenant, prepare)
         return await asyncio.to_thread(prepare)
 
@@ -308,6 +321,7 @@ class TorchBackend:
             preempted=stats.preempted,
             rows=stats.kv_rows,
             draft_failures=stats.draft_failures,
+            substituted=stats.substituted,
         )
 
     def stats(self) -> EngineStats:
@@ -347,6 +361,7 @@ class TorchBackend:
             step_drafts=dict(counters.step_drafts),
             cost_seconds=engine.context.governor.cost.table(),
             draft_failures=counters.draft_failures,
+            substituted=counters.substituted,
         )
 
     def _open_session(self, engine_request: EngineRequest) -> CacheSession:
@@ -372,21 +387,6 @@ class TorchBackend:
             message = f"{prompt} prompt tokens and {asked} more do not fit the model's {self.context_length}"
             raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
         return min(self.settings.default_max_tokens, room) if wanted is None else wanted
-
-
-def _length(request: GenerateRequest) -> int:
-    """The characters of the prompt, or the number of its token ids."""
-    if request.messages is None:
-        return len(request.text or request.token_ids or ())
-    length = 0
-    containers: list[Any] = [request.messages, request.tools]
-    for one in containers:
-        for item in one.values() if isinstance(one, Mapping) else one:
-            if isinstance(item, str):
-                length += len(item)
-            elif isinstance(item, (Mapping, list, tuple)):
-                containers.append(item)
-    return length
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:

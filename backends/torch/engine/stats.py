@@ -13,6 +13,7 @@ class EngineStats:
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
     `draft_sizes` counts answers' steps, and `step_drafts` whole steps, by the number of draft tokens verified.
     `graph_sizes` are the numbers of tokens recorded as CUDA graphs; `graph_replays` counts the forwards they served.
+    `substituted` counts drafted tokens that a lossy rule accepted in place of the model's own.
     """
 
     model: str
@@ -47,6 +48,7 @@ class EngineStats:
     step_drafts: Mapping[int, int]
     cost_seconds: Mapping[int, float]
     draft_failures: int = 0
+    substituted: int = 0
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Counters:
     draft_sizes: dict[int, int] = field(default_factory=dict)
     step_drafts: dict[int, int] = field(default_factory=dict)
     draft_failures: int = 0  # answers whose drafter failed
+    substituted: int = 0  # drafted tokens that a lossy rule accepted in place of the model's own
 
 
 def count(counter: dict[int, int], key: int, amount: int = 1) -> None:
