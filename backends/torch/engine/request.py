@@ -30,6 +30,8 @@ class EngineRequest:
     cancelled: bool = False
     constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     shares_prompt: bool = False
+    answered: int = 0
+    """How many tokens at the end of `prompt` belong to the answer already."""
 
     @property
     def sampling(self) -> SamplingParams:

@@ -71,15 +71,18 @@ class Sequence:
         self._reused = self._charged = kv_cache.length
         target = context.target
         constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
+        asked = len(request.prompt) - request.answered
         self.sampler = Sampler(
             request.sampling,
             target.vocab_size,
-            request.prompt,
+            request.prompt[:asked],
             target.device,
             choice=request.constraints.choice,
             constraints=constraints,
             ahead=context.draws_ahead,
         )
+        for token in request.prompt[asked:]:
+            self.sampler.observe(token)
         self._answer = AnswerText(request, context.tokenizer)
         predicted = request.prediction
         self._prediction = None if predicted is None else PredictionDrafter(predicted, len(request.prompt))
