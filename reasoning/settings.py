@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
+from agentspec.types import LossyAcceptance
+
 Words = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
@@ -68,15 +70,21 @@ class DelegationSettings(StrategySettings):
     )
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
     budget_tokens: int = Field(default=8192, ge=1, description="Most tokens of thinking that are kept")
-    spend_tokens: int = Field(
-        default=16384,
+    spend_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description="Tokens of thinking generated, dropped ones too, after which the base model thinks on alone",
+        description="Tokens of thinking generated, dropped ones too, after which the base model thinks on alone;"
+        " unset: eight times budget_tokens",
     )
     temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
     top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
     call_timeout: float = Field(default=120.0, gt=0, description="Seconds that one step of a model may take")
     end_on_repeat: bool = Field(default=True, description="Two equal steps in a row end the thinking")
+
+    @property
+    def most_spent(self) -> int:
+        """`spend_tokens`, or its default: more than a run spends whose drafts are sometimes accepted."""
+        return 8 * self.budget_tokens if self.spend_tokens is None else self.spend_tokens
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:
@@ -318,6 +326,54 @@ class KnnLmSettings(KnnSettings, StrategySettings):
         return {name: getattr(self, name) for name in ("neighbours", "weight", "temperature")}
 
 
+class LossyAcceptanceSettings(StrategySettings):
+    """`[models.NAME] strategy = "lossy_acceptance"`: a local model that also accepts tokens of its draft model which it
+    would not have drawn: typical ones (Medusa, arXiv 2401.10774), or those a trained judge finds right (Judge Decoding,
+    arXiv 2501.19309).
+    """
+
+    implementation = "agentspec.reasoning.lossy_acceptance:LossyAcceptanceBackend"
+    strategy: Literal["lossy_acceptance"] = "lossy_acceptance"
+    tenants: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        min_length=1, description='Tenants whose answers may be lossy; all others get exact answers. ["*"] means all'
+    )
+    rule: Literal["typical", "judge"] = Field(
+        default="typical", description="Accept likely tokens, or those that the layer in judge_head finds right"
+    )
+    epsilon: float = Field(default=0.09, gt=0, lt=1, description="typical: a probability that is always enough")
+    delta: float = Field(
+        default=0.3, gt=0, le=1, description="typical: less is enough where the model is unsure, delta * exp(-entropy)"
+    )
+    threshold: float = Field(default=0.5, gt=0, lt=1, description="judge: the probability to be right that is enough")
+    judge_head: Path | None = Field(
+        default=None, description="judge: a file that `agentspec reasoning train-judge` wrote for the base model"
+    )
+
+    @model_validator(mode="after")
+    def _belongs_to_its_rule(self) -> Self:
+        """Refuses settings that the chosen rule would ignore. Those at their defaults may be written out."""
+        others = {"typical": ("threshold", "judge_head"), "judge": ("epsilon", "delta")}[self.rule]
+        for name in others:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} does not concern rule = {self.rule!r}: leave it out, or set rule")
+        if self.rule == "judge" and self.judge_head is None:
+            raise ValueError('rule = "judge" needs judge_head: train one with agentspec reasoning train-judge')
+        return self
+
+    @property
+    def acceptance(self) -> LossyAcceptance:
+        head = None if self.judge_head is None else str(self.judge_head)
+        return LossyAcceptance(self.rule, self.epsilon, self.delta, self.threshold, head)
+
+    @property
+    def answer_settings(self) -> dict[str, Any]:
+        return self.acceptance.knobs
+
+    def admits(self, tenant: str) -> bool:
+        """Whether answers to `tenant` may be lossy."""
+        return "*" in self.tenants or tenant in self.tenants
+
+
 class TraceSettings(BaseModel):
     """`[traces]`: where the decisions of strategies are recorded, one trace for each answer."""
 
@@ -335,5 +391,6 @@ STRATEGIES: dict[str, type[StrategySettings]] = {
         LookaheadSettings,
         RaLMSpecSettings,
         KnnLmSettings,
+        LossyAcceptanceSettings,
     )
 }

@@ -1,4 +1,4 @@
-"""`agentspec reasoning` chooses a strategy's threshold on the user's own problems."""
+"""`agentspec reasoning` fits strategies to the user's own problems: thresholds, and a trained judge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import ConfigOption, load, require_plot, require_writable
+from agentspec.cli.common import ConfigOption, ModelOption, load, require_plot, require_writable
 
 app = typer.Typer(help="Choose the knobs of strategies.", no_args_is_help=True)
 
@@ -66,6 +66,47 @@ def calibrate(
     print_curve(curve, console)
     if plot:
         write_plot(curve.points, plot)
+
+
+@app.command("train-judge")
+def train_judge(
+    pairs: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PAIRS.jsonl", exists=True, dir_okay=False, help="Lines with prompt, accepted and rejected"
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The file for judge_head, in the safetensors format")],
+    model: ModelOption = "smollm2-135m",
+) -> None:
+    """Train the judge of `strategy = "lossy_acceptance"` on answers that were accepted and rejected."""
+    import anyio
+    from rich.console import Console
+
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.backends.torch.judge_training import read_pairs
+    from agentspec.backends.torch.judge_training import train_judge as train
+
+    require_writable(out)
+    read = read_pairs(pairs)
+    console = Console(stderr=True)
+    with console.status("loading the model"):
+        backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
+
+    async def run() -> None:
+        try:
+            with console.status("reading the pairs") as status:
+                head, report = await train(backend, read, lambda done: status.update(f"{done} of {len(read)} pairs"))
+        finally:
+            await backend.aclose()
+        head.save(out)
+        typer.echo(
+            f"{out}: learned from {report.right} right and {report.wrong} wrong tokens; of those held out,"
+            f" {report.right_recall:.0%} and {report.wrong_recall:.0%} are recognised"
+        )
+
+    anyio.run(run)
 
 
 def _numbers(text: str) -> list[float]:

@@ -46,7 +46,7 @@ MAX_TOOLS = 128
 MAX_TOP_LOGPROBS = 20
 EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 """`reasoning_effort`, and the nearest of the three that chat templates know; None: no reasoning."""
-_FORM = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
+FORM_FIELDS = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
 _RULES = "n min_tokens ignore_eos bad_words prompt_logprobs".split()
 _SAMPLING = (
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop"
@@ -118,7 +118,7 @@ class _CommonBody(Body):
 
     def rules(self) -> dict[str, Any]:
         """The sampling parameters for the number, minimum length and form of the answers."""
-        form = parse_form(self.given(*_FORM))
+        form = parse_form(self.given(*FORM_FIELDS))
         return self.given(*_RULES) | ({} if form is None else {"structured_outputs": form})
 
     def service(self) -> dict[str, Any]:

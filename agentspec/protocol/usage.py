@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from agentspec.types import KnnSpeculation, RetrievalSpeculation, Speculation, StepSpeculation, Usage
+from agentspec.types import (
+    KnnSpeculation,
+    LossyAcceptanceSpeculation,
+    RetrievalSpeculation,
+    Speculation,
+    StepSpeculation,
+    Usage,
+)
 
 _MOST = 2**53  # every JSON parser keeps integers exact up to here
-_KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation)
+_KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation, LossyAcceptanceSpeculation)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -170,7 +170,11 @@ def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:
     failures = CounterMetricFamily(
         "agentspec_engine_draft_failures", "Answers whose drafter failed, which went on without", labels=("backend",)
     )
+    lossy = CounterMetricFamily(
+        "agentspec_engine_lossy_tokens", "Tokens that a lossy rule accepted for the model's own", labels=("backend",)
+    )
     for engine in (sample for sample in samples if isinstance(sample, EngineSample)):
+        lossy.add_metric([engine.backend], engine.substituted)
         failures.add_metric([engine.backend], engine.draft_failures)
         queued.add_metric([engine.backend], engine.queued)
         active.add_metric([engine.backend], engine.active)
@@ -181,7 +185,7 @@ def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:
         for family, counts in ((drafted, engine.drafted), (accepted, engine.accepted)):
             for source, count in counts.items():
                 family.add_metric([engine.backend, source], count)
-    yield from (drafted, accepted, queued, active, rows, preempted, forwards, shares, failures)
+    yield from (drafted, accepted, queued, active, rows, preempted, forwards, shares, failures, lossy)
 
 
 def _upstreams(samples: Iterable[BackendSample]) -> Iterator[Metric]:

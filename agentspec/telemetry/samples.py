@@ -11,7 +11,8 @@ class EngineSample:
     """The counts of a local engine; `drafted` and `accepted` are totals by source of the draft.
 
     `forwards` maps a number of answers to the number of forwards that they shared; `rows` counts reserved KV slots,
-    `draft_failures` the answers that went on without drafts because their drafter failed.
+    `draft_failures` the answers that went on without drafts because their drafter failed, `substituted` the tokens that
+    a lossy rule accepted in place of the model's own.
     """
 
     backend: str
@@ -23,6 +24,7 @@ class EngineSample:
     preempted: int
     rows: int
     draft_failures: int = 0
+    substituted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.base import NONE, Capabilities, Floats
+from agentspec.backends.base import NONE, AnswerReader, Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.drafters import DrafterFactory
@@ -22,15 +23,16 @@ from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.delivery import Inbox
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.request import EngineRequest, prompt_length
 from agentspec.backends.torch.engine.sequence import EngineContext
-from agentspec.backends.torch.engine.stats import EngineStats
+from agentspec.backends.torch.engine.stats import EngineStats, snapshot
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft
 from agentspec.backends.torch.model.calibrate import measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.model.vector_scan import VectorScan
+from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
@@ -44,7 +46,7 @@ from agentspec.errors import (
     OverloadedError,
 )
 from agentspec.telemetry.samples import EngineSample
-from agentspec.types import Delta, GenerateRequest, Message, Source
+from agentspec.types import Delta, GenerateRequest, LossyAcceptance, Message
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LONG_PROMPT = 1 << 16  # characters
 LONG_PROMPT_THREADS = 2
+ENDING_TOKENS = 64  # of a prompt, in which a template may open the thinking
 PLACE_SECONDS = 0.05  # between two attempts to queue the next choice while no choice of the request runs
 
 
@@ -133,6 +136,25 @@ class TorchBackend:
             async for delta in deltas:
                 yield parsers[delta.index].parse(delta)
 
+    async def continue_answer(
+        self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
+    ) -> AsyncIterator[Delta]:
+        """Yield up to `max_tokens` tokens more of the `answer` so far to `request`, whose prompt reads `prompt`.
+
+        The text is not parsed. Rules of the whole answer hold: penalties, bad words, its form. Raises as `generate`.
+        """
+        self._engine.require_running()
+        require_one_answer(request)
+        (first,), _ = await self._prepared(request, prompt=prompt, answer=answer)
+        async with aclosing(self._answers([first])) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def answer_reader(self, request: GenerateRequest) -> AnswerReader:
+        """How to read the whole answer to `request`, whose thoughts are part of its text."""
+        spec, shown = self._structured_outputs.reading(request)
+        return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
+
     async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
         """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
         inbox, choices = Inbox(), Choices(len(requests))
@@ -191,6 +213,17 @@ class TorchBackend:
             self._check_ids(text, "prompt")
         return await computed(self._tasks, lambda: states_of(self.target, texts, self._engine.lend))
 
+    def prepare_acceptance(self, rule: LossyAcceptance) -> None:
+        """Load the judge of `rule`. Raises `ConfigurationError` without a draft model, or for another model's judge."""
+        if self._drafters.draft_model is None or not self.capabilities.speculation:
+            raise ConfigurationError("a lossy rule accepts the tokens of a draft model: set draft_model of the backend")
+        if rule.rule == "judge":
+            path = rule.judge_head or ""
+            width = self.target.module.get_output_embeddings().weight.shape[-1]
+            self._engine.context.judge_heads[path] = JudgeHead.load(
+                Path(path), fingerprint=self.fingerprint, width=width
+            )
+
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
         """Open an answer that the caller decodes token by token.
 
@@ -218,11 +251,13 @@ class TorchBackend:
         """The first choice of `prepare_all`."""
         return self.prepare_all(request)[0][0]
 
-    async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
+    async def _prepared(
+        self, request: GenerateRequest, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
+    ) -> tuple[list[EngineRequest], OutputParserSpec]:
         """`prepare_all` off the event loop. Long prompts share few threads, of which one tenant never takes the last;
         large grammars wait for each other, and in nobody else's way.
         """
-        prepare = partial(self.prepare_all, request, may_wait=False)
+        prepare = partial(self.prepare_all, request, may_wait=False, prompt=prompt, answer=answer)
         try:
             return await self._off_the_loop(request, prepare)
         except LargeGrammarError as large:
@@ -231,20 +266,29 @@ class TorchBackend:
         return await self._off_the_loop(request, partial(prepare, compiled=compiled))
 
     async def _off_the_loop(self, request: GenerateRequest, prepare: Callable[[], T]) -> T:
-        if _length(request) > LONG_PROMPT:
+        if prompt_length(request) > LONG_PROMPT:
             return await self._long_prompts.run(request.tenant, prepare)
         return await asyncio.to_thread(prepare)
 
     def prepare_all(
-        self, request: GenerateRequest, *, may_wait: bool = True, compiled: CompiledGrammar | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        may_wait: bool = True,
+        compiled: CompiledGrammar | None = None,
+        prompt: Sequence[int] | None = None,
+        answer: Sequence[int] = (),
     ) -> tuple[list[EngineRequest], OutputParserSpec]:
         """Tokenize and check a request. Returns an engine request for each choice, and how to parse the answers.
+
+        A `prompt` stands for the request's own; `answer` is what has been generated behind it.
 
         Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`;
         `LargeGrammarError` instead of waiting for a large grammar unless it `may_wait` or is `compiled` already.
         """
-        text, prompt = self._tokenizer.read(request, self.context_length)
+        text, read = self._tokenizer.read(request, self.context_length) if prompt is None else self._ending(prompt)
         sampling = request.sampling
+        prompt = [*read, *answer]
         self._check_ids(prompt, "prompt")
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         if not prompt:
@@ -257,10 +301,15 @@ class TorchBackend:
             stop_ids=(frozenset() if sampling.ignore_eos else self._stop_ids) | set(sampling.stop_token_ids),
             prediction=None if request.prediction is None else self._tokenizer.encode(request.prediction),
             deliver=lambda item: None,
+            answered=len(answer),
         )
         choices = [replace(first, constraints=constraints) for constraints in output.constraints(sampling.n)]
         choices[0].shares_prompt = len(choices) > 1
         return choices, output.parser_spec
+
+    def _ending(self, prompt: Sequence[int]) -> tuple[str, list[int]]:
+        """The text at the end of a prompt, by which thinking is expected or not, and the whole prompt."""
+        return self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True), list(prompt)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as a completion prompt."""
@@ -308,46 +357,12 @@ class TorchBackend:
             preempted=stats.preempted,
             rows=stats.kv_rows,
             draft_failures=stats.draft_failures,
+            substituted=stats.substituted,
         )
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters and state."""
-        engine, target = self._engine, self._loaded.target
-        scheduler, counters = engine.scheduler, engine.context.counters
-        return EngineStats(
-            model=self.model_name,
-            device=str(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
-            attention=target.attention,
-            packed_layers=self._loaded.packed,
-            graph_sizes=() if target.graphs is None else target.graphs.sizes,
-            graph_replays=0 if target.graphs is None else target.graphs.replays,
-            adapter=self._loaded.adapter,
-            speculation=self.capabilities.speculation,
-            drafters=tuple(self._drafters.names) if self.capabilities.speculation else (),
-            draft_model=None if self._drafters.draft_model is None else self._drafters.draft_model.name,
-            queued=scheduler.num_waiting,
-            active=len(scheduler.active),
-            requests=counters.requests,
-            failed=counters.failed,
-            cancelled=counters.cancelled,
-            tokens=counters.tokens,
-            steps=counters.steps,
-            drafted_by_source=_named(counters.drafted),
-            accepted_by_source=_named(counters.accepted),
-            prefill_tokens=counters.prefill_tokens,
-            reused_tokens=counters.reused_tokens,
-            prefix_sequences=len(scheduler.prefix_cache),
-            prefix_bytes=scheduler.prefix_cache.nbytes,
-            preempted=counters.preempted,
-            kv_rows=scheduler.kv_slots,
-            kv_rows_limit=scheduler.kv_budget.limit,
-            batch_sizes=dict(counters.batch_sizes),
-            draft_sizes=dict(counters.draft_sizes),
-            step_drafts=dict(counters.step_drafts),
-            cost_seconds=engine.context.governor.cost.table(),
-            draft_failures=counters.draft_failures,
-        )
+        return snapshot(self._engine, self._loaded, self._drafters, speculation=self.capabilities.speculation)
 
     def _open_session(self, engine_request: EngineRequest) -> CacheSession:
         request = engine_request.original
@@ -374,25 +389,6 @@ class TorchBackend:
         return min(self.settings.default_max_tokens, room) if wanted is None else wanted
 
 
-def _length(request: GenerateRequest) -> int:
-    """The characters of the prompt, or the number of its token ids."""
-    if request.messages is None:
-        return len(request.text or request.token_ids or ())
-    length = 0
-    containers: list[Any] = [request.messages, request.tools]
-    for one in containers:
-        for item in one.values() if isinstance(one, Mapping) else one:
-            if isinstance(item, str):
-                length += len(item)
-            elif isinstance(item, (Mapping, list, tuple)):
-                containers.append(item)
-    return length
-
-
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
     """The token ids that end an answer, according to the model's generation settings and its tokenizer."""
     return ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
-
-
-def _named(by_source: dict[int, int]) -> dict[str, int]:
-    return {Source.NAMES[source]: amount for source, amount in sorted(by_source.items())}

@@ -125,7 +125,7 @@ class Thinking:
         settings, asked = self.settings, self.request.sampling.max_tokens
         limits = [settings.step_tokens, settings.budget_tokens - self.counts.all_kept - pending]
         if role == "small":
-            limits.append(settings.spend_tokens - self.counts.all_spent)
+            limits.append(settings.most_spent - self.counts.all_spent)
         if asked is not None:
             limits.append(asked - self.counts.all_kept - pending)
         if (left := self.context(role).room) is not None:

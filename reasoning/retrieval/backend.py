@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.base import Capabilities, tokenization_of
+from agentspec.backends.base import Capabilities, ContinuesAnswers, ParsesAnswer, tokenization_of
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.events import AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
@@ -73,6 +73,19 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         Raises `KnowledgeBaseError` if the knowledge base fails, `InvalidRequestError` for request fields that a model
         with retrieval cannot honour, and what the base model raises.
         """
+        parser = self._parser(request)
+        async with aclosing(self._deltas(request)) as deltas:
+            async for delta in deltas:
+                yield delta if parser is None else parser.parse(delta)
+
+    def _parser(self, request: GenerateRequest) -> ParsesAnswer | None:
+        """Finds the answer's tool calls; None where it cannot make any."""
+        backend = self.base.backend
+        if not (request.tools and isinstance(backend, ContinuesAnswers)):
+            return None
+        return backend.answer_reader(request).parser()
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         stats, tokens = SearchStats(), 0
         async with aclosing(self._events(request, stats)) as events:
             async for event in events:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from agentspec.backends.base import Tokenization
 from agentspec.text.detokenizer import CONTEXT_TOKENS, REPLACEMENT, added_text
 from agentspec.text.stop_strings import StopScanner
 from agentspec.types import FinishReason, TokenLogprob
+
+
+class Detokenizes(Protocol):
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class PartialAnswer:
     stop_reason: str | None = None
 
     @classmethod
-    async def behind(cls, prompt: Sequence[int], tokenization: Tokenization) -> PartialAnswer:
+    async def behind(cls, prompt: Sequence[int], tokenization: Detokenizes) -> PartialAnswer:
         """An empty answer to a prompt that ends in `prompt`."""
         window = tuple(prompt[-CONTEXT_TOKENS:])
         return cls(window, await tokenization.detokenize(window) if window else "")
@@ -52,7 +56,7 @@ class PartialAnswer:
         return self.text if self.over else StopScanner(tuple(stops)).feed(self.text)
 
     async def extended(
-        self, output: RoundOutput, tokenization: Tokenization, limit: int, stops: Sequence[str] = ()
+        self, output: RoundOutput, tokenization: Detokenizes, limit: int, stops: Sequence[str] = ()
     ) -> PartialAnswer:
         """The answer with one more round, up to `limit` tokens in all. A token that ends the answer adds no text."""
         grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
@@ -71,7 +75,7 @@ class PartialAnswer:
             return replace(await spelled.flushed(tokenization), finish="length")
         return spelled
 
-    async def spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization) -> PartialAnswer:
+    async def spelled(self, token_ids: tuple[int, ...], tokenization: Detokenizes) -> PartialAnswer:
         """The answer with the text of `token_ids`; bytes of an incomplete character wait for the next round."""
         if not token_ids:
             return self
@@ -84,13 +88,13 @@ class PartialAnswer:
         last = window[-CONTEXT_TOKENS:]
         return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
 
-    async def flushed(self, tokenization: Tokenization) -> PartialAnswer:
+    async def flushed(self, tokenization: Detokenizes) -> PartialAnswer:
         """The answer with the bytes that were held back, even if they form no whole character."""
         whole = await tokenization.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + added_text(whole, self.known))
 
 
-async def _ends_silently(output: RoundOutput, tokenization: Tokenization) -> bool:
+async def _ends_silently(output: RoundOutput, tokenization: Detokenizes) -> bool:
     """Whether the last token ended the answer and is not part of its text."""
     if not output.token_ids:
         return False

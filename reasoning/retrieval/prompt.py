@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentspec.backends.base import Tokenization
 from agentspec.backends.templates.messages import escape_markers, plain
@@ -38,7 +39,7 @@ class DocumentPrompt:
         """Raises `InvalidRequestError` for messages that are not text or that the template refuses."""
         gap = tuple(await tokenization.tokenize(SEPARATOR))
         if request.messages is not None:
-            head, tail, asked = await _of_messages(request.messages, tokenization)
+            head, tail, asked = await _of_messages(request.messages, request.tools, tokenization)
         else:
             head, tail = await _of_text(request, tokenization)
             asked = tail
@@ -62,9 +63,9 @@ class DocumentPrompt:
                 param="messages",
             )
 
-    async def with_document(self, document: Document | None, answer: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """The prompt that continues `answer` by `tokens` tokens, with as much of the document as fits."""
-        return (*self.head, *await self._document(document, len(answer) + tokens), *self.tail, *answer)
+    async def with_document(self, document: Document | None, tokens: int) -> tuple[int, ...]:
+        """The prompt of an answer of `tokens` tokens, with as much of the document as fits."""
+        return (*self.head, *await self._document(document, tokens), *self.tail)
 
     async def _document(self, document: Document | None, taken: int) -> tuple[int, ...]:
         if document is None:
@@ -80,7 +81,7 @@ class DocumentPrompt:
 
 
 async def _of_messages(
-    messages: Sequence[Message], tokenization: Tokenization
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokenization: Tokenization
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Tokens of the rendered messages before and from the last user message's text on, and of that text."""
     users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
@@ -88,7 +89,7 @@ async def _of_messages(
     mark = f"document-{secrets.token_hex(8)}"
     asked = str(plain(messages[place]).get("content", ""))
     marked = [{**message, "content": mark + asked} if at == place else message for at, message in enumerate(messages)]
-    head, _, tail = (await tokenization.render(marked)).partition(mark)
+    head, _, tail = (await tokenization.render(marked, tools)).partition(mark)
     return (
         tuple(await tokenization.tokenize(head)),
         tuple(await tokenization.tokenize(tail)),

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from agentspec.backends.base import Backend, RecordsAnswers, Tokenization, closing_items, tokenization_of
+from agentspec.backends.base import (
+    AnswerReader,
+    Backend,
+    ContinuesAnswers,
+    RecordsAnswers,
+    Tokenization,
+    closing_items,
+    tokenization_of,
+)
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.reasoning.retrieval.partial_answer import PartialAnswer, RoundOutput
+from agentspec.reasoning.retrieval.partial_answer import Detokenizes, PartialAnswer, RoundOutput
 from agentspec.reasoning.retrieval.prompt import DocumentPrompt
 from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.text.detokenizer import REPLACEMENT
 from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 
-# Parameters of a whole answer, which a round cannot honour: it knows only its own tokens.
-WHOLE_ANSWER = ("n", "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "structured_outputs")
-REFUSED = (*WHOLE_ANSWER, "prompt_logprobs")
+# Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.
+WHOLE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
+REFUSED = ("n", "min_tokens", "prompt_logprobs")
+_OF_ENDPOINTS = (*WHOLE_ANSWER, "tools", "functions", "response_format")  # as fields that are not read here
 _DEFAULTS = SamplingParams()
 
 
@@ -35,6 +45,7 @@ class RoundGenerator:
     prompt: DocumentPrompt
     limit: int
     seed: int | None
+    whole: WholeAnswer | None = None
 
     @classmethod
     async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> RoundGenerator:
@@ -47,23 +58,33 @@ class RoundGenerator:
                 " a local model, or vLLM"
             )
         _check(request)
+        whole = WholeAnswer.of(request, backend)
         length = backend.capabilities.context_length
         prompt = await DocumentPrompt.of(request, tokenization, settings.document_tokens, length)
         wanted, room = request.sampling.max_tokens, prompt.room()
         prompt.require(1 if wanted is None else wanted)
         limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
-        return cls(backend, tokenization, request, settings, prompt, limit, _seed(request.sampling))
+        return cls(backend, tokenization, request, settings, prompt, limit, _seed(request.sampling), whole)
 
     @property
     def stops(self) -> tuple[str, ...]:
         return self.request.sampling.stop
 
+    @property
+    def _spelling(self) -> Detokenizes:
+        return self.tokenization if self.whole is None else self.whole
+
     async def begin(self) -> PartialAnswer:
-        return await PartialAnswer.behind(self.prompt.tail, self.tokenization)
+        return await PartialAnswer.behind(self.prompt.tail, self._spelling)
 
     async def query(self, answer: PartialAnswer) -> str:
-        """The text of the last tokens of question and answer, without incomplete characters at its edges."""
-        tokens = (*self.prompt.asked, *answer.token_ids)[-self.settings.query_tokens :]
+        """The text of the last tokens of question and answer, without incomplete characters at its edges, and without
+        tool calls: their syntax says nothing of what is asked.
+        """
+        said: Sequence[int] = answer.token_ids
+        if self.whole is not None and self.request.tools:
+            said = await self.tokenization.tokenize(self.whole.text_of(answer.text))
+        tokens = (*self.prompt.asked, *said)[-self.settings.query_tokens :]
         return (await self.tokenization.detokenize(tokens)).strip(REPLACEMENT)
 
     async def generate(self, answer: PartialAnswer, document: Document | None) -> PartialAnswer:
@@ -72,16 +93,15 @@ class RoundGenerator:
         Raises what the backend raises.
         """
         tokens = min(self.settings.round_tokens, self.limit - len(answer.token_ids))
-        request = replace(
-            self.request,
-            messages=None,
-            text=None,
-            token_ids=await self.prompt.with_document(document, answer.token_ids, tokens),
-            sampling=self._sampling(len(answer.token_ids), tokens),
-            split_reasoning=False,
-            share=False,
-        )
-        return await answer.extended(await _generate(self.backend, request), self.tokenization, self.limit, self.stops)
+        prompt = await self.prompt.with_document(document, len(answer.token_ids) + tokens)
+        sampling = self._sampling(len(answer.token_ids), tokens)
+        request = replace(self.request, sampling=sampling, split_reasoning=False, share=False)
+        if self.whole is not None:
+            deltas = self.whole.backend.continue_answer(request, prompt, answer.token_ids)
+        else:
+            ids = (*prompt, *answer.token_ids)
+            deltas = self.backend.generate(replace(request, messages=None, text=None, token_ids=ids))
+        return await answer.extended(await _read(deltas), self._spelling, self.limit, self.stops)
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
         """The sampling of a round. Each round has its own seed: some backends restart from the seed at each request."""
@@ -92,16 +112,15 @@ class RoundGenerator:
         """Let the backend's token cache keep the whole answer, not its rounds: they are short, and some are dropped."""
         if self.request.store and answer.token_ids and isinstance(self.backend, RecordsAnswers):
             question = (*self.prompt.head, *self.prompt.tail)
-            request = replace(self.request, messages=None, text=None, token_ids=question)
+            request = replace(self.request, messages=None, text=None, token_ids=question, tools=(), tool_choice="auto")
             await self.backend.record(request, answer.token_ids)
 
 
-async def _generate(backend: Backend, request: GenerateRequest) -> RoundOutput:
+async def _read(answer: AsyncIterator[Delta]) -> RoundOutput:
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     text = ""
     finish: FinishReason = "stop"
-    answer = backend.generate(request)
     async with closing_items(answer):
         async for delta in answer:
             ids += delta.token_ids
@@ -130,15 +149,40 @@ def _mixed(seed: int, position: int) -> int:
 _EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every model; this one does not think
 
 
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """For requests with rules of the whole answer: the local model that goes on with it, and how to read it."""
+
+    backend: ContinuesAnswers
+    reader: AnswerReader
+
+    @classmethod
+    def of(cls, request: GenerateRequest, backend: Backend) -> WholeAnswer | None:
+        """None for a request without such rules. Raises `InvalidRequestError` where the model cannot keep them."""
+        named = next((name for name in WHOLE_ANSWER if _sampled(request, name)), None)
+        named = named or ("tools" if request.tools else None)
+        unread = next((name for name in _OF_ENDPOINTS if _asked(request.extra, name)), None)
+        if unread is None and isinstance(backend, ContinuesAnswers):
+            return None if named is None else cls(backend, backend.answer_reader(request))
+        if named or unread:
+            name = unread or named
+            message = f"a model with retrieval answers without {name}, unless the model is a local one"
+            raise InvalidRequestError(message, param=name)
+        return None
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await asyncio.to_thread(self.reader.decode, token_ids)
+
+    def text_of(self, text: str) -> str:
+        """The text of an answer, or of its beginning, without its tool calls."""
+        return self.reader.parser().parse(Delta(text=text)).text
+
+
 def _check(request: GenerateRequest) -> None:
     """Raises `InvalidRequestError` for request fields whose meaning would change from round to round."""
     for name in REFUSED:
-        if _given(getattr(request.sampling, name), getattr(_DEFAULTS, name)) or _asked(request.extra, name):
+        if _sampled(request, name) or _asked(request.extra, name):
             raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
-    if request.tools or _asked(request.extra, "tools") or _asked(request.extra, "functions"):
-        raise InvalidRequestError("a model with retrieval calls no tools", param="tools")
-    if _asked(request.extra, "response_format"):
-        raise InvalidRequestError("a model with retrieval answers without response_format", param="response_format")
     defaults = {field.name: field.default for field in fields(GenerateRequest)}
     for name in ("continue_final", "start_answer", "return_prompt", "prediction"):
         if getattr(request, name) != defaults[name]:
@@ -147,8 +191,8 @@ def _check(request: GenerateRequest) -> None:
         raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")
 
 
-def _given(value: Any, default: Any) -> bool:
-    return bool(value != default)
+def _sampled(request: GenerateRequest, name: str) -> bool:
+    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 
 def _asked(extra: Mapping[str, Any], name: str) -> bool:

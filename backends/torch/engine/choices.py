@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from agentspec.types import Delta, Speculation, Usage
+from agentspec.types import Delta, LossyAcceptanceSpeculation, Speculation, Usage
 
 
 @dataclass(slots=True)
@@ -53,9 +53,7 @@ def _sum(counts: list[int | None]) -> int | None:
 def _speculation(all: list[Speculation]) -> Speculation | None:
     if not all:
         return None
-    return Speculation(
-        drafted=sum(one.drafted for one in all),
-        accepted=sum(one.accepted for one in all),
-        steps=sum(one.steps for one in all),
-        estimated_seconds_saved=sum(one.estimated_seconds_saved for one in all),
-    )
+    counts = ["drafted", "accepted", "steps", "estimated_seconds_saved"]
+    if isinstance(all[0], LossyAcceptanceSpeculation):
+        counts.append("substituted")
+    return replace(all[0], **{name: sum(getattr(one, name) for one in all) for name in counts})

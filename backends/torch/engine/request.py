@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentspec.backends.torch.engine.logprobs import PromptScorer
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
@@ -29,6 +30,8 @@ class EngineRequest:
     cancelled: bool = False
     constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     shares_prompt: bool = False
+    answered: int = 0
+    """How many tokens at the end of `prompt` belong to the answer already."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -89,3 +92,18 @@ def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter, scorer: Promp
     ids, text = tuple(request.prompt), request.original.text
     shown = tokenizer.decode(ids) if text is None else text
     return Prompt(shown, ids, None if scorer is None else tuple(scorer.entries))
+
+
+def prompt_length(request: GenerateRequest) -> int:
+    """The characters of the prompt, or the number of its token ids."""
+    if request.messages is None:
+        return len(request.text or request.token_ids or ())
+    length = 0
+    containers: list[Any] = [request.messages, request.tools]
+    for one in containers:
+        for item in one.values() if isinstance(one, Mapping) else one:
+            if isinstance(item, str):
+                length += len(item)
+            elif isinstance(item, (Mapping, list, tuple)):
+                containers.append(item)
+    return length

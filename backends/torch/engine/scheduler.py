@@ -42,6 +42,7 @@ class ScheduledSequence:
     draws: bool
     proposal: Proposal = NOTHING
     logits: Tensor | None = None
+    states: Tensor | None = None
     error: Exception | None = None
 
     @property
@@ -57,7 +58,7 @@ class ScheduledSequence:
 
     def begin(self) -> None:
         assert self.logits is not None
-        self.sequence.begin(self.proposal, self.logits)
+        self.sequence.begin(self.proposal, self.logits, self.states)
 
     def commit(self, cost: StepEstimate) -> Delta | None:
         if not self.draws:

@@ -22,10 +22,12 @@ from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.acceptance import accept_path
+from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.sampling.substitutes import Substitutes
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor
-from agentspec.types import Delta, FinishReason, GenerateRequest, TokenLogprob, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, LossyAcceptance, Speculation, TokenLogprob, Usage
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class EngineContext:
     max_draft_tokens: int = 48
     free_memory: Callable[[], None] = lambda: None  # frees memory that is held only to save time
     drafters: DrafterFactory = field(default_factory=DrafterFactory)
+    judge_heads: dict[str, JudgeHead] = field(default_factory=dict)  # by the path in `LossyAcceptance.judge_head`
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
     bounded: bool = False  # whether KV slots are reserved before they are used
 
@@ -68,15 +71,18 @@ class Sequence:
         self._reused = self._charged = kv_cache.length
         target = context.target
         constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
+        asked = len(request.prompt) - request.answered
         self.sampler = Sampler(
             request.sampling,
             target.vocab_size,
-            request.prompt,
+            request.prompt[:asked],
             target.device,
             choice=request.constraints.choice,
             constraints=constraints,
             ahead=context.draws_ahead,
         )
+        for token in request.prompt[asked:]:
+            self.sampler.observe(token)
         self._answer = AnswerText(request, context.tokenizer)
         predicted = request.prediction
         self._prediction = None if predicted is None else PredictionDrafter(predicted, len(request.prompt))
@@ -85,6 +91,7 @@ class Sequence:
             self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
         self._prompt_due = request.original.return_prompt or self._scorer is not None
+        self._substitutes = Substitutes.of(self._acceptance, self.sampler, context.judge_heads)
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the row of logits that each token of this step was drawn from
 
@@ -166,9 +173,21 @@ class Sequence:
         self.kv_cache.commit(count, ())
         self._context.counters.prefill_tokens += count
 
-    def begin(self, draft: Proposal, logits: Tensor) -> None:
+    @property
+    def _acceptance(self) -> LossyAcceptance | None:
+        """The rule by which drafts are accepted; None for the exact one."""
+        return self.request.original.acceptance if self._drafter is not None else None
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether the step has to give the hidden states beside the logits."""
+        return self._substitutes is not None and self._substitutes.needs_states
+
+    def begin(self, draft: Proposal, logits: Tensor, states: Tensor | None = None) -> None:
         """Take the logits of a step: row 0 follows the last token read, row i + 1 follows draft node i."""
         self._logits, self._drawn_from = logits, []
+        if self._substitutes is not None:
+            self._substitutes.begin(draft.tokens, draft.sources, states)
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
     def commit(self, num_tokens: int, draft: Proposal, cost: StepEstimate) -> Delta:
@@ -176,12 +195,13 @@ class Sequence:
         return the delta they add.
         """
         committed = len(self.tokens)
-        path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit)
+        path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit, self._substitutes)
         self.kv_cache.commit(num_tokens, path)
         fresh = self.tokens[committed:]
         self._first_at = self._first_at or perf_counter()
         self._context.counters.prefill_tokens += num_tokens - 1
-        self._speculator.observe(draft, path, cost)
+        taken = () if self._substitutes is None else self._substitutes.taken
+        self._speculator.observe(draft, path, cost, substituted=taken)
         self._session.extend(fresh)
         return self._delta(fresh)
 
@@ -209,11 +229,15 @@ class Sequence:
             finish_reason=self.finish,
             stop_reason=self._answer.stop_reason,
             usage=self._usage() if self.finish else None,
-            speculation=self._speculator.speculation if self.finish else None,
+            speculation=self._speculation() if self.finish else None,
             prompt=prompt_of(self.request, self._context.tokenizer, self._scorer) if self._prompt_due else None,
         )
         self._prompt_due = False
         return delta
+
+    def _speculation(self) -> Speculation | None:
+        done = self._speculator.speculation
+        return done if done is None or self._substitutes is None else self._substitutes.labelled(done)
 
     def _logprobs(self, fresh: list[int]) -> tuple[TokenLogprob, ...]:
         sampling = self.request.sampling

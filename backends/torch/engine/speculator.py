@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import clear_frames
@@ -106,9 +106,14 @@ class Speculator:
         seconds += perf_counter() - started
         return replace(legal, acceptance=acceptance, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
-    def observe(self, proposal: Proposal, path: Sequence[int], cost: StepEstimate) -> None:
-        """Learn from a finished step in which the nodes in `path` of the proposal were accepted."""
-        hit = set(path)
+    def observe(
+        self, proposal: Proposal, path: Sequence[int], cost: StepEstimate, *, substituted: Collection[int] = ()
+    ) -> None:
+        """Learn from a finished step in which the nodes in `path` of the proposal were accepted.
+
+        Those `substituted` for the model's own draws teach the governor what is true of exact answers: a miss.
+        """
+        hit = set(path).difference(substituted)
         accepted = [node in hit for node in range(len(proposal))]
         self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._stats)
         if proposal.asked:
@@ -119,6 +124,7 @@ class Speculator:
         self._accepted += len(path)
         self._saved += len(path) * cost.plain - cost.drafts - proposal.seconds
         self._count(proposal, path)
+        self._counters.substituted += len(substituted)
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agentspec.types import Source
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.drafters import DrafterFactory
+    from agentspec.backends.torch.engine.engine import Engine
+    from agentspec.backends.torch.loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +21,7 @@ class EngineStats:
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
     `draft_sizes` counts answers' steps, and `step_drafts` whole steps, by the number of draft tokens verified.
     `graph_sizes` are the numbers of tokens recorded as CUDA graphs; `graph_replays` counts the forwards they served.
+    `substituted` counts drafted tokens that a lossy rule accepted in place of the model's own.
     """
 
     model: str
@@ -47,6 +56,7 @@ class EngineStats:
     step_drafts: Mapping[int, int]
     cost_seconds: Mapping[int, float]
     draft_failures: int = 0
+    substituted: int = 0
 
 
 @dataclass(slots=True)
@@ -69,7 +79,52 @@ class Counters:
     draft_sizes: dict[int, int] = field(default_factory=dict)
     step_drafts: dict[int, int] = field(default_factory=dict)
     draft_failures: int = 0  # answers whose drafter failed
+    substituted: int = 0  # drafted tokens that a lossy rule accepted in place of the model's own
 
 
 def count(counter: dict[int, int], key: int, amount: int = 1) -> None:
     counter[key] = counter.get(key, 0) + amount
+
+
+def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, speculation: bool) -> EngineStats:
+    """The counters and the state of an engine now."""
+    target, scheduler, counters = loaded.target, engine.scheduler, engine.context.counters
+    return EngineStats(
+        model=loaded.name,
+        device=str(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        attention=target.attention,
+        packed_layers=loaded.packed,
+        graph_sizes=() if target.graphs is None else target.graphs.sizes,
+        graph_replays=0 if target.graphs is None else target.graphs.replays,
+        adapter=loaded.adapter,
+        speculation=speculation,
+        drafters=tuple(drafters.names) if speculation else (),
+        draft_model=None if drafters.draft_model is None else drafters.draft_model.name,
+        queued=scheduler.num_waiting,
+        active=len(scheduler.active),
+        requests=counters.requests,
+        failed=counters.failed,
+        cancelled=counters.cancelled,
+        tokens=counters.tokens,
+        steps=counters.steps,
+        drafted_by_source=_named(counters.drafted),
+        accepted_by_source=_named(counters.accepted),
+        prefill_tokens=counters.prefill_tokens,
+        reused_tokens=counters.reused_tokens,
+        prefix_sequences=len(scheduler.prefix_cache),
+        prefix_bytes=scheduler.prefix_cache.nbytes,
+        preempted=counters.preempted,
+        kv_rows=scheduler.kv_slots,
+        kv_rows_limit=scheduler.kv_budget.limit,
+        batch_sizes=dict(counters.batch_sizes),
+        draft_sizes=dict(counters.draft_sizes),
+        step_drafts=dict(counters.step_drafts),
+        cost_seconds=engine.context.governor.cost.table(),
+        draft_failures=counters.draft_failures,
+        substituted=counters.substituted,
+    )
+
+
+def _named(by_source: dict[int, int]) -> dict[str, int]:
+    return {Source.NAMES[source]: amount for source, amount in sorted(by_source.items())}

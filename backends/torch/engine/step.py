@@ -104,19 +104,28 @@ def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
 
 def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> bool:
     try:
-        outputs = target.forward_batch([each.batch_item for each in scheduled])
+        forward(scheduled, target)
     except Exception as error:
         if is_device_error(error):
             raise
         logger.warning("a step of %d answers failed, each is tried alone: %s", len(scheduled), error_location(error))
         return False
-    for each, logits in zip(scheduled, outputs, strict=True):
-        each.logits = logits
     return True
 
 
 def run_alone(each: ScheduledSequence, target: TargetModel) -> None:
-    (each.logits,) = target.forward_batch([each.batch_item])
+    forward([each], target)
+
+
+def forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None:
+    """Compute the logits of all sequences in one forward and, if one of them is judged by them, the hidden states."""
+    items = [each.batch_item for each in scheduled]
+    if any(each.draws and each.sequence.needs_states for each in scheduled):
+        for each, (logits, states) in zip(scheduled, target.forward_batch_with_states(items), strict=True):
+            each.logits, each.states = logits, states
+        return
+    for each, logits in zip(scheduled, target.forward_batch(items), strict=True):
+        each.logits = logits
 
 
 def draw(scheduled: list[ScheduledSequence]) -> None:

@@ -65,6 +65,20 @@ class TargetModel:
         outputs = [item.outputs for item in items]
         return list(logits[: len(wanted)].split_with_sizes(outputs))
 
+    @torch.inference_mode()
+    def forward_batch_with_states(self, items: Sequence[BatchItem]) -> list[tuple[Tensor, Tensor]]:
+        """`forward_batch`, with the hidden states [outputs, width] in float32 that the output head read for them.
+
+        Recorded forwards do not show these states, so that none is replayed.
+        """
+        if not self.batched and len(items) > 1:
+            return [pair for item in items for pair in self.forward_batch_with_states([item])]
+        wanted, outputs = logit_rows(items), [item.outputs for item in items]
+        with HeadInput(self.module) as head:
+            logits = self._run(items, wanted if len(wanted) else np.zeros(1, np.int64)).logits[0].float()
+        both = (rows[: len(wanted)].split_with_sizes(outputs) for rows in (logits, head.states))
+        return list(zip(*both, strict=True))
+
     def _logits(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Tensor:
         """The logits [len(wanted), vocab] of the rows `wanted`, from a recorded forward if one is large enough."""
         if self.graphs is not None and self.graphs.fits(sum(map(len, items))):

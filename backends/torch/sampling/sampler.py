@@ -130,6 +130,13 @@ class Sampler:
             return self.drawn[row]
         return int(self._draw(self.constraints.apply(self._logits[row])[None], [()]))
 
+    def probabilities(self, row: int) -> Tensor:
+        """The distribution [vocab] from which the token after row `row` is drawn."""
+        scores = self._penalties(self.constraints.apply(self._logits[row])[None], [()])[0]
+        if self.greedy:
+            return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
+        return apply_top_k_top_p((scores / self._params.temperature)[None], self._params, may_sync=True)[0].softmax(-1)
+
     def observe(self, token: int) -> None:
         """Append `token` to the history."""
         self._position += 1

@@ -79,6 +79,12 @@ class StructuredOutputBuilder:
             thinking=self._thinking_limit(request.thinking_budget, expected) if chat else None,
         )
 
+    def reading(self, request: GenerateRequest) -> tuple[OutputParserSpec, frozenset[int]]:
+        """How to parse answers to `request`, and the special tokens that its parser looks for."""
+        called = bool(request.tools) and request.tool_choice != "none"
+        format = tool_format(self._tokenizer.tokenizer) if called else None
+        return OutputParserSpec.of(request, format, "never"), self._shown(format)
+
     async def compiled_in_turn(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
         """The compiled grammar, for which requests wait in turn: see `CompileQueue.result`. Raises also what
         `GrammarCompiler.compile` raises.

@@ -57,6 +57,7 @@ from agentspec.backends.torch.engine.step import run_step
 from agentspec.backends.torch.loader import LoadedModel, prepare
 from agentspec.backends.torch.model.kv_cache import KVCache
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, RequestStats
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
@@ -272,11 +273,13 @@ class Lab:
         governor: Governor | None = None,
         max_draft: int = 48,
         drafters: DrafterFactory | None = None,
+        judge_heads: dict[str, JudgeHead] | None = None,
         **options: Any,
     ) -> Outcome:
         """Generate one answer; `options` as `Ask` has them."""
         ask = Ask(prompt, sampling, script, speculates=drafters is not None, **options)
-        return self.run_batch([ask], governor=governor, max_draft=max_draft, kv_cache=kv_cache, drafters=drafters)[0]
+        knobs: dict[str, Any] = {"governor": governor, "max_draft": max_draft, "kv_cache": kv_cache}
+        return self.run_batch([ask], **knobs, drafters=drafters, judge_heads=judge_heads)[0]
 
     def run_batch(
         self,
@@ -286,6 +289,7 @@ class Lab:
         max_draft: int = 48,
         kv_cache: KVCache | None = None,
         drafters: DrafterFactory | None = None,
+        judge_heads: dict[str, JudgeHead] | None = None,
         between: Callable[[list[EngineSequence]], None] = lambda sequences: None,
     ) -> list[Outcome]:
         """Generate all answers through the engine's own steps, verifying every draft of their scripts.
@@ -301,6 +305,7 @@ class Lab:
             free_memory=no_forward_fails,
             drafters=drafters or DrafterFactory(),
             draws_ahead=self.draws_ahead,
+            judge_heads=judge_heads or {},
         )
         sequences = [ask.begin(context, kv_cache if len(asks) == 1 else None) for ask in asks]
         outcomes = {sequence: Outcome(sequence=sequence) for sequence in sequences}

@@ -55,7 +55,7 @@ class HashedModel:
         self.active, self.calls, self.longest = 0, 0, 0
         self.latency, self._ends = latency, ends
 
-    async def render(self, messages: Sequence[Message]) -> str:
+    async def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>"
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:

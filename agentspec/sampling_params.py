@@ -1,0 +1,104 @@
+"""How tokens are sampled, and the form that an answer must have. Import them from `agentspec.types`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from agentspec.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form an answer must have; exactly one field is given. The names are vLLM's.
+
+    `json` is a JSON schema, `json_object` allows any JSON object, `regex` matches the whole answer, `choice` lists the
+    allowed answers, `grammar` is a context-free grammar in Lark's or GBNF's notation with the rule `start` or `root`.
+    """
+
+    json: Mapping[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            listed = ", ".join(names)
+            raise InvalidRequestError(
+                f"structured_outputs needs exactly one of {listed}, not {given or 'none'}", param="structured_outputs"
+            )
+        if self.json_object is False:
+            raise InvalidRequestError("structured_outputs.json_object must be true", param="structured_outputs")
+        if self.choice is not None and not all(self.choice or ("",)):
+            raise InvalidRequestError("structured_outputs.choice must hold answers", param="structured_outputs")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are sampled. Defaults are OpenAI's; `temperature` 0 is greedy.
+
+    `n` answers are sampled independently. Before `min_tokens` neither an end token nor a stop string ends an answer;
+    with `ignore_eos` the model's end token never does. `bad_words` never appear. `prompt_logprobs` requests the
+    log-probability of each prompt token, with those of that many most probable tokens at its position.
+
+    Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    n: int = 1
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._require("temperature", 0.0, 2.0)
+        self._require("top_p", 0.0, 1.0, exclude_low=True)
+        self._require("top_k", 0, math.inf)
+        self._require("min_p", 0.0, 1.0)
+        self._require("presence_penalty", -2.0, 2.0)
+        self._require("frequency_penalty", -2.0, 2.0)
+        self._require("repetition_penalty", 1e-3, 1e3)  # beyond, logits would overflow or vanish in float32
+        self._require("top_logprobs", 0, 20)
+        self._require("n", 1, MAX_CHOICES)
+        self._require("min_tokens", 0, math.inf if self.max_tokens is None else self.max_tokens)
+        if self.prompt_logprobs is not None:
+            self._require("prompt_logprobs", 0, 20)
+        if self.max_tokens is not None:
+            self._require("max_tokens", 1, math.inf)
+        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise InvalidRequestError("logit_bias values must lie between -100 and 100", param="logit_bias")
+        if isinstance(self.stop, str):
+            raise InvalidRequestError(f"stop must be a tuple of strings, not {self.stop!r}", param="stop")
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop must not contain an empty string", param="stop")
+        if isinstance(self.bad_words, str) or any(not word.strip() for word in self.bad_words):
+            raise InvalidRequestError("bad_words must be a tuple of words that are not blank", param="bad_words")
+
+    def _require(self, name: str, low: float, high: float, *, exclude_low: bool = False) -> None:
+        value = getattr(self, name)
+        if not (low < value if exclude_low else low <= value) or not value <= high:
+            bounds = f"{'above' if exclude_low else 'at least'} {low}"
+            bounds += "" if high == math.inf else f" and at most {high}"
+            raise InvalidRequestError(f"{name} must be {bounds}, not {value!r}", param=name)

@@ -1,0 +1,67 @@
+"""A local model whose draft model's tokens are accepted by a lossy rule, for the tenants that the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, replace
+
+from agentspec.backends.base import AcceptsLossily, Capabilities, closing_items
+from agentspec.errors import ConfigurationError
+from agentspec.protocol.requests import FORM_FIELDS
+from agentspec.reasoning.settings import LossyAcceptanceSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
+from agentspec.types import Delta, GenerateRequest
+
+
+@dataclass
+class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
+    """Answers with `base`, lossily where the settings allow it: other tenants, answers that have to have a form or may
+    call tools, and requests without speculation get the exact answer.
+    """
+
+    name: str
+    settings: LossyAcceptanceSettings
+    base: ModelRef
+
+    @classmethod
+    def open(cls, name: str, settings: LossyAcceptanceSettings, dependencies: Dependencies) -> LossyAcceptanceBackend:
+        """Open the strategy and its judge. Raises `ConfigurationError` if `base` has no draft model of its own."""
+        base = dependencies.find(settings.base)
+        if not isinstance(base.backend, AcceptsLossily):
+            raise ConfigurationError(f"models.{name}.base must be a local model (kind = torch), not {settings.base!r}")
+        try:
+            base.backend.prepare_acceptance(settings.acceptance)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"models.{name}: {error.message}") from error
+        return cls(name, settings, base)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.base.backend.capabilities
+
+    @property
+    def roles(self) -> Mapping[str, ModelRef]:
+        return {"base": self.base}
+
+    async def prepare(self) -> list[str]:
+        return []
+
+    def describe(self, role: str) -> str:
+        return f"{role} = {self.settings.base}, {self.settings.summary}"
+
+    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
+        return super().response_headers(request) if self.is_lossy(request) else {}
+
+    def is_lossy(self, request: GenerateRequest) -> bool:
+        """Whether the answer to `request` may differ from the model's own."""
+        formed = request.sampling.structured_outputs is not None or not request.extra.keys().isdisjoint(FORM_FIELDS)
+        calls = bool(request.tools) and request.tool_choice != "none"
+        return request.speculation and self.settings.admits(request.tenant) and not (formed or calls)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Yield the answer of the base model. Raises what it raises."""
+        rule = self.settings.acceptance if self.is_lossy(request) else None
+        asked = replace(request, model=self.base.model, acceptance=rule)
+        async with closing_items(self.base.backend.generate(asked)) as deltas:
+            async for delta in deltas:
+                yield delta

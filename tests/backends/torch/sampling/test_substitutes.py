@@ -1,0 +1,103 @@
+"""Lossy acceptance in the engine: exact unless asked for, bounded by the rule, kept off forms and other drafters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.torch.drafters import DrafterFactory, make_draft
+from agentspec.backends.torch.drafters.factory import DraftModel
+from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
+from agentspec.backends.torch.engine.stats import Counters
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.judge_head import JudgeHead
+from agentspec.speculation.governor import Governor
+from agentspec.types import LossyAcceptance, LossyAcceptanceSpeculation, SamplingParams, Source
+
+PROMPT = [72, 101, 108, 108, 111]
+HOT = SamplingParams(temperature=1.0, seed=5)
+ALL = LossyAcceptance("typical", epsilon=1e-9, delta=1e-9)  # every token with any probability is typical
+
+
+@pytest.fixture
+def other(lab_of: Any) -> Any:
+    """Another random model of the same tokens: most of its drafts are wrong."""
+    return lab_of("qwen3").target
+
+
+def answered(
+    lab: Any, model: Any, sampling: SamplingParams, acceptance: LossyAcceptance | None = None, **options: Any
+) -> Any:
+    factory = DrafterFactory(("model",), DraftModel("other", model))
+    return lab.run(PROMPT, sampling, drafters=factory, request={"acceptance": acceptance}, **options)
+
+
+def test_typical_tokens_are_taken_and_counted(lab: Any, other: Any) -> None:
+    exact = answered(lab, other, HOT)
+    lossy = answered(lab, other, HOT, acceptance=ALL)
+    told = lossy.speculation
+    assert isinstance(told, LossyAcceptanceSpeculation) and told.lossy and told.knobs["rule"] == "typical"
+    assert told.substituted > 0 and lossy.tokens != exact.tokens and told.steps < exact.speculation.steps
+    assert type(exact.speculation) is not LossyAcceptanceSpeculation
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), HOT])
+def test_where_nothing_is_typical_enough_the_answer_is_exact(lab: Any, other: Any, sampling: SamplingParams) -> None:
+    never = LossyAcceptance("typical", epsilon=0.9999999, delta=1e9)
+    rule = never if sampling.temperature else ALL  # at temperature 0 any bound is exact
+    assert answered(lab, other, sampling, acceptance=rule).tokens == answered(lab, other, sampling).tokens
+
+
+def test_other_drafters_stay_exact(lab: Any) -> None:
+    """Scripted drafts of the suffix cache are full of possible tokens, none of which is taken."""
+
+    def wrong(context: list[int], budget: int) -> Any:
+        return make_draft([65, 66], [-1, -1], [0.9, 0.8], [3, 3], [Source.SHARED] * 2)
+
+    assert lab.run(PROMPT, HOT, wrong, request={"acceptance": ALL}).tokens == lab.run(PROMPT, HOT).tokens
+
+
+def test_forbidden_tokens_are_not_taken(lab: Any, other: Any) -> None:
+    """All tokens but the even ones are bad words: the draft model's odd tokens would be typical."""
+    odd = tuple((token,) for token in range(1, 256, 2))
+    found = answered(lab, other, HOT, ALL, constraints=ConstraintSpec(bad_words=odd))
+    assert found.tokens and not [token for token in found.tokens if token < 256 and token % 2]
+
+
+def test_a_judge_that_likes_everything_takes_every_draft_and_one_that_likes_nothing_none(lab: Any, other: Any) -> None:
+    width = lab.target.module.get_output_embeddings().weight.shape[-1]
+    rule = LossyAcceptance("judge", judge_head="head")
+    for bias, likes in ((50.0, True), (-50.0, False)):
+        heads = {"head": JudgeHead(torch.zeros(width), torch.tensor(bias), "f")}
+        found = answered(lab, other, HOT, acceptance=rule, judge_heads=heads)
+        assert (found.speculation.substituted > 0) is likes
+        if not likes:
+            assert found.tokens == answered(lab, other, HOT).tokens
+
+
+def test_the_states_are_those_behind_each_node(lab: Any) -> None:
+    """Row i + 1 is what the untouched model reads after the path to node i."""
+    cache = lab.target.new_cache(1)
+    ((logits, states),) = lab.target.forward_batch_with_states([BatchItem(cache, PROMPT, [65, 66, 67], [-1, 0, -1])])
+    assert logits.shape[0] == states.shape[0] == 4
+    for row, path in enumerate(([], [65], [65, 66], [67])):
+        want = lab.reference(torch.tensor([[*PROMPT, *path]]), output_hidden_states=True)
+        assert torch.allclose(states[row], want.hidden_states[-1][0, -1], atol=1e-4)
+        assert torch.allclose(logits[row], want.logits[0, -1], atol=1e-4)
+
+
+class Listening(Governor):
+    """Hears which nodes it is told were accepted."""
+
+    def observe(self, probabilities: Any, sources: Any, accepted: Any, stats: Any) -> None:
+        self.heard = list(accepted)
+
+
+def test_the_governor_learns_what_exact_answers_would_accept() -> None:
+    governor, counters = Listening(), Counters()
+    draft = Proposal([5, 6, 7], [-1, 0, 1], [0.9] * 3, [Source.MODEL] * 3, [0.9] * 3, asked=True)
+    Speculator(None, governor, counters, 10).observe(draft, [0, 1], StepEstimate(1.0, 0.1, 1.0), substituted=[1])
+    assert governor.heard == [True, False, False] and counters.substituted == 1

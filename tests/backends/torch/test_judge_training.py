@@ -1,0 +1,96 @@
+"""A judge learns a planted rule, is kept with its model's fingerprint, and refuses pairs that teach nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.judge_training import JudgePair, labelled_states, read_pairs, train_judge
+from agentspec.backends.torch.sampling.judge_head import JudgedAcceptance, JudgeHead
+from agentspec.errors import ConfigurationError
+
+pytestmark = pytest.mark.anyio
+LETTERS, DIGITS = "abcdef", "01"
+
+
+def planted(count: int, seed: int) -> list[JudgePair]:
+    """Right answers are letters; a wrong one begins like its right one and ends in digits."""
+    draw = random.Random(seed)
+
+    def text(of: str, size: int) -> str:
+        return "".join(draw.choice(of) for _ in range(size))
+
+    return [JudgePair(text(LETTERS, 4), shared + text(LETTERS, 8), shared + text(DIGITS, 8))
+            for shared in (text(LETTERS, 4) for _ in range(count))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backend(saved_model: Path) -> Any:
+    return TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu", max_draft_tokens=0))
+
+
+async def test_it_learns_a_planted_rule(backend: TorchBackend, tmp_path: Path) -> None:
+    head, report = await train_judge(backend, planted(40, seed=1))
+    assert report.right_recall > 0.9 and report.wrong_recall > 0.9
+    head.save(tmp_path / "head.safetensors")
+    read = JudgeHead.load(tmp_path / "head.safetensors", fingerprint=backend.fingerprint, width=len(head.weight))
+    states, labels = await labelled_states(backend, planted(1, seed=2)[0])
+    assert torch.equal(read.scores(states), head.scores(states))
+    judge = JudgedAcceptance(read, torch.cat([states[:1], states]), threshold=0.5)
+    right, wrong = labels.nonzero().flatten().tolist(), (labels == 0).nonzero().flatten().tolist()
+    taken = [judge.choose(0, [node]) is not None for node in (*right, *wrong)]
+    assert sum(taken[: len(right)]) > 0.8 * len(right) and sum(taken[len(right) :]) < 0.2 * len(wrong)
+
+
+async def test_the_same_pairs_give_the_same_head(backend: TorchBackend) -> None:
+    first, second = [(await train_judge(backend, planted(6, seed=3)))[0] for _ in range(2)]
+    assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
+
+
+async def test_what_both_answers_begin_with_is_right(backend: TorchBackend) -> None:
+    states, labels = await labelled_states(backend, JudgePair("q", "same right", "same wrong"))
+    assert labels.tolist() == [1.0] * len("same right") + [0.0] * len("wrong")
+    prompt = backend.encode_chat([{"role": "user", "content": "q"}])
+    (wrong,) = await backend.hidden_states([[*prompt, *backend.encode("same wrong")]])
+    assert np.allclose(states[-5:].numpy(), wrong[-5:], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pairs", [planted(4, seed=4), [JudgePair("q", "and so on", "and so")] * 6], ids=["few", "nothing wrong"]
+)
+async def test_pairs_that_teach_nothing_are_refused(backend: TorchBackend, pairs: list[JudgePair]) -> None:
+    with pytest.raises(ConfigurationError, match="pairs"):
+        await train_judge(backend, pairs)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"prompt": "a", "accepted": "b"}', '{"prompt": "a", "accepted": "b", "rejected": "b"}',
+             '{"prompt": 1, "accepted": "b", "rejected": "c"}'],
+)  # fmt: skip
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    good = json.dumps({"prompt": "a", "accepted": "b", "rejected": "c"})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(f"{good}\n\n{line}\n", "utf-8")
+    with pytest.raises(ConfigurationError, match=r"pairs.jsonl:3"):
+        read_pairs(path)
+
+
+def test_a_head_of_another_model_or_no_head_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        JudgeHead.load(path, fingerprint="f", width=4)
+    JudgeHead(torch.zeros(4), torch.tensor(0.0), "f").save(path)
+    for fingerprint, width in (("other", 4), ("f", 5)):
+        with pytest.raises(ConfigurationError, match="another model"):
+            JudgeHead.load(path, fingerprint=fingerprint, width=width)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        JudgeHead.load(path, fingerprint="f", width=4)

@@ -1,0 +1,189 @@
+"""Rules of the whole answer while documents change: penalties, bad words, forms and tool calls, on local models."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.errors import InvalidRequestError
+from agentspec.reasoning.retrieval.backend import RetrievalBackend
+from agentspec.reasoning.retrieval.events import VerifiedText
+from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Query, SearchResult
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
+from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.round_generator import RoundGenerator
+from agentspec.reasoning.settings import RaLMSpecSettings, RetrievalSettings
+from agentspec.reasoning.strategy import ModelRef
+from agentspec.testing import FakeBackend
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.anyio
+PASSAGES = [json.loads(line) for line in (Path(__file__).parent / "passages.jsonl").read_text().splitlines()]
+LOOK: dict[str, Any] = {"type": "object", "properties": {"word": {"enum": ["ox", "owl"]}}, "required": ["word"],
+                        "additionalProperties": False}  # fmt: skip
+TOOLS = ({"type": "function", "function": {"name": "look", "parameters": LOOK}},)
+FORM = "[a-c]{10,30}x"
+KINDS = ("bm25", "dense", "hnsw")
+RULES: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 1.3, "repetition_penalty": 1.2},
+    "bad words": {"bad_words": ("a", "e", "\x00")},
+    "a regex": {"structured_outputs": StructuredOutputs(regex=FORM)},
+    "a schema": {"structured_outputs": StructuredOutputs(json=LOOK)},
+    "a call": {},
+    "a call if it wants": {},
+}
+
+
+def asking(rule: str, question: str = "Which animal?", seed: int | None = None, **fields: Any) -> GenerateRequest:
+    called = {"a call": "required", "a call if it wants": "auto"}.get(rule)
+    tools: dict[str, Any] = {"tools": TOOLS, "tool_choice": called} if called else {}
+    sampling = SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=48, **RULES[rule])
+    return GenerateRequest("m", messages=[{"role": "user", "content": question}], sampling=sampling, **tools, **fields)
+
+
+class OneDocument:
+    """A knowledge base of one document, which hears the queries."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self._base = IndexKnowledge(Snapshot(Bm25Index.build([Document("1", "An ox is an animal.")]), "1"))
+        self.metric = self._base.metric
+
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
+        self.heard += [query.text for query in queries]
+        return await self._base.search(queries, count)
+
+    async def aclose(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def backend(tiny_model: Path) -> Iterator[Any]:
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+
+    loaded = TorchBackend.load(TorchSettings(model=str(tiny_model), device="cpu"))
+    yield loaded
+    asyncio.run(loaded.aclose())
+
+
+async def said(events: AsyncGenerator[Any]) -> tuple[str, tuple[int, ...]]:
+    found = [event async for event in events if isinstance(event, VerifiedText)]
+    return "".join(event.text for event in found), tuple(token for event in found for token in event.token_ids)
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_rounds_make_the_answer_that_one_go_makes(backend: Any, rule: str) -> None:
+    """With one document for all rounds nothing but the rules tells rounds from a whole answer, drawn greedily."""
+    knobs, request = RetrievalSettings(round_tokens=3), asking(rule)
+    generator = await RoundGenerator.open(request, backend, knobs)
+    prompt = await generator.prompt.with_document(Document("1", "An ox is an animal."), 48)
+    whole = [delta async for delta in backend.continue_answer(replace(request, split_reasoning=False), prompt, ())]
+    tokens = tuple(token for delta in whole for token in delta.token_ids)
+    for run in (sequential, ralmspec):
+        assert (await said(run(request, backend=backend, knowledge=OneDocument(), settings=knobs)))[1] == tokens
+
+
+async def same_in_every_way(backend: Any, knowledge: KnowledgeBase, request: GenerateRequest) -> str:
+    plain = await said(sequential(request, backend=backend, knowledge=knowledge))
+    for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
+        knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=3)  # type: ignore[arg-type]
+        assert await said(ralmspec(request, backend=backend, knowledge=knowledge, settings=knobs)) == plain
+    return plain[0]
+
+
+def keeps(rule: str, text: str, backend: Any, request: GenerateRequest) -> bool:
+    """Whether a text keeps the rule, or is the beginning of one that does."""
+    if rule == "bad words":
+        return not set("ae\x00") & set(text)
+    if rule == "a regex":
+        return re.fullmatch("[a-c]{0,30}x?", text) is not None
+    if rule == "a schema":
+        return text.startswith("{"[: len(text)]) and (not text.rstrip().endswith("}") or "word" in json.loads(text))
+    if rule == "a call":
+        parser = backend.answer_reader(request).parser()
+        deltas = [parser.parse(Delta(text=text)), parser.parse(Delta(finish_reason="stop"))]
+        calls = [call for delta in deltas for call in delta.extra.get("tool_calls", ())]
+        return {call["function"]["name"] for call in calls if call["function"].get("name")} <= {"look"}
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "questions"),
+    [
+        ("bm25", 3),
+        *(pytest.param(kind, 12, marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, 200, marks=pytest.mark.long) for kind in KINDS),
+    ],
+)
+async def test_speculation_changes_no_answer(
+    backend: Any, make_index: Callable[..., Any], kind: Any, questions: int
+) -> None:
+    texts = [f"{passage['title']} {passage['text']}" for passage in PASSAGES]
+    knowledge = IndexKnowledge(Snapshot(make_index(kind, texts), "1"))
+    for number in range(questions):
+        rule = ("penalties", "a call", "a regex", "a schema", "bad words", "a call if it wants")[number % 6]
+        question = f"{PASSAGES[number % len(PASSAGES)]['question']} {number}"
+        request = asking(rule, question, None if number % 2 else number)
+        assert keeps(rule, await same_in_every_way(backend, knowledge, request), backend, request)
+
+
+async def test_a_call_is_told_as_one_and_its_syntax_is_in_no_query(backend: Any) -> None:
+    knowledge, settings = OneDocument(), RaLMSpecSettings(base="m", knowledge="k")
+    strategy = RetrievalBackend("reader", settings, ModelRef(backend, "m"), knowledge)
+    request = asking("a call", parallel_tool_calls=False)
+    request = replace(request, sampling=replace(request.sampling, max_tokens=120))
+    deltas = [delta async for delta in strategy.generate(request)]
+    (call,) = [call for delta in deltas for call in delta.extra.get("tool_calls", ()) if call["function"].get("name")]
+    assert call["function"]["name"] == "look" and deltas[-1].finish_reason == "tool_calls"
+    assert "".join(delta.text for delta in deltas).strip() == ""
+    assert len(knowledge.heard) > 2 and not [query for query in knowledge.heard if "{" in query or "tool" in query]
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_endpoints_cannot_keep_the_rules(rule: str) -> None:
+    """Their rounds know only their own tokens."""
+    from agentspec.backends.base import Capabilities
+
+    model = FakeBackend(capabilities=Capabilities(token_ids=True))
+    with pytest.raises(InvalidRequestError, match="unless the model is a local one"):
+        await said(ralmspec(asking(rule), backend=model, knowledge=OneDocument()))
+
+
+async def test_fields_that_are_not_read_here_are_refused(backend: Any) -> None:
+    request = replace(asking("penalties"), extra={"functions": [{"name": "look"}]})
+    with pytest.raises(InvalidRequestError) as caught:
+        await said(ralmspec(request, backend=backend, knowledge=OneDocument()))
+    assert caught.value.param == "functions"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "questions", [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+)
+async def test_the_default_model_calls_and_keeps_forms(default_model: Any, questions: int) -> None:
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+
+    documents = sorted((Document(p["id"], p["text"], p["title"]) for p in PASSAGES), key=lambda one: one.id)
+    knowledge = IndexKnowledge(Snapshot(Bm25Index.build(documents), "1"))
+    backend = TorchBackend.load(TorchSettings())
+    try:
+        for number in range(questions):
+            rule = ("a call", "a schema", "penalties", "a call if it wants")[number % 4]
+            request = asking(rule, PASSAGES[number % len(PASSAGES)]["question"])
+            request = replace(request, sampling=replace(request.sampling, max_tokens=20))
+            knobs = RetrievalSettings(prefetch=3)
+            plain = await said(sequential(request, backend=backend, knowledge=knowledge, settings=knobs))
+            assert await said(ralmspec(request, backend=backend, knowledge=knowledge, settings=knobs)) == plain
+    finally:
+        await backend.aclose()

@@ -1,0 +1,111 @@
+"""`strategy = "lossy_acceptance"`: who gets lossy answers, how they are labelled, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.errors import ConfigurationError
+from agentspec.protocol.usage import read_speculation, speculation_object
+from agentspec.reasoning.lossy_acceptance import LossyAcceptanceBackend
+from agentspec.reasoning.settings import LossyAcceptanceSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef
+from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.testing import FakeBackend
+from agentspec.types import GenerateRequest, LossyAcceptanceSpeculation, SamplingParams, StructuredOutputs
+
+pytestmark = pytest.mark.anyio
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def settings(model: Path, **fields: Any) -> Settings:
+    rule: dict[str, Any] = {"tenants": ("a",), "epsilon": 1e-6, "delta": 1e-6, **fields}
+    return Settings(
+        backends={"local": TorchSettings(model=str(model), draft_model=str(model), device="cpu")},
+        models={"exact": ModelSettings(backend="local"), "fast": LossyAcceptanceSettings(base="exact", **rule)},
+    )
+
+
+def asking(model: str = "fast", tenant: str = "a", **fields: Any) -> GenerateRequest:
+    sampling = SamplingParams(temperature=1.5, seed=4, max_tokens=12, structured_outputs=fields.pop("form", None))
+    messages = [{"role": "user", "content": "Say something"}]
+    return GenerateRequest(model, messages=messages, tenant=tenant, sampling=sampling, **fields)
+
+
+async def answer(runtime: Runtime, request: GenerateRequest) -> Any:
+    deltas = [delta async for delta in runtime.generate(request)]
+    return "".join(delta.text for delta in deltas), deltas[-1].speculation
+
+
+async def test_only_named_tenants_and_free_answers_are_lossy_and_labelled(tiny_model: Path) -> None:
+    async with Runtime(settings(tiny_model)) as runtime:
+        fast = runtime.route("fast").backend
+        assert isinstance(fast, LossyAcceptanceBackend)
+        exact, _ = await answer(runtime, asking("exact"))
+        _, told = await answer(runtime, asking())
+        assert isinstance(told, LossyAcceptanceSpeculation) and told.knobs["epsilon"] == 1e-6
+        assert replace(read_speculation(speculation_object(told)), estimated_seconds_saved=0) == replace(
+            told, estimated_seconds_saved=0
+        )
+        header = fast.response_headers(asking())
+        assert header == {"x-agentspec-lossy": "lossy_acceptance; rule=typical; epsilon=1e-06; delta=1e-06"}
+        others = [asking(tenant="b"), asking(speculation=False), asking(tools=(TOOL,))]
+        others.append(asking(form=StructuredOutputs(regex="[a-z]{3}")))
+        for request in others:
+            text, told = await answer(runtime, request)
+            assert not isinstance(told, LossyAcceptanceSpeculation) and fast.response_headers(request) == {}
+            if not request.tools and request.sampling.structured_outputs is None:
+                assert text == exact
+        assert fast.response_headers(asking(extra={"response_format": {"type": "json_object"}})) == {}
+
+
+async def test_several_choices_sum_up(tiny_model: Path) -> None:
+    async with Runtime(settings(tiny_model, tenants=("*",))) as runtime:
+        request = asking(tenant="anybody")
+        object.__setattr__(request, "sampling", SamplingParams(temperature=1.5, seed=4, max_tokens=8, n=3))
+        _, told = await answer(runtime, request)
+        assert isinstance(told, LossyAcceptanceSpeculation) and told.steps >= 3
+
+
+def opened(base: Any, **fields: Any) -> LossyAcceptanceBackend:
+    knobs = LossyAcceptanceSettings(base="base", tenants=("*",), **fields)
+    return LossyAcceptanceBackend.open(
+        "fast", knobs, Dependencies(lambda name: ModelRef(base, name), lambda name: base)
+    )
+
+
+def test_an_upstream_cannot_be_lossy() -> None:
+    with pytest.raises(ConfigurationError, match="must be a local model"):
+        opened(FakeBackend("a"))
+
+
+async def test_a_model_without_a_draft_model_and_a_missing_judge_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    alone = settings(tiny_model)
+    alone = alone.model_copy(update={"backends": {"local": TorchSettings(model=str(tiny_model), device="cpu")}})
+    with pytest.raises(ConfigurationError, match="set draft_model"):
+        Runtime(alone).start()
+    judged = {"rule": "judge", "judge_head": tmp_path / "none", "epsilon": 0.09, "delta": 0.3}
+    with pytest.raises(ConfigurationError, match=r"models.fast: judge_head .* cannot be read"):
+        Runtime(settings(tiny_model, **judged)).start()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tenants": ()}, "tenants"),
+        ({"tenants": ("a",), "rule": "judge"}, "needs judge_head"),
+        ({"tenants": ("a",), "threshold": 0.7}, "threshold does not concern"),
+        ({"tenants": ("a",), "rule": "judge", "judge_head": "x", "epsilon": 0.2}, "epsilon does not concern"),
+        ({"tenants": ("a",), "epsilon": 0.0}, "epsilon"),
+        ({}, "tenants"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LossyAcceptanceSettings(base="exact", **fields)
