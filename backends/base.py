@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, LossyAcceptance, Message, Usage
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message, Usage
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
@@ -276,49 +276,6 @@ class EmbedsCounted(Embeds, Protocol):
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """How many tokens each text has; at most `capabilities.context_length` of them are read."""
-        ...
-
-
-class ParsesAnswer(Protocol):
-    """Parses one answer as it grows: separates tool calls from its text."""
-
-    def parse(self, delta: Delta) -> Delta: ...
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerReader:
-    """How to read answers to a request: `decode` tokens with the marks that `parser()`, one for each answer, needs."""
-
-    parser: Callable[[], ParsesAnswer]
-    decode: Callable[[Sequence[int]], str]
-
-
-@runtime_checkable
-class ContinuesAnswers(Backend, Protocol):
-    """A backend that goes on with an answer behind any prompt, keeping the rules of the whole answer: penalties, bad
-    words, its form.
-    """
-
-    def continue_answer(
-        self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
-    ) -> AsyncIterator[Delta]:
-        """Yield up to `max_tokens` tokens more of the `answer` so far to `request`, whose prompt reads `prompt`.
-
-        The text is not parsed. Raises as `generate` does.
-        """
-        ...
-
-    def answer_reader(self, request: GenerateRequest) -> AnswerReader:
-        """How to read the whole answer to `request`."""
-        ...
-
-
-@runtime_checkable
-class AcceptsLossily(Backend, Protocol):
-    """A backend that verifies drafts itself and can do so by a `LossyAcceptance`, where a request carries one."""
-
-    def prepare_acceptance(self, rule: LossyAcceptance) -> None:
-        """Load what `rule` needs, before any request carries it. Raises `ConfigurationError` if it cannot be used."""
         ...
 
 

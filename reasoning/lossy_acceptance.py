@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 
-from agentspec.backends.base import AcceptsLossily, Capabilities, closing_items
+from agentspec.backends.base import Capabilities, closing_items
+from agentspec.backends.local_abilities import AcceptsLossily
 from agentspec.errors import ConfigurationError
 from agentspec.protocol.requests import FORM_FIELDS
 from agentspec.reasoning.settings import LossyAcceptanceSettings

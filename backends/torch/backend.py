@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.base import NONE, AnswerReader, Capabilities, Floats
+from agentspec.backends.base import NONE, Capabilities, Floats
+from agentspec.backends.local_abilities import AnswerReader
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.drafters import DrafterFactory

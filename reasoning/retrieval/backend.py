@@ -8,7 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.base import Capabilities, ContinuesAnswers, ParsesAnswer, tokenization_of
+from agentspec.backends.base import Capabilities, tokenization_of
+from agentspec.backends.local_abilities import ContinuesAnswers, ParsesAnswer
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.events import AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase

@@ -10,14 +10,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from agentspec.backends.base import (
-    AnswerReader,
     Backend,
-    ContinuesAnswers,
     RecordsAnswers,
     Tokenization,
     closing_items,
     tokenization_of,
 )
+from agentspec.backends.local_abilities import AnswerReader, ContinuesAnswers
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.partial_answer import Detokenizes, PartialAnswer, RoundOutput
