@@ -71,7 +71,28 @@ class OpenAISettings(BaseModel):
     local: ClassVar[bool] = False
 
     kind: Literal["openai"] = "openai"
-    base_url: HttpUrl = Field(description="The endpoint's root, usually ending in /v1")
+    base_url: HttpUrl | None = Field(default=None, description="The endpoint's root, usually ending in /v1")
+    base_urls: tuple[HttpUrl, ...] | None = Field(
+        default=None, min_length=1, description="In place of base_url: the roots of several servers of the same model"
+    )
+    base_urls_file: str | None = Field(
+        default=None, description="In place of base_url: a file with such a root a line, read again when it changes"
+    )
+    resolve: Literal["off", "a", "srv"] = Field(
+        default="off",
+        description="Whether each address (`a`) or service record (`srv`) that base_url's host has is a server of its"
+        " own, looked up again and again. `srv` needs the extra dns",
+    )
+    probe: bool = Field(
+        default=True,
+        description="Whether a pool looks at its /health and, of vLLM and SGLang, its metrics; false for hosted APIs",
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="What each of its servers takes of a pool's calls, relatively",
+    )
     model: str | None = Field(default=None, description="Model name sent upstream; unset sends the client's")
     api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
     api_key_file: str | None = Field(default=None, description="File holding the API key")
@@ -129,6 +150,30 @@ class OpenAISettings(BaseModel):
         description="For a hosted API that knows `prediction`: the share of right tokens, such as 0.8, from which chats"
         " get the tenant's own earlier answer as one. Unset sends none, since wrong tokens are billed",
     )
+
+    @property
+    def url(self) -> HttpUrl:
+        """The root of the only server."""
+        assert self.base_url is not None, "several servers have no single address"
+        return self.base_url
+
+    @property
+    def has_several_servers(self) -> bool:
+        return self.base_url is None or self.resolve != "off"
+
+    @model_validator(mode="after")
+    def _one_way_to_servers(self) -> Self:
+        ways = {"base_url": self.base_url, "base_urls": self.base_urls, "base_urls_file": self.base_urls_file}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            found = f"not {' and '.join(given)}" if given else "one of them must be given"
+            raise ValueError(f"set either base_url, base_urls or base_urls_file; {found}")
+        if self.resolve != "off" and self.base_url is None:
+            raise ValueError(f'resolve = "{self.resolve}" looks up the host of base_url, which is not set')
+        for url in self.base_urls or ():
+            if (self.base_urls or ()).count(url) > 1:
+                raise ValueError(f"base_urls names {url.host}:{url.port}{url.path} twice; give a server more by weight")
+        return self
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -36,6 +36,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "retrieval": ("faiss", "bm25s"),
     "bench": ("matplotlib",),
     "postgres": ("psycopg",),
+    "dns": ("dns",),
 }
 
 

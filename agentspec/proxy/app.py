@@ -29,6 +29,7 @@ from agentspec.backends.base import (
     Forwards,
     ReportsMetrics,
 )
+from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import (
     ConfigurationError,
     ModelNotFoundError,
@@ -203,9 +204,9 @@ class Pages:
             return [self._object(name) for name in names] + aliases
         backend = self._runtime.route("*").backend
         check_head(request.scope)
-        return (await self._listed(backend, request) if isinstance(backend, Forwards) else []) + aliases
+        return (await self._listed(backend, request) if isinstance(backend, Forwards | PoolBackend) else []) + aliases
 
-    async def _listed(self, backend: Forwards, request: Request) -> list[dict[str, Any]]:
+    async def _listed(self, backend: Forwards | PoolBackend, request: Request) -> list[dict[str, Any]]:
         """The models of an upstream. The call takes a place like others, or clients could open any number of them."""
         record = RequestRecord.of(request.scope)
         headers = request_headers(request.scope, record)

@@ -137,6 +137,7 @@ def _log_fields(record: RequestRecord) -> dict[str, Any]:
         "route": record.route,
         "model": record.model,
         "tenant": record.tenant or None,
+        "member": record.attempt and record.attempt.member,
         "status": record.status,
         "outcome": record.outcome,
         "error": record.error,

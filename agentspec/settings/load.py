@@ -22,17 +22,21 @@ from pydantic import (
     PrivateAttr,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
+from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
+from agentspec.settings.pools import fallback_cycle
 from agentspec.settings.server import ServerSettings, TenantLimits
 
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
@@ -47,8 +51,41 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: str = Field(description="Name of a [backends.NAME] table")
+    backend: str | None = Field(default=None, description="Name of a [backends.NAME] table")
     upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")
+    backends: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="In place of backend: several, of kind openai, that serve the model"
+    )
+    placement: str = Field(
+        default=DEFAULT_POLICY, description=f"Which of several servers takes a call: {', '.join(POLICIES)}"
+    )
+    fallback: tuple[str, ...] = Field(
+        default=(), description="Models or backends that answer in its place, in this order, if no server of it can"
+    )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The backends that serve it."""
+        return self.backends or (self.backend or "",)
+
+    @field_validator("placement")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise ValueError(
+                f"{value!r} is no placement policy; known: {', '.join(POLICIES)}{_suggestion(value, POLICIES)}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _one_way_to_backends(self) -> Self:
+        if (self.backend is None) == (self.backends is None):
+            raise ValueError("set either backend (one) or backends (a list)")
+        for key in ("backends", "fallback"):
+            names: tuple[str, ...] = getattr(self, key) or ()
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"{key} names {twice[0]!r} twice")
+        return self
 
 
 def _strategy_of(table: Any) -> str:
@@ -86,6 +123,7 @@ class Settings(BaseSettings):
     models: dict[str, AnyModel] = Field(default_factory=dict)
     knowledge: dict[str, KnowledgeSettings] = Field(default_factory=dict)
     traces: TraceSettings = Field(default_factory=TraceSettings)
+    fleet: FleetSettings = Field(default_factory=FleetSettings)
     model_aliases: dict[str, str] = Field(
         default_factory=dict,
         description="Further names of models, for clients with names built in; one that ends in * is for all that begin"
@@ -129,12 +167,34 @@ class Settings(BaseSettings):
         for name, model in self.models.items():
             if isinstance(model, StrategySettings):
                 self._check_roles(name, model)
-            elif model.backend not in self.backends:
-                raise ValueError(
-                    f"models.{name}.backend = {model.backend!r} names no backend;"
-                    f" configured: {', '.join(self.backends)}{_suggestion(model.backend, self.backends)}"
-                )
+            else:
+                self._check_backends(name, model)
+        if (cycle := fallback_cycle(self)) is not None:
+            raise ValueError(f"models.{cycle[0]}.fallback leads back to itself: {' -> '.join(cycle)}")
         return self
+
+    def _check_backends(self, name: str, model: ModelSettings) -> None:
+        """A plain model's backends exist. In a pool, and to fall back on, they are upstreams."""
+        for backend in model.sources:
+            key = "backend" if model.backends is None else "backends"
+            if backend not in self.backends:
+                raise ValueError(
+                    f"models.{name}.{key} = {backend!r} names no backend;"
+                    f" configured: {', '.join(self.backends)}{_suggestion(backend, self.backends)}"
+                )
+            if (model.backends or model.fallback) and self.backends[backend].local:
+                raise ValueError(
+                    f"models.{name}.{key} = {backend!r}: only backends of kind openai are placed by a pool"
+                )
+        plain = {other: one for other, one in self.models.items() if isinstance(one, ModelSettings)}
+        for other in model.fallback:
+            meant = plain[other].sources if other in plain else (other,)
+            if any(backend not in self.backends or self.backends[backend].local for backend in meant):
+                known = [one for one in dict.fromkeys([*plain, *self.backends]) if one != name]
+                raise ValueError(
+                    f"models.{name}.fallback = {other!r} names no plain model and no backend of kind openai;"
+                    f" configured: {', '.join(known)}{_suggestion(other, dict.fromkeys(known))}"
+                )
 
     def _check_roles(self, name: str, strategy: StrategySettings) -> None:
         """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""
@@ -223,7 +283,7 @@ def _is_setting(name: str) -> bool:
     if double and section not in Settings.model_fields:
         raise ConfigurationError(f"{name}: no section {section!r}{_suggestion(section, Settings.model_fields)}")
     section, single, key = rest.partition("_")
-    if not double and single and section in ("server", "cache", "backends"):
+    if not double and single and section in ("server", "cache", "backends", "fleet"):
         raise ConfigurationError(f"{name}: write {PREFIX}{section.upper()}__{key.upper()}, with two underscores")
     return bool(double)
 
@@ -331,6 +391,7 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
                 "server": ServerSettings,
                 "cache": CacheSettings,
                 "traces": TraceSettings,
+                "fleet": FleetSettings,
             }
             table = sections.get(section, ModelSettings)
     return _suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"

@@ -73,5 +73,5 @@ def _local(settings: Settings, name: str) -> TorchSettings | None:
     model = settings.models.get(name)
     if model is not None and not isinstance(model, ModelSettings):
         return _local(settings, model.base)
-    found = settings.backends.get(name if model is None else model.backend)
+    found = settings.backends.get(name if model is None else model.sources[0])
     return found if isinstance(found, TorchSettings) else None

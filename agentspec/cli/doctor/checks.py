@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentspec.backends.openai import DraftCounts, ProbeReport, ServerMetrics, VllmReport
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
-_DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # distributions whose name differs from the package's by more than a dash
+_DISTRIBUTIONS = {"faiss": "faiss-cpu", "dns": "dnspython"}  # distributions whose name differs from the package's by more than a dash
 _ROOM = 2 << 30  # bytes; more than a built-in model needs while it is prepared
 
 
