@@ -157,6 +157,10 @@ class OpenAISettings(BaseModel):
         assert self.base_url is not None, "several servers have no single address"
         return self.base_url
 
+    def for_server(self, url: HttpUrl) -> Self:
+        """The settings of the one server at `url`."""
+        return self.model_copy(update={"base_url": url, "base_urls": None, "base_urls_file": None, "resolve": "off"})
+
     @property
     def has_several_servers(self) -> bool:
         return self.base_url is None or self.resolve != "off"
@@ -165,9 +169,10 @@ class OpenAISettings(BaseModel):
     def _one_way_to_servers(self) -> Self:
         ways = {"base_url": self.base_url, "base_urls": self.base_urls, "base_urls_file": self.base_urls_file}
         given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
-            found = f"not {' and '.join(given)}" if given else "one of them must be given"
-            raise ValueError(f"set either base_url, base_urls or base_urls_file; {found}")
+        if not given:
+            raise ValueError("base_url is missing: set it, or base_urls or base_urls_file for several servers")
+        if len(given) > 1:
+            raise ValueError(f"set one of {' and '.join(given)}: each says which servers there are")
         if self.resolve != "off" and self.base_url is None:
             raise ValueError(f'resolve = "{self.resolve}" looks up the host of base_url, which is not set')
         for url in self.base_urls or ():

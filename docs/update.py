@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
@@ -32,6 +33,7 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ('[knowledge.NAME] with kind = "index"', IndexSettings),
     ('[knowledge.NAME] with kind = "remote"', RemoteSettings),
     ("[traces]", TraceSettings),
+    ("[fleet]", FleetSettings),
 )
 
 

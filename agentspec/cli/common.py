@@ -36,7 +36,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "retrieval": ("faiss", "bm25s"),
     "bench": ("matplotlib",),
     "postgres": ("psycopg",),
-    "dns": ("dns",),
 }
 
 

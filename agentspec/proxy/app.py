@@ -47,6 +47,7 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.extra_routes import ExtraRoute, sole_upstream
+from agentspec.proxy.fleet import FleetPages, Spread
 from agentspec.proxy.forwarding.engine_link import EngineLink
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
@@ -75,7 +76,8 @@ class Shared:
     """What a gateway of several processes has in common with the others.
 
     `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
-    `scrape` returns the metrics of all processes, given those of this one. The gateway was started at `since`, in
+    `scrape` returns the metrics of all processes, given those of this one; `drain` tells the others of a drained
+    server. The gateway was started at `since`, in
     seconds since 1970; None is now.
     """
 
@@ -84,6 +86,7 @@ class Shared:
     engine: EngineLink | None = None
     scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
     since: int | None = None
+    drain: Spread | None = None
 
 
 def create_app(
@@ -122,7 +125,11 @@ def create_app(
     routes += [_RecordedRoute(one.path, one, "POST", "uses_models") for one in sides]
     endpoints += sides
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
-    routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    fleet = FleetPages(runtime, shared.drain)
+    for path, handler in {"/metrics": pages.metrics, "/fleet": fleet.status}.items():
+        routes.append(_RecordedRoute(path, handler, "GET", "reads_metrics"))
+    for path, handler in {"/fleet/drain": fleet.drain, "/fleet/resume": fleet.resume}.items():
+        routes.append(_RecordedRoute(path, handler, "POST", "reads_metrics"))
     stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
     for path, methods in stored.items():
         handler = StoredRoute(responses, items=path.endswith("items"))
@@ -153,6 +160,7 @@ class Pages:
             index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
             tenants=lambda: places.add_to(shared.limiter.samples()),
+            members=lambda: runtime.fleet.samples() if runtime.fleet else (),
         )
 
     def routes(self) -> dict[str, Handler]:

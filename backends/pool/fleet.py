@@ -88,6 +88,13 @@ class Fleet:
             message = f"no pool has a member or a backend {name[:256]!r}; members: {known}"
             raise InvalidRequestError(message, param="name")
 
+    def reload(self, backends: Mapping[str, object]) -> None:
+        """Take over the addresses and weights of backends with several servers; other changes take a restart."""
+        for name, servers in self.servers.items():
+            wanted = backends.get(name)
+            if isinstance(wanted, OpenAISettings) and wanted.has_several_servers:
+                servers.reload(wanted)
+
     def drained(self) -> list[str]:
         """The members that get no new calls."""
         return [member.name for member in self._members() if member.draining]

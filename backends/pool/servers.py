@@ -38,6 +38,7 @@ class Servers:
         self._most_tokens: int | None = None
         self._lengths = AnswerLengths()
         self._complaint = ""
+        self._stale = False
         self._drained: set[str] = set()
         if not settings.has_several_servers:
             backend = only or OpenAIBackend(settings, name=name)
@@ -52,7 +53,7 @@ class Servers:
 
     async def refresh(self, now: float) -> None:
         """Look which servers there are now. Those known before stay if that cannot be found out."""
-        self.look_at = now + self._fleet.discovery_interval  # nobody else looks meanwhile
+        self.look_at, self._stale = now + self._fleet.discovery_interval, False  # nobody else looks meanwhile
         try:
             found = await discover(self.settings)
         except DiscoveryError as error:
@@ -82,8 +83,7 @@ class Servers:
         return f"{self.name}/{address.name}"
 
     def _member(self, address: Address) -> Member:
-        update = {"base_url": address.url, "base_urls": None, "base_urls_file": None, "resolve": "off"}
-        settings = self.settings.model_copy(update=update)
+        settings = self.settings.for_server(address.url)
         backend = OpenAIBackend(settings, name=self.name, address=address.connect, lengths=self._lengths)
         if self._isolation is not None:
             backend.isolate(self._isolation)
@@ -104,6 +104,17 @@ class Servers:
             member.draining = on
             (self._drained.add if on else self._drained.discard)(member.name)
         return bool(found)
+
+    def reload(self, settings: OpenAISettings) -> None:
+        """Take over other addresses and another weight, at the next look."""
+        if not self.settings.has_several_servers:
+            return
+        kept = {"base_urls": settings.base_urls, "base_urls_file": settings.base_urls_file, "weight": settings.weight}
+        self.settings, self._stale = self.settings.model_copy(update=kept), True
+
+    def is_due(self, now: float) -> bool:
+        """Whether to look for servers now."""
+        return self._stale or (self.is_dynamic and now >= self.look_at)
 
     def isolate(self, isolation: TenantIsolation) -> None:
         self._isolation = isolation

@@ -70,7 +70,7 @@ class Watch:
         """Begin everything that is due, at most once at a time for each server."""
         now = self._clock()
         for servers in self._servers:
-            if servers.is_dynamic and now >= servers.look_at:
+            if servers.is_due(now):
                 self._begin(("servers", servers.name), servers.refresh(now))
             for member in servers.members:
                 if servers.settings.probe:

@@ -24,7 +24,9 @@ QUIET = {"vllm": "off", "sglang": "off", "probe": False}
 Script = Callable[[Any], None]
 
 
-def pool(*urls: str, server: dict[str, Any] | None = None, fleet: dict[str, Any] | None = None, **model: Any) -> Settings:
+def pool(
+    *urls: str, server: dict[str, Any] | None = None, fleet: dict[str, Any] | None = None, **model: Any
+) -> Settings:
     """Settings in which the model `m` is answered by the servers at `urls`, one after the other."""
     names = [f"s{number}" for number in range(len(urls))]
     upstreams = {name: OpenAISettings(base_url=url, **QUIET) for name, url in zip(names, urls, strict=True)}  # type: ignore[arg-type]

@@ -111,6 +111,7 @@ class EngineServer(MemberServer):
     def reloaded(self, settings: Settings) -> None:
         own = own_settings(settings)
         self.app.apply(own.server, RelayedCallers())
+        self.app.reach(own.backends)
         self.limit(own.server)
         self.reloader.settings = own
 
