@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from starlette.types import Message, Scope, Send
 
+from agentspec.backends.http import MEMBER_HEADER
 from agentspec.proxy.admission.auth import Identity
 from agentspec.types import Delta, Labels, Speculation, Usage
 
@@ -113,4 +114,4 @@ class RequestRecord:
         if self.attempt is not None and self.attempt.fallback is not None:
             yield b"x-agentspec-fallback", self.attempt.fallback.removeprefix("models.").encode()
         if self.attempt is not None and self.identity is not None and self.identity.reads_metrics:
-            yield b"x-agentspec-member", self.attempt.member.encode()
+            yield MEMBER_HEADER.encode(), self.attempt.member.encode()

@@ -77,8 +77,8 @@ async def _limited() -> AsyncIterator[None]:
 
 async def _addresses(url: HttpUrl) -> Found:
     """One server for each A and AAAA record of the host. The standard library does not tell how long they hold."""
-    loop, host, port = asyncio.get_running_loop(), url.host or "", url.port or 443
-    answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    host, port = url.host or "", url.port or 443
+    answers = await asyncio.to_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     found = sorted({str(answer[4][0]) for answer in answers})
     return Found(tuple(Address(f"{_shown(address)}:{port}", url, address) for address in found))
 

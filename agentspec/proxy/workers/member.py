@@ -40,7 +40,7 @@ class MemberServer(GatewayServer):
         self._socket = adopt(start.channel)
         self._told: str | None = None
         self._pushing: asyncio.Task[None] | None = None
-        self._drained: dict[str, bool] = {}  # what was told of members of pools, by name
+        self._drained_members: dict[str, bool] = {}  # what was told of members of pools, by name
         self.orphaned = False  # the parent is gone
         app.loading.when_ready = self._ready
 
@@ -112,7 +112,7 @@ class MemberServer(GatewayServer):
 
     def _ready(self) -> None:
         spare_what_is_loaded()
-        for name, on in self._drained.items():
+        for name, on in self._drained_members.items():
             self._drain_member(name, on)
         self.channel.send("ready")
 
@@ -141,7 +141,8 @@ class MemberServer(GatewayServer):
             logger.error("configuration not reloaded; the old one stays", reason=error.message)
 
     def _drain_member(self, name: str, on: bool) -> None:
-        self._drained[name] = on
+        self._drained_members.pop(name, None)  # the last word comes last
+        self._drained_members[name] = on
         fleet = self.app.runtime.fleet
         if fleet is not None:
             with suppress(InvalidRequestError):  # this process has not found the server yet, or no longer

@@ -94,7 +94,7 @@ class Supervisor:
             "capacity": capacity,
             "since": int(time.time()),
         }
-        self._drained: dict[str, bool] = {}  # members of pools, by name
+        self._drained_members: dict[str, bool] = {}  # members of pools, by name
         self._draining_since: float | None = None
         self._ends = False
         self._announced = self._said_ready = False
@@ -185,7 +185,7 @@ class Supervisor:
             child.not_started(asyncio.get_running_loop().time())
             logs.logger.error("process not started", process=child.name, reason=error.strerror)
         child.send("engine", self._engine_ready)
-        for name, on in self._drained.items():
+        for name, on in self._drained_members.items():
             child.send("drain member", name, on)
         if self._draining_since is not None:  # a signal came meanwhile
             child.send("drain")
@@ -233,7 +233,8 @@ class Supervisor:
         elif life.recipient is not None and name == "closed connection":
             self._handover.closed(life.recipient, told)
         elif name == "drain member":
-            self._drained[told[0]] = told[1]
+            self._drained_members.pop(told[0], None)  # the last word comes last
+            self._drained_members[told[0]] = told[1]
             self._broadcast(name, *told)
         elif name == "metrics":
             self._scrapes.reported(child, *told)
