@@ -126,10 +126,10 @@ def create_app(
     endpoints += sides
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     fleet = FleetPages(runtime, shared.drain)
-    for path, handler in {"/metrics": pages.metrics, "/fleet": fleet.status}.items():
-        routes.append(_RecordedRoute(path, handler, "GET", "reads_metrics"))
-    for path, handler in {"/fleet/drain": fleet.drain, "/fleet/resume": fleet.resume}.items():
-        routes.append(_RecordedRoute(path, handler, "POST", "reads_metrics"))
+    for path, page in {"/metrics": pages.metrics, "/fleet": fleet.status}.items():
+        routes.append(_RecordedRoute(path, page, "GET", "reads_metrics"))
+    for path, page in {"/fleet/drain": fleet.drain, "/fleet/resume": fleet.resume}.items():
+        routes.append(_RecordedRoute(path, page, "POST", "reads_metrics"))
     stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
     for path, methods in stored.items():
         handler = StoredRoute(responses, items=path.endswith("items"))
