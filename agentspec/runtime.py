@@ -132,8 +132,8 @@ class Runtime:
             for name, settings in self.settings.backends.items():
                 if self._closed:
                     raise ShuttingDownError("the runtime is closed")
-                several = isinstance(settings, OpenAISettings) and settings.has_several_servers
-                if name not in self._backends and not several and (self._local or not settings.local):
+                here = self._local or not settings.local
+                if here and name not in self._backends and not settings.has_several_servers:
                     self._backends[name] = self._build(name, settings)
             self.fleet = self.fleet or open_fleet(self.settings, self._backends)
             self._pools = {} if self.fleet is None else self.fleet.backends
@@ -263,12 +263,8 @@ class Runtime:
                 await anyio.sleep(0.05)
             try:
                 async with AsyncExitStack() as stack:
-                    for backend in self._backends.values():
-                        stack.push_async_callback(backend.aclose)
-                    for base in self._knowledge.values():
-                        stack.push_async_callback(base.aclose)
-                    if self.fleet is not None:
-                        stack.push_async_callback(self.fleet.aclose)
+                    for one in (*self._all(), *self._knowledge.values()):
+                        stack.push_async_callback(one.aclose)
             finally:
                 self._building.release()
 
@@ -310,9 +306,10 @@ class Runtime:
             if self._most_tokens is not None and isinstance(backend, TakesLimits):
                 backend.limit(self._most_tokens)
 
-    def _all(self) -> list[object]:
-        """The backends, and the servers of pools."""
-        return [*self._backends.values(), *(self.fleet.servers.values() if self.fleet else ())]
+    def _all(self) -> list[Any]:
+        """The backends, the servers of pools, and what looks after these."""
+        fleet = self.fleet
+        return [*self._backends.values(), *((fleet, *fleet.servers.values()) if fleet is not None else ())]
 
     def serve_tenants(self, names: Collection[str]) -> None:
         """Note that these are the tenants from now on: of several, each needs its salt in upstreams.

@@ -16,6 +16,7 @@ class TorchSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     local: ClassVar[bool] = True  # computes in this process, with a token cache
+    has_several_servers: ClassVar[bool] = False
 
     kind: Literal["torch"] = "torch"
     model: str = Field(default="smollm2-135m", description="Built-in name, folder, GGUF file or model-hub id")
@@ -192,6 +193,7 @@ class EncoderSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     local: ClassVar[bool] = True
+    has_several_servers: ClassVar[bool] = False
 
     kind: Literal["encoder"] = "encoder"
     model: str = Field(default="minilm", description="Embedding model: built-in name, folder or model-hub id")

@@ -16,8 +16,8 @@ from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, TraceSettings
 from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.load import ModelSettings, ServerSettings
-from agentspec.settings.server import TenantLimits
+from agentspec.settings.models import ModelSettings
+from agentspec.settings.server import ServerSettings, TenantLimits
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings: end -->"

@@ -8,7 +8,6 @@ files are copied and committed.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
     Tag,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -31,11 +28,11 @@ from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
-from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
+from agentspec.settings.models import ModelSettings, suggestion
 from agentspec.settings.pools import fallback_cycle
 from agentspec.settings.server import ServerSettings, TenantLimits
 
@@ -44,48 +41,6 @@ ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
 """Additional variable names, which plug-ins in other programs use."""
 Key = tuple[str, ...]
 SourceKind = Literal["flag", "env", "file", "default"]
-
-
-class ModelSettings(BaseModel):
-    """`[models.NAME]`: a name that clients may send as `model`, and the backend that answers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    backend: str | None = Field(default=None, description="Name of a [backends.NAME] table")
-    upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")
-    backends: tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="In place of backend: several, of kind openai, that serve the model"
-    )
-    placement: str = Field(
-        default=DEFAULT_POLICY, description=f"Which of several servers takes a call: {', '.join(POLICIES)}"
-    )
-    fallback: tuple[str, ...] = Field(
-        default=(), description="Models or backends that answer in its place, in this order, if no server of it can"
-    )
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The backends that serve it."""
-        return self.backends or (self.backend or "",)
-
-    @field_validator("placement")
-    @classmethod
-    def _known_policy(cls, value: str) -> str:
-        if value not in POLICIES:
-            raise ValueError(
-                f"{value!r} is no placement policy; known: {', '.join(POLICIES)}{_suggestion(value, POLICIES)}"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _one_way_to_backends(self) -> Self:
-        if (self.backend is None) == (self.backends is None):
-            raise ValueError("set either backend (one) or backends (a list)")
-        for key in ("backends", "fallback"):
-            names: tuple[str, ...] = getattr(self, key) or ()
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"{key} names {twice[0]!r} twice")
-        return self
 
 
 def _strategy_of(table: Any) -> str:
@@ -180,7 +135,7 @@ class Settings(BaseSettings):
             if backend not in self.backends:
                 raise ValueError(
                     f"models.{name}.{key} = {backend!r} names no backend;"
-                    f" configured: {', '.join(self.backends)}{_suggestion(backend, self.backends)}"
+                    f" configured: {', '.join(self.backends)}{suggestion(backend, self.backends)}"
                 )
             if (model.backends or model.fallback) and self.backends[backend].local:
                 raise ValueError(
@@ -193,7 +148,7 @@ class Settings(BaseSettings):
                 known = [one for one in dict.fromkeys([*plain, *self.backends]) if one != name]
                 raise ValueError(
                     f"models.{name}.fallback = {other!r} names no plain model and no backend of kind openai;"
-                    f" configured: {', '.join(known)}{_suggestion(other, dict.fromkeys(known))}"
+                    f" configured: {', '.join(known)}{suggestion(other, dict.fromkeys(known))}"
                 )
 
     def _check_roles(self, name: str, strategy: StrategySettings) -> None:
@@ -204,13 +159,13 @@ class Settings(BaseSettings):
             if meant not in known:
                 raise ValueError(
                     f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
-                    f" configured: {', '.join(known)}{_suggestion(meant, known)}"
+                    f" configured: {', '.join(known)}{suggestion(meant, known)}"
                 )
         for key, meant in strategy.knowledge_bases.items():
             if meant not in self.knowledge:
                 raise ValueError(
                     f"models.{name}.{key} = {meant!r} names no [knowledge.NAME] table;"
-                    f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(meant, self.knowledge)}"
+                    f" configured: {', '.join(self.knowledge) or 'none'}{suggestion(meant, self.knowledge)}"
                 )
 
 
@@ -281,7 +236,7 @@ def _is_setting(name: str) -> bool:
     rest = name[len(PREFIX) :].lower()
     section, double, _ = rest.partition("__")
     if double and section not in Settings.model_fields:
-        raise ConfigurationError(f"{name}: no section {section!r}{_suggestion(section, Settings.model_fields)}")
+        raise ConfigurationError(f"{name}: no section {section!r}{suggestion(section, Settings.model_fields)}")
     section, single, key = rest.partition("_")
     if not double and single and section in ("server", "cache", "backends", "fleet"):
         raise ConfigurationError(f"{name}: write {PREFIX}{section.upper()}__{key.upper()}, with two underscores")
@@ -326,11 +281,6 @@ def _variable(key: Key) -> str:
     name = PREFIX + "__".join(env_key(part).upper() for part in key)
     alias = next((alias for alias, meant in ALIASES.items() if meant == name), name)
     return alias if name not in os.environ and alias in os.environ else name
-
-
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
@@ -394,4 +344,4 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
                 "fleet": FleetSettings,
             }
             table = sections.get(section, ModelSettings)
-    return _suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"
+    return suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"

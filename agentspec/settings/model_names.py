@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.settings import StrategySettings
-from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.models import ModelSettings
 from agentspec.settings.pools import model_pool, needs_pool
 
 

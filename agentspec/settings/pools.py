@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from agentspec.backends.pool.settings import PoolSpec, Target
+from agentspec.backends.pool.settings import PoolSpec, PoolTarget
 from agentspec.backends.settings import OpenAISettings
 from agentspec.placement import DEFAULT_POLICY
+from agentspec.settings.models import ModelSettings
 
 if TYPE_CHECKING:
     from agentspec.backends.pool.fleet import Fleet
-    from agentspec.settings.load import ModelSettings, Settings
+    from agentspec.settings.load import Settings
 
 
 def model_pool(name: str) -> str:
@@ -21,9 +22,7 @@ def model_pool(name: str) -> str:
 
 def needs_pool(settings: Settings, model: ModelSettings) -> bool:
     """Whether calls of a model are placed: one backend with one address is asked as it is."""
-    backend = None if model.backend is None else settings.backends.get(model.backend)
-    several = isinstance(backend, OpenAISettings) and backend.has_several_servers
-    return model.backend is None or bool(model.fallback) or several
+    return model.backend is None or bool(model.fallback) or settings.backends[model.backend].has_several_servers
 
 
 def pool_specs(settings: Settings) -> dict[str, PoolSpec]:
@@ -31,7 +30,7 @@ def pool_specs(settings: Settings) -> dict[str, PoolSpec]:
     specs: dict[str, PoolSpec] = {}
     plain = dict(_plain_models(settings))
     wanted = [model_pool(name) for name, model in plain.items() if needs_pool(settings, model)]
-    wanted += [name for name, backend in settings.backends.items() if _has_several(backend)]
+    wanted += [name for name, backend in settings.backends.items() if backend.has_several_servers]
     while wanted:
         name = wanted.pop(0)
         if name not in specs:
@@ -68,23 +67,17 @@ def fallback_cycle(settings: Settings) -> list[str] | None:
 
 
 def _plain_models(settings: Settings) -> Iterator[tuple[str, ModelSettings]]:
-    from agentspec.settings.load import ModelSettings
-
     return ((name, model) for name, model in settings.models.items() if isinstance(model, ModelSettings))
-
-
-def _has_several(backend: object) -> bool:
-    return isinstance(backend, OpenAISettings) and backend.has_several_servers
 
 
 def _spec(settings: Settings, pool: str, plain: dict[str, ModelSettings]) -> PoolSpec:
     """The pool of a model, or of a backend, which is asked for its own model or else the client's."""
     models = {model_pool(name): name for name in plain}
     if pool not in models:
-        return PoolSpec(pool, (Target(pool, settings.backends[pool].model),), DEFAULT_POLICY)
+        return PoolSpec(pool, (PoolTarget(pool, settings.backends[pool].model),), DEFAULT_POLICY)
     name = models[pool]
     model = plain[name]
     own = {backend: settings.backends[backend].model for backend in model.sources}
-    targets = tuple(Target(backend, model.upstream_model or known or name) for backend, known in own.items())
+    targets = tuple(PoolTarget(backend, model.upstream_model or known or name) for backend, known in own.items())
     fallback = tuple(model_pool(other) if other in plain else other for other in model.fallback)
     return PoolSpec(pool, targets, model.placement, fallback)

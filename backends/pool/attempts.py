@@ -10,7 +10,7 @@ from types import TracebackType
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.blocks import PromptBlocks
-from agentspec.backends.pool.member import Member
+from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Placed, Pool
 from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.placement import Call
@@ -34,7 +34,7 @@ class Attempts:
 
     def __init__(self, pool: Pool, call: Call, until: float) -> None:
         self.pool, self.call, self._until = pool, call, until
-        self._tried: list[Member] = []
+        self._tried: list[PoolMember] = []
         self._delay = 0.0
         self._over = False
         self._last: UpstreamError | None = None
@@ -56,7 +56,7 @@ class Attempts:
         self._over = True  # unless it fails
         return Attempt(self, placed)
 
-    def begin(self, member: Member) -> None:
+    def begin(self, member: PoolMember) -> None:
         member.begin(retry=bool(self._tried))
         self._tried.append(member)
 

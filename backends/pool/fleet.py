@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
-from agentspec.backends.pool.member import Member
+from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings, PoolSpec
@@ -104,5 +104,5 @@ class Fleet:
         now = self._clock()
         return [member.sample(now) for member in self._members()]
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[PoolMember]:
         return [member for servers in self.servers.values() for member in servers.members]

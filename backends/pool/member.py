@@ -11,7 +11,7 @@ from agentspec.backends.pool.breaker import CircuitBreaker
 from agentspec.backends.pool.load import ServerLoad
 from agentspec.backends.pool.outliers import ejection_time
 from agentspec.backends.pool.settings import FleetSettings
-from agentspec.placement import Member as SeenMember
+from agentspec.placement import Member
 from agentspec.telemetry.samples import MemberSample
 
 MemberState = Literal["ready", "busy", "unhealthy", "ejected", "half_open", "open", "draining"]
@@ -20,7 +20,7 @@ FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
 _LAST_RESORT = ("busy", "unhealthy", "ejected")
 
 
-class Member:
+class PoolMember:
     """A server. `name` is unique in the gateway and for operators: it may hold an address. Times are of one clock.
 
     `lost` is called when the server has failed so that what it had cached is probably gone.
@@ -48,7 +48,7 @@ class Member:
         self._unreachable = False  # the last failure: no answer at all
         self._busy_until = self._ejected_until = float("-inf")
         self._lost = lost
-        self._seen: SeenMember | None = None
+        self._seen: Member | None = None
 
     def state(self, now: float) -> MemberState:
         if self.draining:
@@ -76,11 +76,11 @@ class Member:
             return self._busy_until
         return self._breaker.opens_at() if state == "open" else None
 
-    def seen(self) -> SeenMember:
+    def seen(self) -> Member:
         """What policies see of it."""
         if self._seen is None:
             waiting, kv_use = (self.load.waiting, self.load.kv_use) if self.load else (0, 0.0)
-            self._seen = SeenMember(self.name, self.weight, self.in_flight, waiting, kv_use)
+            self._seen = Member(self.name, self.weight, self.in_flight, waiting, kv_use)
         return self._seen
 
     def reweigh(self, weight: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from agentspec.backends.pool.budget import RetryBudget
-from agentspec.backends.pool.member import Member
+from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.errors import NoServerError
@@ -23,7 +23,7 @@ class Placed:
     """Where a call goes: a member of `pool`, asked for `model`; None leaves the name as it is."""
 
     pool: Pool
-    member: Member
+    member: PoolMember
     model: str | None
 
 
@@ -51,19 +51,19 @@ class Pool:
         for servers, _ in self.targets:
             servers.lost.append(policy.removed)
 
-    def members(self) -> Iterator[tuple[Member, str | None]]:
+    def members(self) -> Iterator[tuple[PoolMember, str | None]]:
         """The members with the names by which they know the model."""
         for servers, model in self.targets:
             for member in servers.members:
                 yield member, model
 
-    def all_members(self) -> Iterator[Member]:
+    def all_members(self) -> Iterator[PoolMember]:
         """The members, then those of the fallbacks."""
         for pool in (self, *self.fallbacks):
             for member, _ in pool.members():
                 yield member
 
-    def place(self, call: Call, tried: Collection[Member] = ()) -> Placed | None:
+    def place(self, call: Call, tried: Collection[PoolMember] = ()) -> Placed | None:
         """The server for `call`: one that was not `tried` yet, the pool's own first; None if none takes calls.
 
         A first try also goes to a server that may be failing, if there is no better one; a retry does not.
@@ -76,7 +76,7 @@ class Pool:
                     return placed
         return None
 
-    def can_place(self, tried: Collection[Member]) -> bool | None:
+    def can_place(self, tried: Collection[PoolMember]) -> bool | None:
         """Whether a retry could be placed now: True at a server not `tried` yet, False at another one, None nowhere."""
         now = self.clock()
         taking = [member for member in self.all_members() if member.takes_calls(now)]
@@ -94,7 +94,7 @@ class Pool:
         wait = 1.0 if at is None else min(max(at - self.clock(), 1.0), _MOST_WAIT)
         return NoServerError("no server of this model takes calls now; try again later", retry_after=wait)
 
-    def choose(self, call: Call, now: float, tried: Collection[Member], last_resort: bool) -> Placed | None:
+    def choose(self, call: Call, now: float, tried: Collection[PoolMember], last_resort: bool) -> Placed | None:
         """One of this pool's own servers that take calls, besides those `tried`."""
         taking = {
             member.name: (member, model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.discovery import Address, DiscoveryError, Found, discover, listed
-from agentspec.backends.pool.member import Member
+from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 
@@ -31,7 +31,7 @@ class Servers:
         self, name: str, settings: OpenAISettings, fleet: FleetSettings, only: OpenAIBackend | None = None
     ) -> None:
         self.name, self.settings, self._fleet = name, settings, fleet
-        self.members: tuple[Member, ...] = ()
+        self.members: tuple[PoolMember, ...] = ()
         self.lost: list[Callable[[str], None]] = []
         self.look_at = 0.0  # when to look for servers the next time
         self._isolation: TenantIsolation | None = None
@@ -42,7 +42,7 @@ class Servers:
         self._drained: set[str] = set()
         if not settings.has_several_servers:
             backend = only or OpenAIBackend(settings, name=name)
-            self.members = (Member(name, name, backend, fleet, weight=settings.weight, lost=self._tell_lost),)
+            self.members = (PoolMember(name, name, backend, fleet, weight=settings.weight, lost=self._tell_lost),)
         elif settings.base_urls is not None:
             self.members = tuple(self._member(address) for address in listed(settings.base_urls))
 
@@ -82,7 +82,7 @@ class Servers:
     def _named(self, address: Address) -> str:
         return f"{self.name}/{address.name}"
 
-    def _member(self, address: Address) -> Member:
+    def _member(self, address: Address) -> PoolMember:
         settings = self.settings.for_server(address.url)
         backend = OpenAIBackend(settings, name=self.name, address=address.connect, lengths=self._lengths)
         if self._isolation is not None:
@@ -90,7 +90,7 @@ class Servers:
         if self._most_tokens is not None:
             backend.limit(self._most_tokens)
         weight = self.settings.weight * address.weight
-        member = Member(self._named(address), self.name, backend, self._fleet, weight=weight, lost=self._tell_lost)
+        member = PoolMember(self._named(address), self.name, backend, self._fleet, weight=weight, lost=self._tell_lost)
         member.draining = member.name in self._drained
         return member
 

@@ -42,7 +42,7 @@ class FleetSettings(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PoolTarget:
     """A part of a pool: the servers of the backend `backend`, asked for `model`; None leaves the name as it is."""
 
     backend: str
@@ -54,6 +54,6 @@ class PoolSpec:
     """A pool to build: where its calls go, by which policy, and the pools that take those it cannot place."""
 
     name: str
-    targets: tuple[Target, ...]
+    targets: tuple[PoolTarget, ...]
     placement: str
     fallback: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentspec.backends.http import MAX_LIST_BYTES
 from agentspec.backends.pool.load import parse_load
-from agentspec.backends.pool.member import Member
+from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.outliers import SWEEP_SECONDS, outliers
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
@@ -79,7 +79,7 @@ class Watch:
             self._sweep_at = now + SWEEP_SECONDS
             sweep([[member for member, _ in pool.members()] for pool in self._pools], now)
 
-    def _look_after(self, member: Member, now: float) -> None:
+    def _look_after(self, member: PoolMember, now: float) -> None:
         settings = self._settings
         probe, metrics = ("probe", member.name), ("metrics", member.name)
         if now >= self._due.get(probe, 0.0) and probe not in self._running:
@@ -96,14 +96,14 @@ class Watch:
         task = self._running[key] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(lambda _: self._running.pop(key, None))
 
-    async def _probe(self, member: Member) -> None:
+    async def _probe(self, member: PoolMember) -> None:
         """Whether it answers, whatever below 500. Then what it is, so that no call has to ask."""
         alive = await is_alive(member, self._settings.probe_timeout)
         member.probed(self._clock(), alive=alive)
         if alive:
             member.kind = await member.backend.server_kind()
 
-    async def _measure(self, member: Member) -> None:
+    async def _measure(self, member: PoolMember) -> None:
         timeout = self._settings.probe_timeout
         try:
             async with asyncio.timeout(timeout):
@@ -116,7 +116,7 @@ class Watch:
         member.measured(parse_load(content.decode("utf-8", "replace")))
 
 
-async def is_alive(member: Member, timeout: float) -> bool:
+async def is_alive(member: PoolMember, timeout: float) -> bool:
     """Whether the server answers `GET /health` in time: vLLM says 503 there once its engine is dead."""
     endpoint = member.backend.endpoint
     try:
@@ -126,7 +126,7 @@ async def is_alive(member: Member, timeout: float) -> bool:
         return False
 
 
-def sweep(pools: Sequence[Sequence[Member]], now: float) -> None:
+def sweep(pools: Sequence[Sequence[PoolMember]], now: float) -> None:
     """Eject the outliers among the members of each pool, and count anew."""
     found: set[str] = set()
     for members in pools:

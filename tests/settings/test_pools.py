@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.pool.settings import PoolSpec, Target
+from agentspec.backends.pool.settings import PoolSpec, PoolTarget
 from agentspec.errors import ConfigurationError
 from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.settings.load import Settings, load_settings
@@ -77,10 +77,10 @@ def test_a_pool_asks_each_backend_for_its_own_name_of_the_model(tmp_path: Path) 
                               '[models.plain]\nbackend = "a"\nupstream_model = "small"\n')  # fmt: skip
     specs = pool_specs(settings)
     assert specs["models.m"] == PoolSpec(
-        "models.m", (Target("a", "m"), Target("b", "served")), "round_robin", ("models.plain",)
+        "models.m", (PoolTarget("a", "m"), PoolTarget("b", "served")), "round_robin", ("models.plain",)
     )
-    assert specs["models.plain"].targets == (Target("a", "small"),)
-    assert specs["b"] == PoolSpec("b", (Target("b", "served"),), DEFAULT_POLICY)
+    assert specs["models.plain"].targets == (PoolTarget("a", "small"),)
+    assert specs["b"] == PoolSpec("b", (PoolTarget("b", "served"),), DEFAULT_POLICY)
     assert model_names(settings)["m"][0] == "models.m"
     # A model that others only fall back on is asked as it is when a client names it.
     assert model_names(settings)["plain"] == ("a", "small")

@@ -14,7 +14,7 @@ import pytest
 from agentspec.backends.pool.discovery import DiscoveryError, discover, listed
 from agentspec.backends.pool.fleet import Fleet
 from agentspec.backends.pool.servers import Servers
-from agentspec.backends.pool.settings import FleetSettings, PoolSpec, Target
+from agentspec.backends.pool.settings import FleetSettings, PoolSpec, PoolTarget
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError
 
@@ -131,7 +131,7 @@ def test_a_file_that_names_no_servers_changes_nothing(tmp_path: Path, text: str,
 
 def fleet(*urls: str, **given: Any) -> Fleet:
     own = settings(base_urls=urls, **given)
-    return Fleet({"a": PoolSpec("a", (Target("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
+    return Fleet({"a": PoolSpec("a", (PoolTarget("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
 
 
 def test_a_reload_changes_which_servers_there_are() -> None:
