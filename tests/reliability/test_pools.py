@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from agentspec.settings.server import ServerSettings
 
 pytestmark = pytest.mark.reliability
 CHAT = "/v1/chat/completions"
+TRUST = ssl.create_default_context()  # to make one takes long
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ANSWER = json.dumps({"choices": [{"index": 0, "message": {"content": "hello"}, "finish_reason": "stop"}]}).encode()
 QUIET = {"vllm": "off", "sglang": "off", "probe": False}
@@ -37,7 +39,7 @@ def pool(
 
 
 def post(running: Any, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{running.url}{CHAT}", json={**BODY, **fields}, timeout=60)
+    return httpx.post(f"{running.url}{CHAT}", json={**BODY, **fields}, timeout=60, verify=TRUST)
 
 
 def says(text: str) -> Script:
@@ -201,5 +203,7 @@ def test_who_answers_is_told_to_operators_only(gateway: Any, upstream: Any, monk
     working = upstream(says("hello"))
     keyed = gateway({}, pool(working.url, server={"api_keys": [{"tenant": "t", "key_env": "KEY"}]}))
     headers = {"authorization": "Bearer secret-key"}
-    assert "x-agentspec-member" not in httpx.post(f"{keyed.url}{CHAT}", json=BODY, headers=headers).headers
+    assert (
+        "x-agentspec-member" not in httpx.post(f"{keyed.url}{CHAT}", json=BODY, headers=headers, verify=TRUST).headers
+    )
     assert post(gateway({}, pool(working.url))).headers["x-agentspec-member"] == "s0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 
 CHAT = "/v1/chat/completions"
+TRUST = ssl.create_default_context()  # to make one takes long
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 CHOICE = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
 ANSWER = json.dumps({"choices": [CHOICE], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
@@ -77,7 +79,10 @@ def test_every_route_leaves_a_broken_server_for_another(
     """Each server sees the same request, made for it."""
     servers = [upstream(broken), upstream(working)]
     running = gateway({}, pooled(*(one.url for one in servers), responses="on"))
-    assert [httpx.post(f"{running.url}{path}", json=body, timeout=60).status_code for _ in range(2)] == [200, 200]
+    assert [httpx.post(f"{running.url}{path}", json=body, timeout=60, verify=TRUST).status_code for _ in range(2)] == [
+        200,
+        200,
+    ]
     first, second = (posts(one, sent) for one in servers)
     assert len(first) == 1 and len(second) == 2 and first[0].body == second[0].body
 
@@ -102,7 +107,9 @@ def test_each_member_gets_the_salts_and_labels_of_its_own_kind(
     for name in "tu":
         headers = {"authorization": f"Bearer key-of-{name}", "x-agentspec-session": "s"}
         sent = {**BODY, "extra_key": "mine"}
-        assert httpx.post(f"{running.url}{CHAT}", json=sent, headers=headers, timeout=60).status_code == 200
+        assert (
+            httpx.post(f"{running.url}{CHAT}", json=sent, headers=headers, timeout=60, verify=TRUST).status_code == 200
+        )
         body = posts(servers[1])[-1].json
         salts.append(body["cache_salt"])
         assert body["extra_key"] is None and "vllm_xargs" not in body and body["session_id"] != "s"
@@ -117,9 +124,9 @@ def test_one_backend_with_several_servers_takes_any_model_and_lists_its_own(gate
     only = OpenAISettings(base_urls=urls, probe=False)  # type: ignore[arg-type]
     running = gateway({}, Settings(server=ServerSettings(extra_routes=("/v1/rerank",)), backends={"up": only}))
     for path in (CHAT, "/v1/rerank"):
-        answers = [httpx.post(f"{running.url}{path}", json={**BODY, "model": "any"}) for _ in range(2)]
+        answers = [httpx.post(f"{running.url}{path}", json={**BODY, "model": "any"}, verify=TRUST) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 200]
-    assert [model["id"] for model in httpx.get(f"{running.url}/v1/models").json()["data"]] == ["m"]
+    assert [model["id"] for model in httpx.get(f"{running.url}/v1/models", verify=TRUST).json()["data"]] == ["m"]
     assert {posts(one)[0].json["model"] for one in servers if posts(one)} == {"any"}
 
 
@@ -132,9 +139,13 @@ def test_a_strategy_asks_a_pool_as_it_asks_a_server(gateway: Any, upstream: Any)
     strategy = STRATEGIES["specreason"].model_validate({"strategy": "specreason", "base": "m", "small": "m"})
     models = {"m": ModelSettings(backends=tuple(upstreams), placement="round_robin"), "fast": strategy}
     running = gateway({}, Settings(backends=upstreams, models=models))
-    response = httpx.post(f"{running.url}{CHAT}", json={**BODY, "model": "fast", "max_tokens": 8}, timeout=60)
+    response = httpx.post(
+        f"{running.url}{CHAT}", json={**BODY, "model": "fast", "max_tokens": 8}, timeout=60, verify=TRUST
+    )
     assert response.status_code == 200 and response.json()["choices"][0]["message"]["content"]
-    counted = httpx.post(f"{running.url}/v1/messages/count_tokens", json={**BODY, "model": "fast"}, timeout=60)
+    counted = httpx.post(
+        f"{running.url}/v1/messages/count_tokens", json={**BODY, "model": "fast"}, timeout=60, verify=TRUST
+    )
     assert counted.json() == {"input_tokens": 1}
 
 
@@ -145,15 +156,15 @@ def test_operators_drain_and_resume_servers(gateway: Any, upstream: Any, tmp_pat
     drained = run.invoke(program, ["fleet", "drain", "s0", *url])
     assert drained.exit_code == 0 and drained.output == "drained: s0\n"
     for _ in range(4):
-        httpx.post(f"{running.url}{CHAT}", json=BODY)
+        httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
     assert (len(posts(servers[0])), len(posts(servers[1]))) == (0, 4)
     shown = json.loads(run.invoke(program, ["fleet", "status", "--json", *url]).output)
     assert [(one["member"], one["state"], one["calls"]) for one in shown] == [("s0", "draining", 0), ("s1", "ready", 4)]
     table = run.invoke(program, ["fleet", "status", *url]).output.splitlines()
     assert table[0].split()[:3] == ["member", "state", "in_flight"] and table[1].split()[:2] == ["s0", "draining"]
     assert run.invoke(program, ["fleet", "resume", "s0", *url]).output == "drained: none\n"
-    httpx.post(f"{running.url}{CHAT}", json=BODY)
-    httpx.post(f"{running.url}{CHAT}", json=BODY)
+    httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
+    httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
     assert len(posts(servers[0])) == 1
     wrong = run.invoke(program, ["fleet", "drain", "s7", *url])
     assert wrong.exit_code == 1 and "members: s0, s1" in wrong.output
@@ -165,13 +176,17 @@ def test_tenants_neither_see_nor_drain_servers(gateway: Any, upstream: Any, monk
     keys = [{"tenant": "t", "key_env": "TENANT"}, {"role": "operator", "key_env": "OPERATOR"}]
     running = gateway({}, pooled(upstream(working).url, server={"api_keys": keys}))
     tenant, operator = ({"authorization": f"Bearer {key}"} for key in ("a-tenants-key", "an-operators-key"))
-    assert httpx.get(f"{running.url}/fleet", headers=tenant).status_code == 403
-    assert httpx.post(f"{running.url}/fleet/drain", headers=tenant, json={"name": "s0"}).status_code == 403
+    assert httpx.get(f"{running.url}/fleet", headers=tenant, verify=TRUST).status_code == 403
+    assert (
+        httpx.post(f"{running.url}/fleet/drain", headers=tenant, json={"name": "s0"}, verify=TRUST).status_code == 403
+    )
     assert running.runtime.fleet.drained() == []
-    assert httpx.post(f"{running.url}/fleet/drain", headers=operator, json={"name": "s0"}).json() == {"drained": ["s0"]}
+    assert httpx.post(f"{running.url}/fleet/drain", headers=operator, json={"name": "s0"}, verify=TRUST).json() == {
+        "drained": ["s0"]
+    }
     for body in (b"", b"[]", b'{"name": 1}', b'{"name": "' + b"x" * 5000 + b'"}'):
-        assert httpx.post(f"{running.url}/fleet/drain", headers=operator, content=body).status_code == 400
-    answer = httpx.post(f"{running.url}{CHAT}", headers=tenant, json=BODY)
+        assert httpx.post(f"{running.url}/fleet/drain", headers=operator, content=body, verify=TRUST).status_code == 400
+    answer = httpx.post(f"{running.url}{CHAT}", headers=tenant, json=BODY, verify=TRUST)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_server_available"
     assert "s0" not in answer.text
 
@@ -179,8 +194,8 @@ def test_tenants_neither_see_nor_drain_servers(gateway: Any, upstream: Any, monk
 def test_a_gateway_without_pools_says_so(gateway: Any, upstream: Any) -> None:
     one = OpenAISettings(base_url=upstream(working).url)
     running = gateway({}, Settings(backends={"up": one}))
-    assert httpx.get(f"{running.url}/fleet").json() == {"members": []}
-    assert httpx.post(f"{running.url}/fleet/drain", json={"name": "up"}).status_code == 400
+    assert httpx.get(f"{running.url}/fleet", verify=TRUST).json() == {"members": []}
+    assert httpx.post(f"{running.url}/fleet/drain", json={"name": "up"}, verify=TRUST).status_code == 400
 
 
 def test_metrics_count_by_member(gateway: Any, upstream: Any) -> None:
@@ -188,7 +203,7 @@ def test_metrics_count_by_member(gateway: Any, upstream: Any) -> None:
     settings = pooled(*(one.url for one in servers))
     running = gateway({}, settings.model_copy(update={"fleet": FleetSettings(failures=2)}))
     for _ in range(8):
-        httpx.post(f"{running.url}{CHAT}", json=BODY)
+        httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
 
     def metric(name: str, member: str, **labels: str) -> float:
         found: float = running.metric(f"agentspec_member_{name}", backend=member, member=member, **labels)
@@ -202,7 +217,7 @@ def test_metrics_count_by_member(gateway: Any, upstream: Any) -> None:
 
 def test_the_servers_behind_another_gateway_stay_its_own_business(gateway: Any, upstream: Any) -> None:
     behind = gateway({}, pooled(upstream(working).url))
-    answer = httpx.post(f"{behind.url}{CHAT}", json=BODY)
+    answer = httpx.post(f"{behind.url}{CHAT}", json=BODY, verify=TRUST)
     assert answer.headers["x-agentspec-member"] == "s0"
     front = Settings(backends={"up": OpenAISettings(base_url=f"{behind.url}/v1")})  # type: ignore[arg-type]
-    assert "x-agentspec-member" not in httpx.post(f"{gateway({}, front).url}{CHAT}", json=BODY).headers
+    assert "x-agentspec-member" not in httpx.post(f"{gateway({}, front).url}{CHAT}", json=BODY, verify=TRUST).headers
