@@ -154,7 +154,7 @@ class GenerationEndpoint:
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
         kept = [(exchange.route, exchange.body, exchange.fields)]
-        async for attempt in exchange.tries(pool):
+        async for attempt in exchange.deadline.within(exchange.tries(pool)):
             async with attempt:
                 exchange.at(attempt, *kept[0])
                 attempt.when_answered = kept.clear

@@ -15,7 +15,10 @@ from agentspec.backends.pool.pool import Placed, Pool
 from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.placement import Call
 
-RETRIED = frozenset({429, 502, 503, 504})
+UNAVAILABLE = frozenset({502, 503, 504})
+"""Statuses that tell about the server. Any other 5xx may be the request's fault, and opens no circuit breaker: else one
+client could close a model to all others."""
+RETRIED = UNAVAILABLE | {429}
 """Statuses of answers after which another server may be asked: the call was not begun, or is not being computed."""
 ELSEWHERE_SECONDS = 0.025  # before a try at another server, at most; doubled each time
 SAME_SECONDS = 0.2  # before another one at the same server, at most; doubled each time
@@ -41,6 +44,9 @@ class Attempts:
 
     def __aiter__(self) -> Attempts:
         return self
+
+    async def aclose(self) -> None:
+        """Nothing is left behind: an attempt ends with its own context."""
 
     async def __anext__(self) -> Attempt:
         if self._over:
@@ -170,10 +176,12 @@ class Attempt:
         if status is None:
             late = isinstance(error, UpstreamTimeoutError)
             member.failed(now, unreachable=error.retryable or late)
-        elif status >= 500:
+        elif status in UNAVAILABLE:
             member.failed(now)
-        elif status != 429:
-            member.succeeded()  # the request was wrong, not the server
+        elif status >= 500:
+            member.erred()
+        else:
+            member.succeeded()  # the request was wrong, or there are too many, but the server is well
         if status in (429, 503) and wait is not None:
             member.asked_to_wait(now + wait)
         may = error.retryable if status is None else status in RETRIED

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import HttpUrl, TypeAdapter, ValidationError
@@ -50,6 +51,12 @@ def listed(urls: Iterable[HttpUrl]) -> tuple[Address, ...]:
     )
 
 
+def check_discovery(settings: OpenAISettings) -> None:
+    """Raises `ConfigurationError` if looking for the servers takes what is not installed."""
+    if settings.resolve == "srv" and find_spec("dns") is None:
+        raise ConfigurationError('resolve = "srv" needs dnspython: pip install "agentspec[dns]"')
+
+
 async def discover(settings: OpenAISettings) -> Found:
     """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds."""
     if settings.base_urls_file is not None:
@@ -84,14 +91,10 @@ async def _addresses(url: HttpUrl) -> Found:
 
 
 async def _service_records(url: HttpUrl) -> Found:
-    """One server for each SRV record of the best priority, by its weight (RFC 2782). Raises `ConfigurationError`
-    without dnspython.
-    """
-    try:
-        import dns.asyncresolver
-        import dns.exception
-    except ModuleNotFoundError:
-        raise ConfigurationError('resolve = "srv" needs dnspython: pip install "agentspec[dns]"') from None
+    """One server for each SRV record of the best priority, by its weight (RFC 2782)."""
+    import dns.asyncresolver
+    import dns.exception
+
     try:
         answer = await dns.asyncresolver.resolve(url.host or "", "SRV")
     except dns.exception.DNSException as error:

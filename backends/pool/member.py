@@ -118,9 +118,14 @@ class PoolMember:
         if was_closed and self._breaker.state(now) != "closed":
             self._lost(self.name)
 
+    def erred(self) -> None:
+        """Count a failure that may be the call's own: it ejects who errs more often than others, but opens nothing."""
+        self.failures += 1
+        self._breaker.succeeded()
+        self._count(1)
+
     def asked_to_wait(self, until: float) -> None:
         """Send nothing until then, unless nobody else takes calls."""
-        self._breaker.given_up()
         self._busy_until = max(self._busy_until, until)
 
     def _count(self, failures: int) -> None:

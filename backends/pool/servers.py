@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.discovery import Address, DiscoveryError, Found, discover, listed
+from agentspec.backends.pool.discovery import Address, DiscoveryError, Found, check_discovery, discover, listed
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
@@ -24,7 +24,8 @@ class Servers:
     """The members of the pools that the backend `name` is a part of. One server is the same member in all of them.
 
     `only` is the backend of a table with one address, which is ready already. `lost` holds what is called with the name
-    of a member that is gone, or has failed so that its caches probably are.
+    of a member that is gone, or has failed so that its caches probably are. Raises `ConfigurationError` if they cannot
+    be looked for.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Servers:
         self._complaint = ""
         self._stale = False
         self._drained: set[str] = set()
+        check_discovery(settings)
         if not settings.has_several_servers:
             backend = only or OpenAIBackend(settings, name=name)
             self.members = (PoolMember(name, name, backend, fleet, weight=settings.weight, lost=self._tell_lost),)

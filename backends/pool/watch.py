@@ -94,7 +94,12 @@ class Watch:
             work.close()
             return
         task = self._running[key] = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(lambda _: self._running.pop(key, None))
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    def _ended(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self._running.pop(key, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("looking after %s failed", " of ".join(key), exc_info=error)
 
     async def _probe(self, member: PoolMember) -> None:
         """Whether it answers, whatever below 500. Then what it is, so that no call has to ask."""

@@ -178,12 +178,24 @@ def test_u10_the_breaker_spares_a_server_that_fails_five_times_in_a_row(gateway:
 
 
 def test_u10_with_every_breaker_open_calls_fail_at_once_and_say_when_to_come_back(gateway: Any, upstream: Any) -> None:
-    failing = upstream(refuses(500))
-    running = gateway({}, pool(failing.url))
-    assert [post(running).status_code for _ in range(5)] == [500] * 5
+    failing = upstream(refuses(503))
+    running = gateway({}, pool(failing.url, fleet={"max_retries": 0}))
+    assert [post(running).status_code for _ in range(5)] == [503] * 5
     response = post(running)
     assert response.status_code == 503 and response.json()["error"]["code"] == "no_server_available"
     assert 1 <= int(response.headers["retry-after"]) <= 10 and len(failing.requests) == 5
+
+
+def test_u10_requests_that_a_server_cannot_compute_close_it_to_nobody(gateway: Any, upstream: Any) -> None:
+    """One tenant's poison, answered 500, opens no breaker."""
+
+    def script(request: Any) -> None:
+        poison = b"poison" in request.body
+        request.answer(b'{"error": {"message": "no"}}' if poison else ANSWER, 500 if poison else 200)
+
+    running = gateway({}, pool(upstream(script).url))
+    assert [post(running, user="poison").status_code for _ in range(20)] == [500] * 20
+    assert post(running).status_code == 200
 
 
 def test_a_fallback_answers_when_no_server_of_the_model_can_and_the_answer_says_so(gateway: Any, upstream: Any) -> None:

@@ -108,8 +108,8 @@ def test_a_call_that_is_cancelled_tells_nothing_about_the_server(
     """The trial of a half-open breaker included: another call becomes the trial."""
 
     async def work() -> None:
-        slow = server("a", 500)
-        made = make_pool(slow, failures=1)
+        slow = server("a", 503)
+        made = make_pool(slow, failures=1, max_retries=0)
         with suppress(UpstreamStatusError):
             await ask(made.pool)
         [member] = made.servers[0].members
@@ -131,8 +131,8 @@ def test_a_call_that_is_cancelled_tells_nothing_about_the_server(
 
 def test_half_open_there_is_one_trial_at_a_time(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
-        failing = server("a", 500)
-        made = make_pool(failing, failures=1)
+        failing = server("a", 503)
+        made = make_pool(failing, failures=1, max_retries=0)
         with suppress(UpstreamStatusError):
             await ask(made.pool)
         await asyncio.sleep(10)
@@ -140,6 +140,23 @@ def test_half_open_there_is_one_trial_at_a_time(in_virtual_time: Any, make_pool:
         results = await asyncio.gather(*(ask(made.pool) for _ in range(20)), return_exceptions=True)
         assert results[0] == "hi" and all(isinstance(one, NoServerError) for one in results[1:])
         assert len(failing.times()) == 2
+
+    in_virtual_time(work())
+
+
+def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    """Whoever answers 429 is there; no trial is left open."""
+
+    async def work() -> None:
+        one = server("a", 503)
+        made = make_pool(one, failures=1, max_retries=0)
+        for status, pause in ((503, 10.0), (429, 0.0)):
+            one.status = status
+            with suppress(UpstreamStatusError):
+                await ask(made.pool)
+            await asyncio.sleep(pause)
+        one.status = 200
+        assert await ask(made.pool) == "hi" and len(one.times()) == 3
 
     in_virtual_time(work())
 

@@ -104,9 +104,9 @@ def test_service_records_give_ports_and_weights_by_the_best_priority(monkeypatch
 
 
 def test_service_records_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "dns.asyncresolver", None)
+    monkeypatch.setattr("agentspec.backends.pool.discovery.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"agentspec\[dns\]"):
-        asyncio.run(discover(settings(base_url="http://_http._tcp.vllm.test/v1", resolve="srv")))
+        Servers("a", settings(base_url="http://_http._tcp.vllm.test/v1", resolve="srv"), FleetSettings())
 
 
 @pytest.mark.parametrize(

@@ -221,3 +221,16 @@ def test_the_servers_behind_another_gateway_stay_its_own_business(gateway: Any, 
     assert answer.headers["x-agentspec-member"] == "s0"
     front = Settings(backends={"up": OpenAISettings(base_url=f"{behind.url}/v1")})  # type: ignore[arg-type]
     assert "x-agentspec-member" not in httpx.post(f"{gateway({}, front).url}{CHAT}", json=BODY, verify=TRUST).headers
+
+
+def test_a_client_that_leaves_while_its_call_waits_for_a_server_ends_the_call(
+    gateway: Any, upstream: Any, hanging_up: Any, until: Any
+) -> None:
+    busy = upstream(lambda request: request.answer(REFUSED, 429, retry_after="60"))
+    running = gateway({}, pooled(busy.url, vllm="off", sglang="off"))
+    with hanging_up(running.url, BODY):
+        until(lambda: busy.requests)
+    cancelled = {"route": CHAT, "model": "m", "outcome": "cancelled"}
+    until(lambda: running.metric("agentspec_requests_total", **cancelled) == 1)
+    [sample] = running.runtime.fleet.samples()
+    assert (sample.in_flight, sample.calls, sample.state) == (0, 1, "busy")
