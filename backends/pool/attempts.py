@@ -89,8 +89,8 @@ class Attempts:
         if elsewhere is not None:
             delay = spread * (ELSEWHERE_SECONDS if elsewhere else SAME_SECONDS)
         else:
-            at = pool.free_at()
-            if at is None:
+            at = pool.busy_until()
+            if at is None:  # nobody waits for a circuit breaker: the caller is told at once
                 return None
             delay = max(0.0, at - pool.clock()) + spread * ELSEWHERE_SECONDS
         return delay if delay < left else None

@@ -23,6 +23,7 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
 T = TypeVar("T")
+_TEXT_MESSAGE = {"role", "content"}
 
 
 class PoolBackend:
@@ -125,6 +126,9 @@ def prompt_pieces(fields: Mapping[str, Any]) -> Iterable[bytes]:
 
 
 def _encoded(value: Any) -> bytes:
+    """As JSON, which is no need for a message that is only text."""
+    if isinstance(value, dict) and value.keys() == _TEXT_MESSAGE and isinstance(text := value["content"], str):
+        return f"{value['role']}\0{text}\0".encode("utf-8", "replace")
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 

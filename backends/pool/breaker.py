@@ -51,6 +51,6 @@ class CircuitBreaker:
         if self._opened is not None:
             self._opened = min(self._opened, now - self._open_seconds)
 
-    def opens_at(self) -> float | None:
+    def trial_at(self) -> float | None:
         """When the trial may begin; None while it is closed."""
         return None if self._opened is None else self._opened + self._open_seconds

@@ -69,12 +69,13 @@ class PoolMember:
         state = self.state(now)
         return state in ("ready", "half_open") or (last_resort and state in _LAST_RESORT)
 
-    def free_at(self, now: float) -> float | None:
-        """When it takes calls again, if that is only a question of time."""
-        state = self.state(now)
-        if state == "busy":
-            return self._busy_until
-        return self._breaker.opens_at() if state == "open" else None
+    def busy_until(self, now: float) -> float | None:
+        """When it wants calls again, if it has asked to wait."""
+        return self._busy_until if self.state(now) == "busy" else None
+
+    def trial_at(self, now: float) -> float | None:
+        """When its breaker allows a trial; None if that is not what it waits for."""
+        return self._breaker.trial_at() if self.state(now) == "open" else None
 
     def seen(self) -> Member:
         """What policies see of it."""

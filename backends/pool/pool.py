@@ -82,16 +82,16 @@ class Pool:
         taking = [member for member in self.all_members() if member.takes_calls(now)]
         return any(member not in tried for member in taking) if taking else None
 
-    def free_at(self) -> float | None:
-        """When the first of its own servers takes calls again, if that is only a question of time."""
+    def busy_until(self) -> float | None:
+        """When the first of its own servers that have asked to wait wants calls again; None if none has."""
         now = self.clock()
-        times = [at for member, _ in self.members() if (at := member.free_at(now)) is not None]
-        return min(times, default=None)
+        return min((at for member, _ in self.members() if (at := member.busy_until(now)) is not None), default=None)
 
     def no_server(self) -> NoServerError:
         """The error for a call that cannot be placed."""
-        at = self.free_at()
-        wait = 1.0 if at is None else min(max(at - self.clock(), 1.0), _MOST_WAIT)
+        now = self.clock()
+        trials = [at for member, _ in self.members() if (at := member.trial_at(now)) is not None]
+        wait = min(max(min(trials, default=now) - now, 1.0), _MOST_WAIT)
         return NoServerError("no server of this model takes calls now; try again later", retry_after=wait)
 
     def choose(self, call: Call, now: float, tried: Collection[PoolMember], last_resort: bool) -> Placed | None:

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.backend import PoolBackend, scoped_call
+from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.blocks import block_hashes
 from agentspec.errors import NoServerError, UpstreamError, UpstreamStatusError
 from agentspec.placement import Call, Member, RoundRobin
 from agentspec.types import GenerateRequest, Labels
@@ -161,6 +162,16 @@ def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, m
     in_virtual_time(work())
 
 
+def test_nobody_waits_for_a_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        one = server("a", error=REFUSED)
+        with pytest.raises(UpstreamError, match="ConnectError"):
+            await ask(make_pool(one, failures=1).pool)
+        assert len(one.times()) == 1 and asyncio.get_running_loop().time() == 0
+
+    in_virtual_time(work())
+
+
 def test_a_fallback_is_asked_before_the_same_server_again(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
         other = server("other")
@@ -252,3 +263,15 @@ def test_however_servers_fail_tries_are_bounded_and_nobody_is_asked_behind_an_an
         assert all(member.in_flight == 0 for one in made.servers for member in one.members)
 
     in_virtual_time(work())
+
+
+def test_a_chat_begins_as_its_next_turn_does() -> None:
+    """What a conversation gets behind it changes none of its blocks; other tools in front of it change all."""
+    turns = [
+        {"role": "user", "content": "x" * 3000},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    ]
+    short, long = ({"messages": messages} for messages in (turns, [*turns, {"role": "user", "content": "y" * 3000}]))
+    first, second = (list(block_hashes("t", prompt_pieces(fields))) for fields in (short, long))
+    assert len(first) == 2 and second[:2] == first and len(second) == 5
+    assert not set(first) & set(block_hashes("t", prompt_pieces({**short, "tools": [{"type": "function"}]})))
