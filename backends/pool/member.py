@@ -48,6 +48,7 @@ class PoolMember:
         self._unreachable = False  # the last failure: no answer at all
         self._busy_until = self._ejected_until = float("-inf")
         self._lost = lost
+        self._well = False  # it was ready, and nothing has happened since that could change that
         self._seen: Member | None = None
 
     def state(self, now: float) -> MemberState:
@@ -66,7 +67,10 @@ class PoolMember:
         """Whether a call may be sent. As a `last_resort`, if no other server can take it, also to one that seems to
         fail.
         """
+        if self._well and not self.draining:
+            return True
         state = self.state(now)
+        self._well = state == "ready"
         return state in ("ready", "half_open") or (last_resort and state in _LAST_RESORT)
 
     def busy_until(self, now: float) -> float | None:
@@ -111,6 +115,7 @@ class PoolMember:
 
     def failed(self, now: float, *, unreachable: bool = False) -> None:
         """Count a failure; `unreachable`: there was no answer at all."""
+        self._well = False
         was_closed = self._breaker.state(now) == "closed"
         self.failures += 1
         self._unreachable = unreachable
@@ -127,7 +132,7 @@ class PoolMember:
 
     def asked_to_wait(self, until: float) -> None:
         """Send nothing until then, unless nobody else takes calls."""
-        self._busy_until = max(self._busy_until, until)
+        self._busy_until, self._well = max(self._busy_until, until), False
 
     def _count(self, failures: int) -> None:
         calls, failed = self.recent
@@ -138,6 +143,7 @@ class PoolMember:
     def probed(self, now: float, *, alive: bool) -> None:
         """Take in what a look at its health has shown."""
         self._failed_probes = 0 if alive else self._failed_probes + 1
+        self._well = False
         if alive and self._unreachable:
             self._breaker.half_open(now)
         if self._failed_probes == FAILED_PROBES:
@@ -149,6 +155,7 @@ class PoolMember:
     def eject(self, now: float) -> None:
         """Leave it out for a while, for failing more often than others."""
         self._ejected_until = now + ejection_time(self._ejection_seconds, self.ejections)
+        self._well = False
         self.ejections += 1
 
     def sample(self, now: float) -> MemberSample:

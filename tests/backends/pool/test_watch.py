@@ -7,9 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import httpx2 as httpx
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.load import ServerLoad
+from agentspec.backends.pool.member import PoolMember
+from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.pool.watch import Watch, sweep
+from agentspec.backends.settings import OpenAISettings
 
 MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
 METRICS = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.5\n"
@@ -149,3 +156,58 @@ def test_outliers_are_left_out_for_longer_each_time(in_virtual_time: Any, make_p
         assert bad.ejections == 2
 
     in_virtual_time(work())
+
+
+class MemberMachine(RuleBasedStateMachine):
+    """What a member remembers between calls is never stale, and its counts fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        backend = OpenAIBackend(OpenAISettings(base_url="http://a/v1"))  # type: ignore[arg-type]
+        self.member = PoolMember("a", "a", backend, FleetSettings(failures=2))
+        self.now, self.calls = 0.0, 0
+
+    @rule(seconds=st.floats(0, 40))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.member.takes_calls(self.now, last_resort=True))
+    @rule()
+    def begin(self) -> None:
+        self.member.begin(retry=False)
+        self.calls += 1
+
+    @precondition(lambda self: self.calls)
+    @rule(told=st.sampled_from(["succeeded", "failed", "erred", ""]))
+    def end(self, told: str) -> None:
+        if told:
+            getattr(self.member, told)(*([self.now] if told == "failed" else []))
+        self.member.end(told=bool(told))
+        self.calls -= 1
+
+    @rule(alive=st.booleans())
+    def probe(self, alive: bool) -> None:
+        self.member.probed(self.now, alive=alive)
+
+    @rule(on=st.booleans())
+    def drain(self, on: bool) -> None:
+        self.member.draining = on
+
+    @rule(seconds=st.floats(0, 20))
+    def ask_to_wait(self, seconds: float) -> None:
+        self.member.asked_to_wait(self.now + seconds)
+
+    @rule()
+    def eject(self) -> None:
+        self.member.eject(self.now)
+
+    @invariant()
+    def follows_from_its_state(self) -> None:
+        state = self.member.state(self.now)
+        assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
+        assert self.member.takes_calls(self.now, last_resort=True) == (state not in ("open", "draining"))
+        assert self.member.in_flight == self.calls
+
+
+TestMember = MemberMachine.TestCase
+TestMember.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
