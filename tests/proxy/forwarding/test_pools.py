@@ -234,3 +234,15 @@ def test_a_client_that_leaves_while_its_call_waits_for_a_server_ends_the_call(
     until(lambda: running.metric("agentspec_requests_total", **cancelled) == 1)
     [sample] = running.runtime.fleet.samples()
     assert (sample.in_flight, sample.calls, sample.state) == (0, 1, "busy")
+
+
+def test_a_fallback_that_may_not_get_a_request_is_passed_over(gateway: Any, upstream: Any) -> None:
+    """The client is told what the model that it asked said, and not what another one would refuse."""
+    failing, other = upstream(broken), upstream(working)
+    upstreams = backends(failing.url, allow_fields=["api_base"]) | {"other": backends(other.url)["s0"]}
+    models = {"m": ModelSettings(backend="s0", fallback=("other",))}
+    running = gateway({}, Settings(backends=upstreams, models=models))
+    for field, status in (("api_base", 503), ("user", 200)):
+        response = httpx.post(f"{running.url}{CHAT}", json={**BODY, field: "x"}, verify=TRUST)
+        assert response.status_code == status, response.text
+    assert len(posts(other)) == 1
