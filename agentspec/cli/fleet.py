@@ -27,10 +27,7 @@ _COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "cal
 
 @app.command()
 def status(url: UrlOption = LOCAL, key_file: KeyOption = None, json: JsonOption = False) -> None:
-    """Show each server: its state, its calls, and how busy it is by its own metrics.
-
-    With several workers, these are the calls of one of them.
-    """
+    """Show each server: its state, its calls, and how busy it is by its own metrics."""
     members = _asked(url, key_file, "GET", "/fleet")["members"]
     if json:
         print_json(members)

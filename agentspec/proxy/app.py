@@ -125,7 +125,7 @@ def create_app(
     routes += [_RecordedRoute(one.path, one, "POST", "uses_models") for one in sides]
     endpoints += sides
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
-    fleet = FleetPages(runtime, shared.drain)
+    fleet = FleetPages(runtime, shared.drain, pages.all_metrics)
     for path, page in {"/metrics": pages.metrics, "/fleet": fleet.status}.items():
         routes.append(_RecordedRoute(path, page, "GET", "reads_metrics"))
     for path, page in {"/fleet/drain": fleet.drain, "/fleet/resume": fleet.resume}.items():
@@ -193,7 +193,11 @@ class Pages:
 
     async def metrics(self, request: Request) -> Response:
         self._samples = await self._sampled()
-        return Response(await self._scrape(self.registry), headers={"content-type": CONTENT_TYPE})
+        return Response(await self.all_metrics(), headers={"content-type": CONTENT_TYPE})
+
+    async def all_metrics(self) -> bytes:
+        """The metrics of all processes."""
+        return await self._scrape(self.registry)
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": await self._objects(request)})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agentspec.backends.openai.vllm_metrics import samples
 from agentspec.backends.pool.fleet import Fleet
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.responses import encode
@@ -17,19 +18,29 @@ from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
 
 MAX_BODY_BYTES = 4096
+_SUMS = {"agentspec_member_in_flight": "in_flight"} | {
+    f"agentspec_member_{name}_total": name for name in ("calls", "retries", "failures", "ejections")
+}
+"""The metrics that add up over processes."""
 Spread = Callable[[str, bool], None]
 
 
 class FleetPages:
-    """The routes. `spread` tells the gateway's other processes which member is drained, or no longer."""
+    """The routes. `spread` tells the gateway's other processes which member is drained, or no longer; `scrape` returns
+    the metrics of all.
+    """
 
-    def __init__(self, runtime: Runtime, spread: Spread | None) -> None:
-        self._runtime, self._spread = runtime, spread
+    def __init__(self, runtime: Runtime, spread: Spread | None, scrape: Callable[[], Awaitable[bytes]]) -> None:
+        self._runtime, self._spread, self._scrape = runtime, spread, scrape
 
     async def status(self, request: Request) -> Response:
-        """The members as this process sees them; with several workers, calls of the others are not among them."""
+        """The members: states and loads as this process sees them, calls of all processes."""
         fleet = self._runtime.fleet
-        return _json({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
+        members = {} if fleet is None else {sample.member: asdict(sample) for sample in fleet.samples()}
+        for name, labels, value in samples((await self._scrape()).decode(), tuple(_SUMS)):
+            if name in _SUMS and labels["member"] in members:
+                members[labels["member"]][_SUMS[name]] = int(value)
+        return _json({"members": list(members.values())})
 
     async def drain(self, request: Request) -> Response:
         """Send no new calls to a member, or to all of a backend; those that run go on."""

@@ -53,6 +53,8 @@ def test_a_drain_reaches_both_workers_and_the_one_started_later(start_workers: A
     name = servers[0].url.removeprefix("http://").removesuffix("/v1")
     with gateway.clients(4) as clients:
         assert answers(servers[0], clients) == 4
+        members = clients[0].get("/fleet").json()["members"]
+        assert [(one["calls"], one["in_flight"]) for one in members] == [(4, 0), (4, 0)]  # of both workers
         assert clients[0].post("/fleet/drain", json={"name": f"up/{name}"}).json() == {"drained": [f"up/{name}"]}
         until(lambda: all(drained(client) for client in clients))
         assert answers(servers[0], clients) == 0
