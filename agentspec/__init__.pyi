@@ -67,6 +67,9 @@ from .errors import (
     ModelUnavailableError as ModelUnavailableError,
 )
 from .errors import (
+    NoServerError as NoServerError,
+)
+from .errors import (
     NotReadyError as NotReadyError,
 )
 from .errors import (

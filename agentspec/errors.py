@@ -34,6 +34,7 @@ AgentSpecError
     ├── UpstreamAuthenticationError  it refused the key that the operator configured for it
     ├── UpstreamIsolationError  503  it cannot keep the requests of several tenants apart
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
+    ├── NoServerError        503  no server of a pool can take the call now; `retry_after` seconds
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
 """
 
@@ -197,9 +198,12 @@ class CacheDamagedError(CacheFormatError):
 
 
 class UpstreamError(AgentSpecError):
+    """`retryable`: nothing of an answer has come, so that another server of the model may be asked."""
+
     status = 502
     type = "upstream_error"
     code = "upstream_unreachable"
+    retryable = False
 
 
 class UpstreamAuthenticationError(UpstreamError):
@@ -209,11 +213,21 @@ class UpstreamAuthenticationError(UpstreamError):
 class UpstreamIsolationError(UpstreamError):
     status = 503
     code = "upstream_isolation"
+    retryable = True
 
 
 class UpstreamTimeoutError(UpstreamError):
     status = 504
     code = "upstream_timeout"
+
+
+class NoServerError(UpstreamError):
+    status = 503
+    code = "no_server_available"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class UpstreamStatusError(UpstreamError):

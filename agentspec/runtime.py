@@ -26,10 +26,13 @@ from agentspec.protocol.requests import with_deadline, with_extra
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import Settings
 from agentspec.settings.model_names import Aliases, model_names, named_model, passthrough, strategies_of
+from agentspec.settings.pools import open_fleet
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.backends.openai.isolation import TenantIsolation
+    from agentspec.backends.pool.backend import PoolBackend
+    from agentspec.backends.pool.fleet import Fleet
     from agentspec.cache import SuffixCache
     from agentspec.cache.responses import KeepsResponses
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
@@ -75,6 +78,8 @@ class Runtime:
         self._most_tokens: int | None = None
         self._tenants = self.settings.server.tenant_names
         self._strategies: dict[str, Strategy[Any]] = {}
+        self._pools: dict[str, PoolBackend] = {}
+        self.fleet: Fleet | None = None
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
         self._local = local
@@ -127,8 +132,11 @@ class Runtime:
             for name, settings in self.settings.backends.items():
                 if self._closed:
                     raise ShuttingDownError("the runtime is closed")
-                if name not in self._backends and (self._local or not settings.local):
+                here = self._local or not settings.local
+                if here and name not in self._backends and not settings.has_several_servers:
                     self._backends[name] = self._build(name, settings)
+            self.fleet = self.fleet or open_fleet(self.settings, self._backends)
+            self._pools = {} if self.fleet is None else self.fleet.backends
             self._keep_tenants_apart()
             self._limit_upstreams()
             if self._local:
@@ -155,7 +163,8 @@ class Runtime:
         if self._local:
             return False
         backend, _ = self._resolve(model)
-        return self.settings.backends[backend].local or isinstance(self.settings.models.get(model), StrategySettings)
+        local = backend in self.settings.backends and self.settings.backends[backend].local  # a pool is none of them
+        return local or isinstance(self.settings.models.get(model), StrategySettings)
 
     @property
     def keeps_index(self) -> bool:
@@ -163,8 +172,8 @@ class Runtime:
         return self.ready and self._local and any(backend.local for backend in self.settings.backends.values())
 
     def backends(self) -> dict[str, Backend]:
-        """The backends by name; empty before `start()`."""
-        return dict(self._backends) if self.ready else {}
+        """The backends and pools by name; empty before `start()`."""
+        return {**self._backends, **self._pools} if self.ready else {}
 
     def route(self, model: str) -> Route:
         """The backend for `model`. Raises `ModelNotFoundError` if it is unknown, `NotReadyError` before `start()`."""
@@ -174,7 +183,10 @@ class Runtime:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
         if model in self._strategies:
             return Route(backend_name, self._strategies[model], upstream_model)
-        return Route(backend_name, self._backends[backend_name], upstream_model)
+        return Route(backend_name, self._backend(backend_name), upstream_model)
+
+    def _backend(self, name: str) -> Backend:
+        return self._pools.get(name) or self._backends[name]
 
     def with_strategy(self, model: str, strategy: str | None) -> str:
         """The name of the model that answers for `model` by `strategy`, a name or a kind; "plain" is without one.
@@ -192,7 +204,7 @@ class Runtime:
             return model
         if named:
             return named[0]
-        if set(found.values()) <= {"plain"} and isinstance(self.settings.backends.get(base[0]), OpenAISettings):
+        if set(found.values()) <= {"plain"} and self._is_upstream(base[0]):
             return model
         known = ", ".join(sorted({*found, *found.values()}))
         raise InvalidRequestError(f"{model!r} has no strategy {strategy!r} here; there is {known}", param="strategy")
@@ -206,6 +218,9 @@ class Runtime:
             else self._resolve(model)
         )
 
+    def _is_upstream(self, name: str) -> bool:
+        return name in self._pools or isinstance(self.settings.backends.get(name), OpenAISettings)
+
     def base_of(self, model: str) -> Route:
         """The route of a plain model; of a strategy, that of its base model. Raises as `route` does."""
         strategy = self.settings.models.get(self.aliases.meant(model))
@@ -213,7 +228,7 @@ class Runtime:
             return self.route(model)
         self.route(model)
         backend_name, upstream_model = named_model(self.settings, strategy.base)
-        return Route(backend_name, self._backends[backend_name], upstream_model)
+        return Route(backend_name, self._backend(backend_name), upstream_model)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Run `request` on the backend of its model, and start the runtime first if necessary.
@@ -224,7 +239,7 @@ class Runtime:
         model = self.with_strategy(request.model, request.strategy)
         route = self.route(model)
         configured = self.settings.backends.get(route.backend_name)
-        if model in self._strategies or not isinstance(configured, OpenAISettings):
+        if model in self._strategies or not self._is_upstream(route.backend_name):
             request = replace(request, strategy=None)  # it is not for the models that the strategy asks
         if configured is not None and configured.local:
             request = with_deadline(with_extra(request))
@@ -248,10 +263,8 @@ class Runtime:
                 await anyio.sleep(0.05)
             try:
                 async with AsyncExitStack() as stack:
-                    for backend in self._backends.values():
-                        stack.push_async_callback(backend.aclose)
-                    for base in self._knowledge.values():
-                        stack.push_async_callback(base.aclose)
+                    for one in (*self._all(), *self._knowledge.values()):
+                        stack.push_async_callback(one.aclose)
             finally:
                 self._building.release()
 
@@ -289,9 +302,14 @@ class Runtime:
         self._limit_upstreams()
 
     def _limit_upstreams(self) -> None:
-        for backend in list(self._backends.values()):
+        for backend in self._all():
             if self._most_tokens is not None and isinstance(backend, TakesLimits):
                 backend.limit(self._most_tokens)
+
+    def _all(self) -> list[Any]:
+        """The backends, the servers of pools, and what looks after these."""
+        fleet = self.fleet
+        return [*self._backends.values(), *((fleet, *fleet.servers.values()) if fleet is not None else ())]
 
     def serve_tenants(self, names: Collection[str]) -> None:
         """Note that these are the tenants from now on: of several, each needs its salt in upstreams.
@@ -315,7 +333,7 @@ class Runtime:
                 raise ConfigurationError(f"{error.message}; either takes a restart") from None
 
     def _sharing(self) -> list[SharesCaches]:
-        return [backend for backend in self._backends.values() if isinstance(backend, SharesCaches)]
+        return [one for one in self._all() if isinstance(one, SharesCaches)]
 
     def _keep_tenants_apart(self) -> None:
         """Tell every upstream's backend how. Raises `ConfigurationError` if one that answers cannot do it."""
@@ -347,7 +365,7 @@ class Runtime:
 
         def find(name: str) -> ModelRef:
             backend_name, model = named_model(self.settings, name)
-            return ModelRef(self._backends[backend_name], model)
+            return ModelRef(self._backend(backend_name), model)
 
         dependencies = Dependencies(find, self._knowledge_base, open_folder(self.settings.traces))
         built = {name: open_strategy(name, settings, dependencies) for name, settings in wanted.items()}

@@ -16,6 +16,7 @@ class TorchSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     local: ClassVar[bool] = True  # computes in this process, with a token cache
+    has_several_servers: ClassVar[bool] = False
 
     kind: Literal["torch"] = "torch"
     model: str = Field(default="smollm2-135m", description="Built-in name, folder, GGUF file or model-hub id")
@@ -71,7 +72,28 @@ class OpenAISettings(BaseModel):
     local: ClassVar[bool] = False
 
     kind: Literal["openai"] = "openai"
-    base_url: HttpUrl = Field(description="The endpoint's root, usually ending in /v1")
+    base_url: HttpUrl | None = Field(default=None, description="The endpoint's root, usually ending in /v1")
+    base_urls: tuple[HttpUrl, ...] | None = Field(
+        default=None, min_length=1, description="In place of base_url: the roots of several servers of the same model"
+    )
+    base_urls_file: str | None = Field(
+        default=None, description="In place of base_url: a file with such a root a line, read again when it changes"
+    )
+    resolve: Literal["off", "a", "srv"] = Field(
+        default="off",
+        description="Whether each address (`a`) or service record (`srv`) that base_url's host has is a server of its"
+        " own, looked up again and again. `srv` needs the extra dns",
+    )
+    probe: bool = Field(
+        default=True,
+        description="Whether a pool looks at its /health and, of vLLM and SGLang, its metrics; false for hosted APIs",
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="What each of its servers takes of a pool's calls, relatively",
+    )
     model: str | None = Field(default=None, description="Model name sent upstream; unset sends the client's")
     api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
     api_key_file: str | None = Field(default=None, description="File holding the API key")
@@ -130,6 +152,35 @@ class OpenAISettings(BaseModel):
         " get the tenant's own earlier answer as one. Unset sends none, since wrong tokens are billed",
     )
 
+    @property
+    def url(self) -> HttpUrl:
+        """The root of the only server."""
+        assert self.base_url is not None, "several servers have no single address"
+        return self.base_url
+
+    def for_server(self, url: HttpUrl) -> Self:
+        """The settings of the one server at `url`."""
+        return self.model_copy(update={"base_url": url, "base_urls": None, "base_urls_file": None, "resolve": "off"})
+
+    @property
+    def has_several_servers(self) -> bool:
+        return self.base_url is None or self.resolve != "off"
+
+    @model_validator(mode="after")
+    def _one_way_to_servers(self) -> Self:
+        ways = {"base_url": self.base_url, "base_urls": self.base_urls, "base_urls_file": self.base_urls_file}
+        given = [name for name, value in ways.items() if value is not None]
+        if not given:
+            raise ValueError("base_url is missing: set it, or base_urls or base_urls_file for several servers")
+        if len(given) > 1:
+            raise ValueError(f"set one of {' and '.join(given)}: each says which servers there are")
+        if self.resolve != "off" and self.base_url is None:
+            raise ValueError(f'resolve = "{self.resolve}" looks up the host of base_url, which is not set')
+        for url in self.base_urls or ():
+            if (self.base_urls or ()).count(url) > 1:
+                raise ValueError(f"base_urls names {url.host}:{url.port}{url.path} twice; give a server more by weight")
+        return self
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.vllm == self.sglang == "on":
@@ -142,6 +193,7 @@ class EncoderSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     local: ClassVar[bool] = True
+    has_several_servers: ClassVar[bool] = False
 
     kind: Literal["encoder"] = "encoder"
     model: str = Field(default="minilm", description="Embedding model: built-in name, folder or model-hub id")

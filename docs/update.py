@@ -10,13 +10,14 @@ from typing import Any
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, TraceSettings
 from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.load import ModelSettings, ServerSettings
-from agentspec.settings.server import TenantLimits
+from agentspec.settings.models import ModelSettings
+from agentspec.settings.server import ServerSettings, TenantLimits
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings: end -->"
@@ -32,6 +33,7 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ('[knowledge.NAME] with kind = "index"', IndexSettings),
     ('[knowledge.NAME] with kind = "remote"', RemoteSettings),
     ("[traces]", TraceSettings),
+    ("[fleet]", FleetSettings),
 )
 
 

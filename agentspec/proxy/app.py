@@ -29,6 +29,7 @@ from agentspec.backends.base import (
     Forwards,
     ReportsMetrics,
 )
+from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import (
     ConfigurationError,
     ModelNotFoundError,
@@ -46,6 +47,7 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.extra_routes import ExtraRoute, sole_upstream
+from agentspec.proxy.fleet import FleetPages, Spread
 from agentspec.proxy.forwarding.engine_link import EngineLink
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
@@ -74,7 +76,8 @@ class Shared:
     """What a gateway of several processes has in common with the others.
 
     `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
-    `scrape` returns the metrics of all processes, given those of this one. The gateway was started at `since`, in
+    `scrape` returns the metrics of all processes, given those of this one; `drain` tells the others of a drained
+    server. The gateway was started at `since`, in
     seconds since 1970; None is now.
     """
 
@@ -83,6 +86,7 @@ class Shared:
     engine: EngineLink | None = None
     scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
     since: int | None = None
+    drain: Spread | None = None
 
 
 def create_app(
@@ -121,7 +125,11 @@ def create_app(
     routes += [_RecordedRoute(one.path, one, "POST", "uses_models") for one in sides]
     endpoints += sides
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
-    routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    fleet = FleetPages(runtime, shared.drain, pages.all_metrics)
+    for path, page in {"/metrics": pages.metrics, "/fleet": fleet.status}.items():
+        routes.append(_RecordedRoute(path, page, "GET", "reads_metrics"))
+    for path, page in {"/fleet/drain": fleet.drain, "/fleet/resume": fleet.resume}.items():
+        routes.append(_RecordedRoute(path, page, "POST", "reads_metrics"))
     stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
     for path, methods in stored.items():
         handler = StoredRoute(responses, items=path.endswith("items"))
@@ -152,6 +160,7 @@ class Pages:
             index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
             tenants=lambda: places.add_to(shared.limiter.samples()),
+            members=lambda: runtime.fleet.samples() if runtime.fleet else (),
         )
 
     def routes(self) -> dict[str, Handler]:
@@ -184,7 +193,11 @@ class Pages:
 
     async def metrics(self, request: Request) -> Response:
         self._samples = await self._sampled()
-        return Response(await self._scrape(self.registry), headers={"content-type": CONTENT_TYPE})
+        return Response(await self.all_metrics(), headers={"content-type": CONTENT_TYPE})
+
+    async def all_metrics(self) -> bytes:
+        """The metrics of all processes."""
+        return await self._scrape(self.registry)
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": await self._objects(request)})
@@ -203,9 +216,9 @@ class Pages:
             return [self._object(name) for name in names] + aliases
         backend = self._runtime.route("*").backend
         check_head(request.scope)
-        return (await self._listed(backend, request) if isinstance(backend, Forwards) else []) + aliases
+        return (await self._listed(backend, request) if isinstance(backend, Forwards | PoolBackend) else []) + aliases
 
-    async def _listed(self, backend: Forwards, request: Request) -> list[dict[str, Any]]:
+    async def _listed(self, backend: Forwards | PoolBackend, request: Request) -> list[dict[str, Any]]:
         """The models of an upstream. The call takes a place like others, or clients could open any number of them."""
         record = RequestRecord.of(request.scope)
         headers = request_headers(request.scope, record)

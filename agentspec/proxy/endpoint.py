@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.backends.openai.prediction import prediction_counter
+from agentspec.backends.pool.attempts import Attempt, Attempts
+from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.pool import Pool
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
@@ -76,6 +80,20 @@ class Exchange:
         """Drop the body, which nobody needs any more: an answer can take minutes."""
         self.body, self.fields = b"", {}
 
+    def tries(self, pool: Pool) -> Attempts:
+        """The tries at the servers of `pool`, as far as the client's patience goes."""
+        until, policy = self.deadline.at, self.caller.policy
+        if policy.deadline_s is not None:
+            until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
+        pieces = prompt_pieces(self.fields)
+        return Attempts(pool, scoped_call(self.caller.tenant, self.caller.labels, pieces), until)
+
+    def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
+        """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""
+        self.record.attempt, self.record.response_headers = attempt, {}
+        self.body, self.fields = body, fields
+        self.route = Route(attempt.group, attempt.backend, attempt.model or asked.upstream_model)
+
 
 @dataclass(slots=True)
 class GenerationEndpoint:
@@ -127,8 +145,20 @@ class GenerationEndpoint:
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
         async with until_disconnect(receive) as client, self._place(route, tenant):
-            await self._respond(exchange)
+            if isinstance(route.backend, PoolBackend):
+                await self._try(exchange, route.backend.pool)
+            else:
+                await self._respond(exchange)
         _note_disconnect(client, record)
+
+    async def _try(self, exchange: Exchange, pool: Pool) -> None:
+        """Answer by a server of `pool`, or another one as long as nothing has come back."""
+        kept = [(exchange.route, exchange.body, exchange.fields)]
+        async for attempt in exchange.deadline.within(exchange.tries(pool)):
+            async with attempt:
+                exchange.at(attempt, *kept[0])
+                attempt.when_answered = kept.clear
+                await self._respond(exchange)
 
     async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
         """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
@@ -142,6 +172,14 @@ class GenerationEndpoint:
     def _follower(self) -> Follows:
         """What follows a stream from the process of the engine."""
         return FramedStream(self.framing)
+
+    async def _base_of(self, model: str) -> Route:
+        """The route of a plain model, or of a strategy's base model; of a pool, that of one of its servers."""
+        route = self.runtime.base_of(model)
+        if not isinstance(route.backend, PoolBackend):
+            return route
+        backend, known = await route.backend.any_server()
+        return Route(route.backend_name, backend, known or route.upstream_model)
 
     def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
         return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
@@ -252,7 +290,9 @@ class GenerationEndpoint:
 def _upstreams(backend: Backend) -> list[Forwards]:
     """The upstreams that a strategy asks with what a request wants of it."""
     roles = backend.roles.values() if isinstance(backend, Strategy) else ()
-    return [role.backend for role in roles if is_forwarding(role.backend)]
+    found = [role.backend for role in roles if is_forwarding(role.backend)]
+    pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
+    return [*found, *(member.backend for pool in pools for member in pool.all_members())]
 
 
 def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:

@@ -16,6 +16,7 @@ from agentspec.errors import (
     EngineError,
     EngineRestartingError,
     InvalidRequestError,
+    NoServerError,
     NotReadyError,
     OverloadedError,
     ShuttingDownError,
@@ -116,7 +117,7 @@ def outcome(error: Exception) -> str:
 
 
 def _headers(error: Exception) -> dict[str, str]:
-    if isinstance(error, OverloadedError):
+    if isinstance(error, (OverloadedError, NoServerError)):
         return {"retry-after": str(math.ceil(error.retry_after))}
     if isinstance(error, (*_UNAVAILABLE, EngineRestartingError)):
         return {"retry-after": "1"}

@@ -9,9 +9,12 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import is_forwarding
+from agentspec.backends.base import Forwards, is_forwarding
+from agentspec.backends.pool.attempts import Attempts
+from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
-from agentspec.proxy.admission.limits import until_disconnect
+from agentspec.placement import Call
+from agentspec.proxy.admission.limits import Deadline, until_disconnect
 from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object, set_values
@@ -49,21 +52,40 @@ class ExtraRoute(GenerationEndpoint):
         body = await self._read_body(Headers(scope=scope), receive, deadline)
         fields = await self.budget.run(record.tenant, len(body), parse_object, body)
         backend = self._ready().backends()[self.upstream]
-        assert is_forwarding(backend)
         record.model = OTHER
         check_head(scope)
-        await self.budget.run(record.tenant, len(body), self._check, fields, backend)
+        async with until_disconnect(receive) as client:
+            if isinstance(backend, PoolBackend):
+                async for attempt in Attempts(backend.pool, Call(), deadline.at):
+                    async with attempt:
+                        record.attempt = attempt
+                        await self._pass(scope, send, attempt.backend, body, fields, deadline, account)
+            else:
+                assert is_forwarding(backend)
+                await self._pass(scope, send, backend, body, fields, deadline, account)
+        if client.cancelled_caught and not record.body_ended:
+            record.outcome = "cancelled"
+
+    async def _pass(
+        self,
+        scope: Scope,
+        send: Send,
+        backend: Forwards,
+        body: bytes,
+        fields: Mapping[str, Any],
+        deadline: Deadline,
+        account: BodyAccount,
+    ) -> None:
+        """Pass the request to one server. Raises `InvalidRequestError` for what it may not get."""
+        await self.budget.run(RequestRecord.of(scope).tenant, len(body), self._check, fields, backend)
         if backend.needs_salt:
             raise UpstreamIsolationError(
                 f"{self.path} cannot be kept apart by tenant: the operator may set shared_upstream"
             )
         body = self._named(body, fields)
         path, above = self.path.removeprefix("/v1"), not self.path.startswith("/v1/")
-        async with until_disconnect(receive) as client:
-            inspector = StreamInspector(0)
-            await pass_through(scope, send, backend, path, body, deadline, inspector, account=account, above=above)
-        if client.cancelled_caught and not record.body_ended:
-            record.outcome = "cancelled"
+        inspector = StreamInspector(0)
+        await pass_through(scope, send, backend, path, body, deadline, inspector, account=account, above=above)
 
     def _named(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
         """`body` with the upstream's name of the model that it names, if it names one."""

@@ -55,6 +55,8 @@ class Loading:
     async def _load(self) -> None:
         try:
             await anyio.to_thread.run_sync(self._runtime.start, abandon_on_cancel=True)
+            if self._runtime.fleet is not None:
+                await self._runtime.fleet.begin()
             self.when_ready()
             logger.info("ready", models=self._runtime.models())
         except ShuttingDownError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
+from agentspec.backends.settings import BackendSettings
 from agentspec.protocol.anthropic.errors import anthropic_error
 from agentspec.proxy.admission.auth import Identifies, request_id
 from agentspec.proxy.admission.concurrency import Admission
@@ -66,6 +67,11 @@ class GatewayMiddleware:
         for endpoint in self.endpoints:
             endpoint.settings = settings
             endpoint.places.update(settings)
+
+    def reach(self, backends: Mapping[str, BackendSettings]) -> None:
+        """Use other servers of backends with several."""
+        if self.runtime.fleet is not None:
+            self.runtime.fleet.reload(backends)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,6 +143,7 @@ def _log_fields(record: RequestRecord) -> dict[str, Any]:
         "route": record.route,
         "model": record.model,
         "tenant": record.tenant or None,
+        "member": record.attempt and record.attempt.member,
         "status": record.status,
         "outcome": record.outcome,
         "error": record.error,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from starlette.types import Message, Scope, Send
 
+from agentspec.backends.http import MEMBER_HEADER
 from agentspec.proxy.admission.auth import Identity
 from agentspec.types import Delta, Labels, Speculation, Usage
+
+if TYPE_CHECKING:
+    from agentspec.backends.pool.attempts import Attempt
 
 _KEY = "agentspec.request_record"
 _MESSAGES = "/v1/messages/"
@@ -22,6 +26,7 @@ class RequestRecord:
 
     `identity` is whose key the request has, None before the check. `has_gateway_key` tells that the Authorization
     header is meant for this gateway. `response_headers` are the headers that the backend adds to the response.
+    `attempt` is the server of a pool that answers or failed last, whose name operators are told.
     `labels` are those of the request. `anthropic`: the route is of Anthropic's API, and so are its errors.
     """
 
@@ -44,6 +49,7 @@ class RequestRecord:
     body_ended: bool = False
     anthropic: bool = False
     labels: Labels = field(default_factory=Labels)
+    attempt: Attempt | None = None  # at one of several servers
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod
@@ -64,6 +70,11 @@ class RequestRecord:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
+
+    def answer_arrived(self, status: int, headers: Mapping[str, str]) -> None:
+        """Note the head of an upstream's answer. Raises `UpstreamStatusError` if another server is asked instead."""
+        if self.attempt is not None:
+            self.attempt.answered(status, headers)
 
     def token_arrived(self) -> None:
         """Record the time of the first token; later calls do nothing."""
@@ -100,3 +111,7 @@ class RequestRecord:
             yield b"connection", b"close"
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()
+        if self.attempt is not None and self.attempt.fallback is not None:
+            yield b"x-agentspec-fallback", self.attempt.fallback.removeprefix("models.").encode("ascii", "replace")
+        if self.attempt is not None and self.identity is not None and self.identity.reads_metrics:
+            yield MEMBER_HEADER.encode(), self.attempt.member.encode("ascii", "replace")

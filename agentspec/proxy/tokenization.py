@@ -53,7 +53,9 @@ class TokenizationEndpoint(GenerationEndpoint):
     generates: ClassVar[bool] = False
 
     async def _respond(self, exchange: Exchange) -> None:
-        route = self.runtime.base_of(exchange.fields["model"])
+        route = exchange.route
+        if not is_forwarding(route.backend):
+            route = await self._base_of(exchange.fields["model"])
         if is_forwarding(route.backend):
             await self._pass(exchange, route.backend, route.upstream_model)
             return

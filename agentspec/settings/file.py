@@ -58,7 +58,9 @@ def _refuse_key(where: str, key: str, table: Mapping[str, Any], address: str) ->
     advice = f"files are copied and committed. Set {variable}, or name a file in {key}.api_key_file"
     if "api_key" in table:
         raise ConfigurationError(f"{where}.api_key must not stand in a file: {advice}")
-    if "@" in urlsplit(str(table.get(address, ""))).netloc:
+    given = table.get(f"{address}s")
+    urls = [table.get(address, ""), *(given if isinstance(given, list) else ())]
+    if any("@" in urlsplit(str(url)).netloc for url in urls):
         raise ConfigurationError(f"{where}.{address} must not carry a password: {advice}")
 
 

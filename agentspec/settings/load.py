@@ -8,7 +8,6 @@ files are copied and committed.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
@@ -26,6 +24,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
@@ -33,6 +32,8 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Know
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
+from agentspec.settings.models import ModelSettings, suggestion
+from agentspec.settings.pools import fallback_cycle
 from agentspec.settings.server import ServerSettings, TenantLimits
 
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
@@ -40,15 +41,6 @@ ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
 """Additional variable names, which plug-ins in other programs use."""
 Key = tuple[str, ...]
 SourceKind = Literal["flag", "env", "file", "default"]
-
-
-class ModelSettings(BaseModel):
-    """`[models.NAME]`: a name that clients may send as `model`, and the backend that answers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    backend: str = Field(description="Name of a [backends.NAME] table")
-    upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")
 
 
 def _strategy_of(table: Any) -> str:
@@ -86,6 +78,7 @@ class Settings(BaseSettings):
     models: dict[str, AnyModel] = Field(default_factory=dict)
     knowledge: dict[str, KnowledgeSettings] = Field(default_factory=dict)
     traces: TraceSettings = Field(default_factory=TraceSettings)
+    fleet: FleetSettings = Field(default_factory=FleetSettings)
     model_aliases: dict[str, str] = Field(
         default_factory=dict,
         description="Further names of models, for clients with names built in; one that ends in * is for all that begin"
@@ -129,12 +122,34 @@ class Settings(BaseSettings):
         for name, model in self.models.items():
             if isinstance(model, StrategySettings):
                 self._check_roles(name, model)
-            elif model.backend not in self.backends:
-                raise ValueError(
-                    f"models.{name}.backend = {model.backend!r} names no backend;"
-                    f" configured: {', '.join(self.backends)}{_suggestion(model.backend, self.backends)}"
-                )
+            else:
+                self._check_backends(name, model)
+        if (cycle := fallback_cycle(self)) is not None:
+            raise ValueError(f"models.{cycle[0]}.fallback leads back to itself: {' -> '.join(cycle)}")
         return self
+
+    def _check_backends(self, name: str, model: ModelSettings) -> None:
+        """A plain model's backends exist. In a pool, and to fall back on, they are upstreams."""
+        for backend in model.sources:
+            key = "backend" if model.backends is None else "backends"
+            if backend not in self.backends:
+                raise ValueError(
+                    f"models.{name}.{key} = {backend!r} names no backend;"
+                    f" configured: {', '.join(self.backends)}{suggestion(backend, self.backends)}"
+                )
+            if (model.backends or model.fallback) and self.backends[backend].local:
+                raise ValueError(
+                    f"models.{name}.{key} = {backend!r}: only backends of kind openai are placed by a pool"
+                )
+        plain = {other: one for other, one in self.models.items() if isinstance(one, ModelSettings)}
+        for other in model.fallback:
+            meant = plain[other].sources if other in plain else (other,)
+            if any(backend not in self.backends or self.backends[backend].local for backend in meant):
+                known = [one for one in dict.fromkeys([*plain, *self.backends]) if one != name]
+                raise ValueError(
+                    f"models.{name}.fallback = {other!r} names no plain model and no backend of kind openai;"
+                    f" configured: {', '.join(known)}{suggestion(other, dict.fromkeys(known))}"
+                )
 
     def _check_roles(self, name: str, strategy: StrategySettings) -> None:
         """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""
@@ -144,13 +159,13 @@ class Settings(BaseSettings):
             if meant not in known:
                 raise ValueError(
                     f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
-                    f" configured: {', '.join(known)}{_suggestion(meant, known)}"
+                    f" configured: {', '.join(known)}{suggestion(meant, known)}"
                 )
         for key, meant in strategy.knowledge_bases.items():
             if meant not in self.knowledge:
                 raise ValueError(
                     f"models.{name}.{key} = {meant!r} names no [knowledge.NAME] table;"
-                    f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(meant, self.knowledge)}"
+                    f" configured: {', '.join(self.knowledge) or 'none'}{suggestion(meant, self.knowledge)}"
                 )
 
 
@@ -221,9 +236,9 @@ def _is_setting(name: str) -> bool:
     rest = name[len(PREFIX) :].lower()
     section, double, _ = rest.partition("__")
     if double and section not in Settings.model_fields:
-        raise ConfigurationError(f"{name}: no section {section!r}{_suggestion(section, Settings.model_fields)}")
+        raise ConfigurationError(f"{name}: no section {section!r}{suggestion(section, Settings.model_fields)}")
     section, single, key = rest.partition("_")
-    if not double and single and section in ("server", "cache", "backends"):
+    if not double and single and section in ("server", "cache", "backends", "fleet"):
         raise ConfigurationError(f"{name}: write {PREFIX}{section.upper()}__{key.upper()}, with two underscores")
     return bool(double)
 
@@ -266,11 +281,6 @@ def _variable(key: Key) -> str:
     name = PREFIX + "__".join(env_key(part).upper() for part in key)
     alias = next((alias for alias, meant in ALIASES.items() if meant == name), name)
     return alias if name not in os.environ and alias in os.environ else name
-
-
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
@@ -331,6 +341,7 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
                 "server": ServerSettings,
                 "cache": CacheSettings,
                 "traces": TraceSettings,
+                "fleet": FleetSettings,
             }
             table = sections.get(section, ModelSettings)
-    return _suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"
+    return suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.settings import StrategySettings
-from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.models import ModelSettings
+from agentspec.settings.pools import model_pool, needs_pool
 
 
 class Aliases:
@@ -46,8 +48,7 @@ def model_names(settings: Settings, given: Collection[str] = ()) -> dict[str, tu
         if isinstance(model, StrategySettings):
             names[name] = (_base_backend(settings, model), name)
             continue
-        own = settings.backends[model.backend].model
-        names[name] = (model.backend, model.upstream_model or own or name)
+        names[name] = _backend_of(settings, name, model)
     if settings.models:
         return names
     for name, backend in settings.backends.items():
@@ -65,7 +66,14 @@ def model_names(settings: Settings, given: Collection[str] = ()) -> dict[str, tu
 def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
     """The backend of a strategy's base model: it writes the answer, so its limits apply."""
     base = settings.models.get(strategy.base)
-    return base.backend if isinstance(base, ModelSettings) else strategy.base
+    return _backend_of(settings, strategy.base, base)[0] if isinstance(base, ModelSettings) else strategy.base
+
+
+def _backend_of(settings: Settings, name: str, model: ModelSettings) -> tuple[str, str]:
+    """The backend, or the pool, of a plain model, and its name for the model."""
+    own = settings.backends[model.sources[0]].model
+    backend = model_pool(name) if needs_pool(settings, model) else model.sources[0]
+    return backend, model.upstream_model or own or name
 
 
 def named_model(settings: Settings, name: str) -> tuple[str, str]:
@@ -74,12 +82,13 @@ def named_model(settings: Settings, name: str) -> tuple[str, str]:
     Raises `ConfigurationError` if no setting names the upstream model.
     """
     model = settings.models.get(name)
-    backend_name = model.backend if isinstance(model, ModelSettings) else name
-    own = settings.backends[backend_name].model
-    upstream_model = (model.upstream_model if isinstance(model, ModelSettings) else None) or own
-    if upstream_model is None:
-        raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend_name}.model")
-    return backend_name, upstream_model
+    sources = model.sources if isinstance(model, ModelSettings) else (name,)
+    given = model.upstream_model if isinstance(model, ModelSettings) else None
+    for backend_name in sources:
+        if (given or settings.backends[backend_name].model) is None:
+            raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend_name}.model")
+    upstream_model = given or settings.backends[sources[0]].model or ""
+    return (_backend_of(settings, name, model)[0] if isinstance(model, ModelSettings) else name), upstream_model
 
 
 def strategies_of(settings: Settings, base: tuple[str, str]) -> dict[str, str]:
@@ -91,9 +100,11 @@ def strategies_of(settings: Settings, base: tuple[str, str]) -> dict[str, str]:
 def unreachable(settings: Settings) -> dict[str, str]:
     """Maps each backend that no model name reaches to advice on what to change."""
     reached = {backend for backend, _ in model_names(settings).values()} | {passthrough(settings)}
-    for strategy in settings.models.values():
-        if isinstance(strategy, StrategySettings):
-            reached |= set(strategy.models.values())
+    for model in settings.models.values():
+        if isinstance(model, StrategySettings):
+            reached |= set(model.models.values())
+        else:
+            reached |= {*model.sources, *model.fallback}
     return {name: _advice(name, settings) for name in settings.backends if name not in reached}
 
 

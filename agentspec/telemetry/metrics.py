@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agentspec.telemetry.samples import BackendSample, EngineSample, TenantSample, UpstreamSample
+from agentspec.telemetry.samples import BackendSample, EngineSample, MemberSample, TenantSample, UpstreamSample
 
 T = TypeVar("T", Counter, Histogram)
 
@@ -28,7 +28,8 @@ class Metrics:
 
     `models` are the names that may become a label value; other names are counted as "other". Each scrape calls
     `index_size`, which returns (bytes, sequences, rows that cannot be read) or None, `backends`, which returns the
-    backends' own counts, and `tenants`, which returns the counts of each tenant's requests.
+    backends' own counts, `tenants`, which returns the counts of each tenant's requests, and `members`, those of the
+    servers of pools.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Metrics:
         index_size: Callable[[], tuple[int, int, int] | None] = lambda: None,
         backends: Callable[[], Iterable[BackendSample]] = lambda: (),
         tenants: Callable[[], Iterable[TenantSample]] = lambda: (),
+        members: Callable[[], Iterable[MemberSample]] = lambda: (),
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._models = frozenset(models)
@@ -80,6 +82,7 @@ class Metrics:
         registry.register(_OnScrape(lambda: _engines(backends())))
         registry.register(_OnScrape(lambda: _upstreams(backends())))
         registry.register(_OnScrape(lambda: _tenants(tenants())))
+        registry.register(_OnScrape(lambda: _members(members())))
 
     def connections(self, counts: Callable[[], tuple[int, Mapping[str, int]]]) -> None:
         """Report at each scrape what `counts` returns: open connections, and those ended by a limit, by reason."""
@@ -210,3 +213,24 @@ def _tenants(samples: Iterable[TenantSample]) -> Iterator[Metric]:
         waiting.add_metric([one.tenant], one.waiting)
         refused.add_metric([one.tenant], one.refused)
     yield from (running, waiting, refused)
+
+
+def _members(samples: Iterable[MemberSample]) -> Iterator[Metric]:
+    label = ("backend", "member")
+    state = GaugeMetricFamily(
+        "agentspec_member_state", "Processes of the gateway that see the server so", labels=(*label, "state")
+    )
+    flying = GaugeMetricFamily("agentspec_member_in_flight", "Calls that a server is answering", labels=label)
+    totals = {
+        "calls": CounterMetricFamily("agentspec_member_calls", "Calls sent to a server, retries too", labels=label),
+        "retries": CounterMetricFamily("agentspec_member_retries", "Those after another try", labels=label),
+        "failures": CounterMetricFamily("agentspec_member_failures", "Calls that it failed", labels=label),
+        "ejections": CounterMetricFamily("agentspec_member_ejections", "Times it was left out", labels=label),
+    }
+    for one in samples:
+        names = [one.backend, one.member]
+        state.add_metric([*names, one.state], 1)
+        flying.add_metric(names, one.in_flight)
+        for name, family in totals.items():
+            family.add_metric(names, getattr(one, name))
+    yield from (state, flying, *totals.values())

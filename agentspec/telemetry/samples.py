@@ -37,6 +37,26 @@ class UpstreamSample:
     accepted: float
 
 
+@dataclass(frozen=True, slots=True)
+class MemberSample:
+    """One server of a pool, as this process sees it. Totals since the start; `running`, `waiting` and `kv_use` by the
+    server's own metrics, None without.
+    """
+
+    backend: str
+    member: str
+    state: str
+    in_flight: int
+    calls: int
+    retries: int
+    failures: int
+    ejections: int
+    weight: float = 1.0
+    running: int | None = None
+    waiting: int | None = None
+    kv_use: float | None = None
+
+
 BackendSample = EngineSample | UpstreamSample
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from urllib.request import getproxies, proxy_bypass
 
 from agentspec.backends.http.library import httpcore, httpx
-from agentspec.backends.http.network import HttpConnection, connect, connect_unix
+from agentspec.backends.http.network import HttpConnection, NothingAnsweredError, connect, connect_unix
 
 Transport = httpx.AsyncBaseTransport
 
@@ -47,16 +47,19 @@ class ServerConnections(Protocol):
     async def aclose(self) -> None: ...
 
 
-def open_connections(url: httpx.URL, keepalive_expiry: float, transport: Transport | None) -> ServerConnections:
+def open_connections(
+    url: httpx.URL, keepalive_expiry: float, transport: Transport | None, address: str | None = None
+) -> ServerConnections:
     """The connections to the server of `url`: through `transport`, or the proxy that the environment names, if any.
 
-    One that was idle for `keepalive_expiry` seconds is not used again.
+    One that was idle for `keepalive_expiry` seconds is not used again. With `address`, one of those that the URL's host
+    has, that server is reached directly.
     """
     if transport is not None:
         return LibraryConnections(transport)
-    proxy = _proxy(url)
+    proxy = _proxy(url) if address is None else None
     if proxy is None:
-        return ConnectionPool(url, keepalive_expiry)
+        return ConnectionPool(url, keepalive_expiry, address=address)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_expiry)
     return LibraryConnections(httpx.AsyncHTTPTransport(proxy=proxy, limits=limits))
 
@@ -115,11 +118,14 @@ class ConnectionPool:
     What a call costs does not depend on how many there are: httpx's own pool looks at all of them for each call.
     A server may close an idle connection at the moment when a request is sent on it. So if a connection that was used
     before breaks before any byte of the answer, the request is sent once more, on a new connection. With `path`, the
-    server listens on that Unix socket.
+    server listens on that Unix socket; with `address`, it is this one of the URL's host.
     """
 
-    def __init__(self, url: httpx.URL, keepalive_expiry: float, path: str | None = None) -> None:
+    def __init__(
+        self, url: httpx.URL, keepalive_expiry: float, path: str | None = None, address: str | None = None
+    ) -> None:
         self._path = path
+        self._address = address
         secure = url.scheme == "https"
         self._host, self._port = url.host, url.port or (443 if secure else 80)
         self._context = _tls() if secure else None
@@ -134,9 +140,8 @@ class ConnectionPool:
         if used is not None:
             try:
                 return await self._exchange(used, data, request.read_timeout)
-            except (httpcore.NetworkError, httpcore.RemoteProtocolError):
-                if used.begun:
-                    raise
+            except NothingAnsweredError:
+                pass
         return await self._exchange(await self._connect(request.connect_timeout), data, request.read_timeout)
 
     async def aclose(self) -> None:
@@ -147,14 +152,16 @@ class ConnectionPool:
     async def _connect(self, timeout: float | None) -> HttpConnection:
         if self._path is not None:
             return await connect_unix(self._path, timeout)
-        return await connect(self._host, self._port, self._context, timeout)
+        return await connect(self._address or self._host, self._port, self._context, timeout, self._host)
 
     async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> RawAnswer:
         try:
             connection.send(data, timeout)
             await connection.read_head()
-        except BaseException:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, (httpcore.NetworkError, httpcore.RemoteProtocolError)) and not connection.begun:
+                raise NothingAnsweredError(str(error)) from error
             raise
         return PooledAnswer(connection, self._give_back)
 

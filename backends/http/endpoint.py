@@ -32,20 +32,27 @@ class Endpoint:
     """One upstream's address, key and connections. It never follows redirects, and keeps no cookies.
 
     Errors call it `name`, since they reach clients, who are not to know the address; without a name, the address.
+    `address` is the one to connect to of those that the URL's host has.
     Connections belong to an event loop, so each running loop has its own pool; the pool of a deleted loop is dropped.
     """
 
     def __init__(
-        self, settings: OpenAISettings, *, name: str | None = None, transport: Transport | None = None
+        self,
+        settings: OpenAISettings,
+        *,
+        name: str | None = None,
+        transport: Transport | None = None,
+        address: str | None = None,
     ) -> None:
-        self._url = httpx.URL(str(settings.base_url).rstrip("/"))
+        self._url = httpx.URL(str(settings.url).rstrip("/"))
+        self._address = address
         self._authorization = _authorization(settings, self._url)
         self._timeouts = (settings.connect_timeout, settings.read_timeout)
         self._keepalive_expiry = settings.keepalive_expiry
         self._transport = transport
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServerConnections]
         self._pools = weakref.WeakKeyDictionary()
-        self._addresses: dict[tuple[str, bool], httpx.URL] = {}
+        self._urls: dict[tuple[str, bool], httpx.URL] = {}
         self._shown = str(self._url.copy_with(username=None, password=None, query=None))
         self.name = self._shown if name is None else repr(name)
 
@@ -83,7 +90,7 @@ class Endpoint:
             sent |= self._own_key(path, self._authorization)
         sent |= told
         with self._logged_errors():
-            url = self._address(path, query, above=above)
+            url = self._url_of(path, query, above=above)
             given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
             timeouts = self._timeouts if timeout is None else (timeout, timeout)
             answer = await self._connections().send(OutgoingRequest(method, url, given, body, *timeouts))
@@ -149,17 +156,19 @@ class Endpoint:
         if pool is None:
             for ended in [other for other in self._pools if other.is_closed()]:
                 del self._pools[ended]  # a pool refers to its loop, so that it would never be freed
-            pool = self._pools[loop] = open_connections(self._url, self._keepalive_expiry, self._transport)
+            pool = self._pools[loop] = open_connections(
+                self._url, self._keepalive_expiry, self._transport, self._address
+            )
         return pool
 
-    def _address(self, path: str, query: str, *, above: bool) -> httpx.URL:
+    def _url_of(self, path: str, query: str, *, above: bool) -> httpx.URL:
         """The URL of `path`. Those without a query are few, and kept: parsing one takes long."""
-        known = self._addresses.get((path, above))
+        known = self._urls.get((path, above))
         if known is None:
             base = self._url.path.rstrip("/")
             whole = (base.removesuffix("/v1") if above else base) + path
             known = self._url.copy_with(username=None, password=None, path=whole, query=None)
-            self._addresses[path, above] = known
+            self._urls[path, above] = known
         return known.copy_with(query=query.encode()) if query else known
 
 

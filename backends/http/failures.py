@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentspec.backends.http.library import httpcore, httpx
+from agentspec.backends.http.network import NothingAnsweredError
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.upstream_errors import MAX_ERROR_BYTES
 
+_NOTHING_SENT = (httpx.ConnectError, httpcore.ConnectError, httpx.ConnectTimeout, httpcore.ConnectTimeout)
 _LATE = (httpx.TimeoutException, httpcore.TimeoutException)
 _BROKEN = (
     httpx.HTTPError,
@@ -30,10 +32,17 @@ def mapped_errors(name: str) -> Iterator[None]:
     """Turn every error of the HTTP library into an `UpstreamError`, keeping the original as its cause."""
     try:
         yield
-    except _LATE as error:
-        raise UpstreamTimeoutError(f"upstream {name} did not answer in time ({type(error).__name__})") from error
-    except _BROKEN as error:
-        raise UpstreamError(f"upstream {name} could not be reached or broke off ({type(error).__name__})") from error
+    except (*_LATE, *_BROKEN) as error:
+        raise _mapped(name, error) from error
+
+
+def _mapped(name: str, error: Exception) -> UpstreamError:
+    if isinstance(error, _LATE):
+        mapped: UpstreamError = UpstreamTimeoutError(f"upstream {name} did not answer in time ({type(error).__name__})")
+    else:
+        mapped = UpstreamError(f"upstream {name} could not be reached or broke off ({type(error).__name__})")
+    mapped.retryable = isinstance(error, (*_NOTHING_SENT, NothingAnsweredError))
+    return mapped
 
 
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:

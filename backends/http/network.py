@@ -20,6 +20,10 @@ _FALLBACK_SECONDS = 0.25  # RFC 8305: when the next address of a name is tried b
 _EMPTY = (204, 304)  # statuses of answers without a body
 
 
+class NothingAnsweredError(httpcore.NetworkError):
+    """The connection broke before any byte of an answer."""
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection, for one call at a time: `send`, `read_head`, then `read` until it returns nothing.
 
@@ -203,10 +207,15 @@ class HttpConnection(asyncio.Protocol):
             self._waiter.set_exception(self._failure)
 
 
-async def connect(host: str, port: int, context: ssl.SSLContext | None, timeout: float | None) -> HttpConnection:
-    """A new connection, with TLS if there is a `context`. Raises httpcore's `ConnectTimeout` and `ConnectError`."""
+async def connect(
+    host: str, port: int, context: ssl.SSLContext | None, timeout: float | None, name: str | None = None
+) -> HttpConnection:
+    """A new connection, with TLS if there is a `context`. Raises httpcore's `ConnectTimeout` and `ConnectError`.
+
+    `name` is the one that the server's certificate is for, if `host` is only an address of it.
+    """
     loop = asyncio.get_running_loop()
-    options: dict[str, Any] = {} if context is None else {"ssl": context, "server_hostname": host}
+    options: dict[str, Any] = {} if context is None else {"ssl": context, "server_hostname": name or host}
     if isinstance(loop, asyncio.BaseEventLoop):  # uvloop tries the addresses one after the other
         options["happy_eyeballs_delay"] = _FALLBACK_SECONDS
     try:

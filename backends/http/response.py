@@ -20,6 +20,8 @@ RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after",
 RESPONSE_PREFIXES = ("anthropic-ratelimit-", "openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
 ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project", "x-api-key"})
 """Headers that choose or name the account. With the operator's key they are the operator's business."""
+MEMBER_HEADER = "x-agentspec-member"
+"""What a gateway tells its operators only; to one behind it, another gateway may look like one."""
 _OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agentspec-", "x-request-id")
 
 
@@ -35,6 +37,7 @@ class UpstreamResponse:
         self.name = name
         received = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in answer.headers)
         self.headers = allowed(received, RESPONSE_HEADERS, _OWN_PREFIXES if own_key else RESPONSE_PREFIXES)
+        self.headers.pop(MEMBER_HEADER, None)
         self._answer = answer
 
     @property

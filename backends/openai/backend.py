@@ -36,12 +36,12 @@ from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.routes import RouteDetector
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
+from agentspec.backends.openai.vectors import vectors
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, policy_of, read_labels
-from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Usage
@@ -57,18 +57,25 @@ class OpenAIBackend:
     """An OpenAI-compatible endpoint. Stateless apart from its connections; safe to use from several event loops.
 
     Errors call the endpoint `name`; without a name, by its address. The API key comes from the settings or a key file
-    and appears in no `repr`, message or log.
+    and appears in no `repr`, message or log. `address` is the one to connect to, if the URL's host has several; servers
+    of one pool share what is known of the `lengths` of answers.
     Raises `ConfigurationError` when the key file cannot be read.
     """
 
     def __init__(
-        self, settings: OpenAISettings, *, name: str | None = None, transport: Transport | None = None
+        self,
+        settings: OpenAISettings,
+        *,
+        name: str | None = None,
+        transport: Transport | None = None,
+        address: str | None = None,
+        lengths: AnswerLengths | None = None,
     ) -> None:
         self.settings = settings
-        self._endpoint = Endpoint(settings, name=name, transport=transport)
+        self._endpoint = Endpoint(settings, name=name, transport=transport, address=address)
         self._detector = ServerDetector(self._endpoint, settings)
         self._routes = RouteDetector(self._endpoint, settings)
-        self._lengths = AnswerLengths()
+        self._lengths = lengths or AnswerLengths()
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
@@ -81,6 +88,11 @@ class OpenAIBackend:
     def capabilities(self) -> Capabilities:
         """Assumed abilities until `probe` has found out the upstream's real ones."""
         return self._capabilities
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The way to the server."""
+        return self._endpoint
 
     @property
     def tokenization(self) -> ServerTokenization | None:
@@ -294,7 +306,7 @@ class OpenAIBackend:
         body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
         answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
-            return _vectors(answer) if len(answer) <= INLINE_BYTES else await asyncio.to_thread(_vectors, answer)
+            return vectors(answer) if len(answer) <= INLINE_BYTES else await asyncio.to_thread(vectors, answer)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 
@@ -380,17 +392,6 @@ def _merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra},
     )
-
-
-def _vectors(answer: bytes) -> list[list[float]]:
-    """The vectors of an answer to /embeddings, each parsed by itself: Python switches no threads inside one parse.
-
-    Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
-    """
-    start, end = member_span(answer, "data")
-    if answer[start : start + 1] != b"[":
-        raise TypeError("data is no array")
-    return [[float(number) for number in json.loads(item)["embedding"]] for item in array_items(answer, start, end)]
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:

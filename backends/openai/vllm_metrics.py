@@ -58,7 +58,7 @@ def parse_metrics(text: str) -> ServerMetrics:
     """Parse Prometheus' text format. Lines in another format and counters without a number are skipped."""
     totals: dict[str, float] = {}
     drafter, published = None, False
-    for name, labels, value in _samples(text):
+    for name, labels, value in samples(text, ("vllm:", DRAFTER_METRIC)):
         published = published or name.startswith("vllm:")
         if name in _COUNTERS:
             totals[_COUNTERS[name]] = totals.get(_COUNTERS[name], 0.0) + value
@@ -67,10 +67,10 @@ def parse_metrics(text: str) -> ServerMetrics:
     return ServerMetrics(published, DraftCounts(**totals) if totals else None, drafter)
 
 
-def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of each line of vLLM's or our plug-in's. Lines without a finite value are skipped."""
+def samples(text: str, beginnings: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each line with one of these beginnings. Lines without a finite value are skipped."""
     for line in text.split("\n"):
-        sample = _SAMPLE.match(line) if line.startswith(("vllm:", DRAFTER_METRIC)) else None
+        sample = _SAMPLE.match(line) if line.startswith(beginnings) else None
         if sample is not None and (value := _finite(sample[3])) is not None:
             yield sample[1], dict(_LABEL.findall(sample[2] or "")), value
 

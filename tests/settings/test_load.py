@@ -133,7 +133,7 @@ REFUSED = [
     ("[cache]\npath = 'mysql://host/db'", "cache.path: must be a folder, or begin with postgresql://"),
     ("[backends.a]\nmodel = 'x'", 'backends.a: set kind = "torch"'),
     ("[backends.a]\nkind = 'tosh'", 'backends.a: set kind = "torch"'),
-    ("[backends.a]\nkind = 'openai'", "backends.a.base_url: missing"),
+    ("[backends.a]\nkind = 'openai'", "backends.a: base_url is missing"),
     ("[backends.a]\nkind = 'openai'\nbase_url = 'nope'", "backends.a.base_url = 'nope'"),
     ("[backends.a]\nkind = 'openai'\nbase_ulr = 'x'", "did you mean 'base_url'?"),
     ("[backends.local]\nmodle = 'x'", "backends.local.modle: unknown key; did you mean 'model'?"),

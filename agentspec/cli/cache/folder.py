@@ -68,10 +68,10 @@ def reference_of(settings: Settings, name: str) -> str:
 def _local(settings: Settings, name: str) -> TorchSettings | None:
     """The local backend of a model or backend name."""
     from agentspec.backends.settings import TorchSettings
-    from agentspec.settings.load import ModelSettings
+    from agentspec.settings.models import ModelSettings
 
     model = settings.models.get(name)
     if model is not None and not isinstance(model, ModelSettings):
         return _local(settings, model.base)
-    found = settings.backends.get(name if model is None else model.backend)
+    found = settings.backends.get(name if model is None else model.sources[0])
     return found if isinstance(found, TorchSettings) else None

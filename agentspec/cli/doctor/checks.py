@@ -61,7 +61,7 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
-            yield from check_upstream(name, backend)
+            yield from check_servers(name, backend)
     for name, knowledge in settings.knowledge.items():
         yield check_knowledge(name, knowledge)
 
@@ -210,14 +210,32 @@ def check_reachable(settings: Settings) -> Iterator[Check]:
         yield Check(f"{name}: clients", "note", "no model name leads to this backend", advice)
 
 
-def check_upstream(name: str, settings: OpenAISettings) -> Iterator[Check]:
+def check_servers(name: str, settings: OpenAISettings) -> Iterator[Check]:
+    """Each server of an upstream: listed, by DNS, or in a file."""
+    import anyio
+
+    from agentspec.backends.pool.discovery import DiscoveryError, discover
+
+    if not settings.has_several_servers:
+        yield from check_upstream(name, settings)
+        return
+    try:
+        found = anyio.run(discover, settings)
+    except (DiscoveryError, AgentSpecError) as error:
+        yield Check(f"{name}: upstream", "fail", str(error), f"correct backends.{name}")
+        return
+    for one in found.addresses:
+        yield from check_upstream(f"{name}/{one.name}", settings.for_server(one.url), one.connect)
+
+
+def check_upstream(name: str, settings: OpenAISettings, address: str | None = None) -> Iterator[Check]:
     """Whether an upstream answers, its models and abilities, and the drafter if it is a vLLM server."""
     import anyio
 
     from agentspec.backends.openai import OpenAIBackend
 
     async def probe() -> ProbeReport:
-        backend = OpenAIBackend(settings)
+        backend = OpenAIBackend(settings, address=address)
         try:
             return await backend.probe()
         finally:
@@ -231,7 +249,8 @@ def check_upstream(name: str, settings: OpenAISettings) -> Iterator[Check]:
         return
     if report.error is not None:
         advice = f"correct backends.{name} and its API key" if report.reachable else "start it"
-        yield Check(label, "fail", report.error, f"{advice}, or correct backends.{name}.base_url")
+        whose = name.partition("/")[0]
+        yield Check(label, "fail", report.error, f"{advice}, or correct backends.{whose}.base_url")
         return
     yield Check(label, "ok", _described(report))
     if report.vllm is not None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from agentspec.backends.base import NONE, Backend, Capabilities
-from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cli.doctor.checks import Check
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
 from agentspec.reasoning.settings import StrategySettings
@@ -113,7 +113,7 @@ def _inspected(name: str, settings: Settings) -> tuple[Strategy[Any], list[str]]
     def find(role: str) -> ModelRef:
         backend_name, model = named_model(settings, role)
         if backend_name not in backends:
-            backends[backend_name] = _stand_in(settings.backends[backend_name])
+            backends[backend_name] = _stand_in(settings, backend_name)
         return ModelRef(backends[backend_name], model)
 
     async def probed() -> list[str]:
@@ -128,14 +128,21 @@ def _inspected(name: str, settings: Settings) -> tuple[Strategy[Any], list[str]]
     return built, anyio.run(probed)
 
 
-def _stand_in(settings: BackendSettings) -> Backend:
-    if isinstance(settings, OpenAISettings):
-        from agentspec.backends.openai import OpenAIBackend
+def _stand_in(settings: Settings, name: str) -> Backend:
+    """What answers for a backend, or for a pool of upstreams."""
+    from agentspec.backends.openai import OpenAIBackend
+    from agentspec.settings.pools import open_fleet
 
-        return OpenAIBackend(settings)
-    if isinstance(settings, EncoderSettings):
+    backend = settings.backends.get(name)
+    if isinstance(backend, TorchSettings):
+        return Unloaded(backend)
+    if isinstance(backend, EncoderSettings):
         raise ConfigurationError('it is an embedding model (kind = "encoder"), which answers nothing')
-    return Unloaded(settings)
+    if isinstance(backend, OpenAISettings) and not backend.has_several_servers:
+        return OpenAIBackend(backend)
+    fleet = open_fleet(settings, {})
+    assert fleet is not None, "the settings name it as a model's pool"
+    return fleet.backends[name]
 
 
 def _local_models(name: str, settings: Settings) -> list[str]:
@@ -143,5 +150,6 @@ def _local_models(name: str, settings: Settings) -> list[str]:
     from agentspec.settings.model_names import named_model
 
     strategy: Any = settings.models[name]
-    backends = [settings.backends[named_model(settings, model)[0]] for model in strategy.models.values()]
+    names = [named_model(settings, model)[0] for model in strategy.models.values()]
+    backends = [settings.backends[name] for name in names if name in settings.backends]  # others are pools of upstreams
     return [backend.model for backend in backends if not isinstance(backend, OpenAISettings)]

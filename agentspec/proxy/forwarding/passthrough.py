@@ -92,6 +92,7 @@ async def pass_through(
                     method, path, headers=headers, body=body, query=query, tenant=record.tenant, above=above
                 )
             )
+            record.answer_arrived(response.status, response.headers)
             record.stream = response.is_stream and response.status < 400
             if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
                 raise refused_key(f"upstream {response.name}")

@@ -28,7 +28,7 @@ def with_policy(backend: Forwards, fields: Mapping[str, Any], policy: StepPolicy
     }
     for name, value in unheeded.items():
         if value is not None:
-            _say_once(str(backend.settings.base_url), name)
+            _say_once(str(backend.settings.url), name)
     if policy.priority is None or not schedules or fields.get(PRIORITY) is not None:
         return fields
     return {**fields, PRIORITY: policy.priority}

@@ -32,7 +32,7 @@ class CountTokensEndpoint(MessagesEndpoint):
             await self._forward(exchange, backend)
             return
         parsed = await self._run(exchange, lambda: self._local(exchange.fields, backend, exchange.record, count=True))
-        base = self.runtime.base_of(exchange.fields["model"])
+        base = await self._base_of(exchange.fields["model"])
         if is_forwarding(base.backend):
             await self._send(exchange, _of_server(base.backend, base.upstream_model, parsed))
             return

@@ -34,7 +34,7 @@ async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Calle
     if request.prefilled and await backend.server_kind() not in TEMPLATED:
         message = "the last message must not be the assistant's: this upstream continues no message"
         raise InvalidRequestError(message, param="messages")
-    if "max_tokens" in chat and str(backend.settings.base_url.host).endswith(_HOSTED):
+    if "max_tokens" in chat and str(backend.settings.url.host).endswith(_HOSTED):
         chat["max_completion_tokens"] = chat.pop("max_tokens")
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -61,9 +61,11 @@ async def chat_deltas(
     """The upstream's answer to the chat in `body`; `counter` adds prediction counts. Raises `UpstreamError`."""
     sending = backend.forward("POST", CHAT, headers=headers, body=body, tenant=record.tenant)
     try:
-        async with sending as response, aclosing(_counted(backend.deltas(response), counter)) as deltas:
-            async for delta in deltas:
-                yield _readable(delta)
+        async with sending as response:
+            record.answer_arrived(response.status, response.headers)
+            async with aclosing(_counted(backend.deltas(response), counter)) as deltas:
+                async for delta in deltas:
+                    yield _readable(delta)
     except UpstreamStatusError as error:
         error.for_client = not (record.has_gateway_key or error.own_key)
         raise

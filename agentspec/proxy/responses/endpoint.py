@@ -65,7 +65,10 @@ class ResponsesEndpoint(GenerationEndpoint):
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
         async with exchange.deadline.limit():
-            native = await backend.has_route(RESPONSES, request_headers(exchange.scope, exchange.record))
+            # What one server of a pool keeps the others do not have: there, the gateway keeps answers itself.
+            several = exchange.record.attempt is not None
+            headers = request_headers(exchange.scope, exchange.record)
+            native = not several and await backend.has_route(RESPONSES, headers)
         await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
 
     async def _pass(self, exchange: Exchange, backend: Forwards) -> None:

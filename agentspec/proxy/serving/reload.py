@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
 import anyio
 
+from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.errors import ConfigurationError
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.logs import logger
@@ -29,12 +30,19 @@ RELOADABLE = frozenset(
 """What of `[server]` takes effect without a restart."""
 
 
+RELOADABLE_SERVERS = ("base_urls", "base_urls_file", "weight")
+"""What of `[backends.NAME]` does, where it has several servers."""
+
+
 class Applies(Protocol):
     """What takes over keys and limits: the gateway's application."""
 
     async def check(self, settings: ServerSettings) -> None: ...
 
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None: ...
+
+    def reach(self, backends: Mapping[str, BackendSettings]) -> None:
+        """Use other servers of backends with several."""
 
 
 class Limited(Protocol):
@@ -99,9 +107,26 @@ class Reloader:
             load_certificate(self._server.tls, server)
         self._app.apply(server, authenticator)
         self._server.limit(server)
-        restart = restart_needed(self.settings, wanted)
-        self.settings = self.settings.model_copy(update={"server": server})
+        backends = with_servers(self.settings.backends, wanted.backends)
+        if backends != self.settings.backends:
+            self._app.reach(backends)
+        current = self.settings.model_copy(update={"backends": backends})
+        restart = restart_needed(current, wanted)
+        self.settings = current.model_copy(update={"server": server})
         logger.info("configuration reloaded", keys=len(server.api_keys), needs_restart=restart)
+
+
+def with_servers(
+    current: Mapping[str, BackendSettings], wanted: Mapping[str, BackendSettings]
+) -> dict[str, BackendSettings]:
+    """`current` with the addresses and weights in `wanted` of backends that have several servers."""
+    found = dict(current)
+    for name, one in current.items():
+        other = wanted.get(name)
+        several = isinstance(one, OpenAISettings) and one.has_several_servers
+        if several and isinstance(other, OpenAISettings) and other.has_several_servers:
+            found[name] = one.model_copy(update={key: getattr(other, key) for key in RELOADABLE_SERVERS})
+    return found
 
 
 def restart_needed(current: Settings, wanted: Settings) -> list[str]:

@@ -32,7 +32,7 @@ from agentspec.telemetry.metrics import Metrics
 from agentspec.telemetry.metrics_sum import dump
 from agentspec.telemetry.samples import BackendSample, TenantSample
 
-ENGINE_METRICS = ("agentspec_engine_", "agentspec_index_")
+ENGINE_METRICS = ("agentspec_engine_", "agentspec_index_", "agentspec_member_")
 _PATIENT = 10 * 365 * 86400.0  # seconds: the workers know which client is slow
 _MOST_CONNECTIONS = 1 << 20
 
@@ -94,7 +94,10 @@ class EngineServer(MemberServer):
         self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), self._runtime)
         self._samples: list[BackendSample] = []
         self._metrics = Metrics(
-            version=VERSION, index_size=lambda: index_size(self._runtime), backends=lambda: self._samples
+            version=VERSION,
+            index_size=lambda: index_size(self._runtime),
+            backends=lambda: self._samples,
+            members=lambda: self._runtime.fleet.samples() if self._runtime.fleet else (),
         )
         self._collecting: set[asyncio.Task[None]] = set()
 
@@ -111,6 +114,7 @@ class EngineServer(MemberServer):
     def reloaded(self, settings: Settings) -> None:
         own = own_settings(settings)
         self.app.apply(own.server, RelayedCallers())
+        self.app.reach(own.backends)
         self.limit(own.server)
         self.reloader.settings = own
 

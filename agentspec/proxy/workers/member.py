@@ -9,12 +9,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 from agentspec.backends.model_store import child
-from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
 from agentspec.proxy.logs import logger
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.serving.connections import Connections
@@ -40,6 +40,7 @@ class MemberServer(GatewayServer):
         self._socket = adopt(start.channel)
         self._told: str | None = None
         self._pushing: asyncio.Task[None] | None = None
+        self._drained_members: dict[str, bool] = {}  # what was told of members of pools, by name
         self.orphaned = False  # the parent is gone
         app.loading.when_ready = self._ready
 
@@ -111,11 +112,18 @@ class MemberServer(GatewayServer):
 
     def _ready(self) -> None:
         spare_what_is_loaded()
+        for name, on in self._drained_members.items():
+            self._drain_member(name, on)
         self.channel.send("ready")
 
     def _received(self, message: Message) -> None:
         name, *told = message
-        actions: dict[str, Callable[..., None]] = {"drain": self.drain, "end": self._end, "reload": self._reload}
+        actions: dict[str, Callable[..., None]] = {
+            "drain": self.drain,
+            "drain member": self._drain_member,
+            "end": self._end,
+            "reload": self._reload,
+        }
         if name in actions:
             actions[name](*told)
         else:
@@ -131,6 +139,14 @@ class MemberServer(GatewayServer):
             self.reloaded(unpacked(told))
         except ConfigurationError as error:
             logger.error("configuration not reloaded; the old one stays", reason=error.message)
+
+    def _drain_member(self, name: str, on: bool) -> None:
+        self._drained_members.pop(name, None)  # the last word comes last
+        self._drained_members[name] = on
+        fleet = self.app.runtime.fleet
+        if fleet is not None:
+            with suppress(InvalidRequestError):  # this process has not found the server yet, or no longer
+                fleet.drain(name, on=on)
 
     def _orphaned(self) -> None:
         """End, since nobody gives out places any more."""

@@ -9,7 +9,7 @@ import signal
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from uvicorn.loops.auto import auto_loop_factory
 
 from agentspec import errors
+from agentspec.backends.settings import BackendSettings
 from agentspec.errors import AgentSpecError
 from agentspec.proxy import logs
 from agentspec.proxy.admission.auth import Authenticator
@@ -93,6 +94,7 @@ class Supervisor:
             "capacity": capacity,
             "since": int(time.time()),
         }
+        self._drained_members: dict[str, bool] = {}  # members of pools, by name
         self._draining_since: float | None = None
         self._ends = False
         self._announced = self._said_ready = False
@@ -137,6 +139,9 @@ class Supervisor:
         """Apply limits that hold for all processes together."""
         self._limiter.update(settings)
 
+    def reach(self, backends: Mapping[str, BackendSettings]) -> None:
+        """Nothing: the workers are told all settings, and reach the servers themselves."""
+
     def limit(self, settings: ServerSettings) -> None:
         self._handover.connections.settings = settings
 
@@ -180,6 +185,8 @@ class Supervisor:
             child.not_started(asyncio.get_running_loop().time())
             logs.logger.error("process not started", process=child.name, reason=error.strerror)
         child.send("engine", self._engine_ready)
+        for name, on in self._drained_members.items():
+            child.send("drain member", name, on)
         if self._draining_since is not None:  # a signal came meanwhile
             child.send("drain")
 
@@ -225,6 +232,10 @@ class Supervisor:
             self._handover.opened(life.recipient, told)
         elif life.recipient is not None and name == "closed connection":
             self._handover.closed(life.recipient, told)
+        elif name == "drain member":
+            self._drained_members.pop(told[0], None)  # the last word comes last
+            self._drained_members[told[0]] = told[1]
+            self._broadcast(name, *told)
         elif name == "metrics":
             self._scrapes.reported(child, *told)
         elif name == "scrape":

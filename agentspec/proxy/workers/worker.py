@@ -36,7 +36,7 @@ class WorkerServer(MemberServer):
         self._limiter = SharedLimiter()
         self._engine = EngineLink(start.engine) if start.engine is not None else None
         server = start.settings.server
-        shared = Shared(self._limiter, body_share(server), self._engine, self._scrape, start.since)
+        shared = Shared(self._limiter, body_share(server), self._engine, self._scrape, start.since, self._tell_drain)
         responses = None if start.engine is None else RemoteResponses(start.engine)
         runtime = Runtime(start.settings, local=False, responses=responses)
         app: GatewayMiddleware = create_app(runtime, start.settings, shared=shared)
@@ -69,6 +69,9 @@ class WorkerServer(MemberServer):
     def drain(self) -> None:
         self.channel.send("draining")
         super().drain()
+
+    def _tell_drain(self, name: str, on: bool) -> None:
+        self.channel.send("drain member", name, on)
 
     def _taken(self, number: int, connection: socket.socket, address: str) -> Coroutine[Any, Any, None] | None:
         self.channel.send("opened", number)

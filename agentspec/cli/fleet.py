@@ -1,0 +1,90 @@
+"""`agentspec fleet` shows and drains the servers behind a running gateway."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentspec.cli.common import JsonOption, print_json
+from agentspec.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec.backends.http.endpoint import Endpoint
+
+app = typer.Typer(no_args_is_help=True, help="Show and drain the servers behind a running gateway.")
+UrlOption = Annotated[str, typer.Option(help="Address of the gateway")]
+KeyOption = Annotated[
+    Path | None, typer.Option(help="File with an operator's key, if the gateway has keys", dir_okay=False)
+]
+NameArgument = Annotated[str, typer.Argument(help="A member as `fleet status` names it, or a backend for all of its")]
+LOCAL = "http://127.0.0.1:8700"
+SECONDS = 10.0
+_COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "calls", "retries", "failures", "ejections")
+
+
+@app.command()
+def status(url: UrlOption = LOCAL, key_file: KeyOption = None, json: JsonOption = False) -> None:
+    """Show each server: its state, its calls, and how busy it is by its own metrics."""
+    members = _asked(url, key_file, "GET", "/fleet")["members"]
+    if json:
+        print_json(members)
+        return
+    rows = [_COLUMNS, *([_shown(member[name]) for name in _COLUMNS] for member in members)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@app.command()
+def drain(name: NameArgument, url: UrlOption = LOCAL, key_file: KeyOption = None) -> None:
+    """Send a server no new calls. Those that run go on; `fleet status` shows when none is left."""
+    _switched(url, key_file, "drain", name)
+
+
+@app.command()
+def resume(name: NameArgument, url: UrlOption = LOCAL, key_file: KeyOption = None) -> None:
+    """Send a drained server calls again."""
+    _switched(url, key_file, "resume", name)
+
+
+def _switched(url: str, key_file: Path | None, what: str, name: str) -> None:
+    drained = _asked(url, key_file, "POST", f"/fleet/{what}", {"name": name})["drained"]
+    typer.echo(f"drained: {', '.join(drained) or 'none'}")
+
+
+def _asked(url: str, key_file: Path | None, method: str, path: str, body: dict[str, str] | None = None) -> Any:
+    """The gateway's answer. Raises `UpstreamError`."""
+    import anyio
+
+    endpoint = _endpoint(url, key_file)
+    content = b"" if body is None else jsonlib.dumps(body).encode()
+
+    async def run() -> bytes:
+        try:
+            return await endpoint.fetch(method, path, body=content, above=True, timeout=SECONDS)
+        finally:
+            await endpoint.leave_loop()
+
+    return jsonlib.loads(anyio.run(run))
+
+
+def _endpoint(url: str, key_file: Path | None) -> Endpoint:
+    from pydantic import ValidationError
+
+    from agentspec.backends.http.endpoint import Endpoint
+    from agentspec.backends.settings import OpenAISettings
+
+    key = None if key_file is None else str(key_file)
+    try:
+        return Endpoint(OpenAISettings.model_validate({"base_url": url, "api_key_file": key}))
+    except ValidationError as error:
+        raise ConfigurationError(f"--url {url}: {error.errors()[0]['msg']}") from None
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

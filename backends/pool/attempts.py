@@ -1,0 +1,203 @@
+"""The tries of one call: at which servers, and whether there is another one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.pool.blocks import PromptBlocks
+from agentspec.backends.pool.member import PoolMember
+from agentspec.backends.pool.pool import Placed, Pool
+from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.placement import Call
+
+UNAVAILABLE = frozenset({502, 503, 504})
+"""Statuses that tell about the server. Any other 5xx may be the request's fault, and opens no circuit breaker: else one
+client could close a model to all others."""
+RETRIED = UNAVAILABLE | {429}
+"""Statuses of answers after which another server may be asked: the call was not begun, or is not being computed."""
+ELSEWHERE_SECONDS = 0.025  # before a try at another server, at most; doubled each time
+SAME_SECONDS = 0.2  # before another one at the same server, at most; doubled each time
+
+
+class Attempts:
+    """The tries of `call`, until one of them ends it:
+
+        async for attempt in Attempts(pool, call, until):
+            async with attempt:
+                ...  # ask attempt.backend for attempt.model
+
+    A try of which nothing came back is followed by another one, if the pool's limits allow it and it can begin before
+    `until`, a time of the running loop. Otherwise its error passes. Raises `NoServerError` if no server takes calls.
+    """
+
+    def __init__(self, pool: Pool, call: Call, until: float) -> None:
+        self.pool, self.call, self._until = pool, call, until
+        self._tried: list[PoolMember] = []
+        self._delay = 0.0
+        self._over = False
+        self._last: UpstreamError | None = None
+
+    def __aiter__(self) -> Attempts:
+        return self
+
+    async def aclose(self) -> None:
+        """Nothing is left behind: an attempt ends with its own context."""
+
+    async def __anext__(self) -> Attempt:
+        if self._over:
+            raise StopAsyncIteration
+        if not self._tried:
+            await self.pool.prepare()
+            self.pool.budget.called(self.pool.clock())
+        elif self._delay:
+            await asyncio.sleep(self._delay)
+        placed = self.pool.place(self.call, self._tried)
+        if placed is None:
+            raise self._last or self.pool.no_server()
+        self._over = True  # unless it fails
+        return Attempt(self, placed)
+
+    def begin(self, member: PoolMember) -> None:
+        member.begin(retry=bool(self._tried))
+        self._tried.append(member)
+
+    def another(self, error: UpstreamError) -> bool:
+        """Whether the call is tried again after `error`; if so, the next iteration waits as long as it should."""
+        delay = self._next_delay()
+        if delay is None or not self.pool.budget.take(self.pool.clock()):
+            return False
+        self._delay, self._over, self._last = delay, False, error
+        return True
+
+    def unsuitable(self) -> UpstreamError | None:
+        """The error of the try before, which counts if the one now cannot take the request at all."""
+        return self._last
+
+    def _next_delay(self) -> float | None:
+        """Seconds before the next try; None if there can be none."""
+        pool, again = self.pool, len(self._tried)
+        left = self._until - asyncio.get_running_loop().time()
+        if again > pool.fleet.max_retries:
+            return None
+        spread = 2 ** (again - 1) * pool.rng.uniform(0.5, 1.0)
+        elsewhere = pool.can_place(self._tried)
+        if elsewhere is not None:
+            delay = spread * (ELSEWHERE_SECONDS if elsewhere else SAME_SECONDS)
+        else:
+            at = pool.busy_until()
+            if at is None:  # nobody waits for a circuit breaker: the caller is told at once
+                return None
+            delay = max(0.0, at - pool.clock()) + spread * ELSEWHERE_SECONDS
+        return delay if delay < left else None
+
+
+class Attempt:
+    """One try, as a context: its end decides about the next one, and tells the server's health. See `Attempts`.
+
+    `when_answered` is called once no other try can follow.
+    """
+
+    def __init__(self, attempts: Attempts, placed: Placed) -> None:
+        self._attempts, self._placed = attempts, placed
+        self._told = self._again = self._answered = False
+        self.when_answered: Callable[[], None] = lambda: None
+
+    @property
+    def backend(self) -> OpenAIBackend:
+        return self._placed.member.backend
+
+    @property
+    def member(self) -> str:
+        """The server's name, which only operators may see."""
+        return self._placed.member.name
+
+    @property
+    def group(self) -> str:
+        """The name of the server's backend."""
+        return self._placed.member.group
+
+    @property
+    def model(self) -> str | None:
+        """The server's name for the model; None if it is the one that the caller knows."""
+        return self._placed.model
+
+    @property
+    def fallback(self) -> str | None:
+        """The name of the pool that answers in place of the one that was asked; None if it is that one."""
+        return self._placed.pool.name if self._placed.pool is not self._attempts.pool else None
+
+    async def __aenter__(self) -> Attempt:
+        self._attempts.begin(self._placed.member)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None and not self._told:
+            self._succeeded()
+        elif isinstance(error, UpstreamError) and not (self._answered or self._again):
+            self._failed(error)
+        self._placed.member.end(told=self._told)
+        if isinstance(error, InvalidRequestError) and self.fallback and (last := self._attempts.unsuitable()):
+            raise last
+        return self._again
+
+    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+        """Note that the head of an answer has come. Unless this raises, the answer is the caller's, whatever it is.
+
+        Raises `UpstreamStatusError` if the call is tried again instead, to be passed on to the end of the context.
+        """
+        if status >= 400:
+            error = UpstreamStatusError(f"the upstream answered {status}", status=status, body=b"", headers=headers)
+            self._failed(error)
+            if self._again:
+                raise error
+        elif not self._told:
+            self._succeeded()
+        self._answered = True
+        self.when_answered()
+        if isinstance(blocks := self._attempts.call.blocks, PromptBlocks):
+            blocks.release()
+
+    def _succeeded(self) -> None:
+        self._told = True
+        self._placed.member.succeeded()
+
+    def _failed(self, error: UpstreamError) -> None:
+        member, now = self._placed.member, self._attempts.pool.clock()
+        status = error.status if isinstance(error, UpstreamStatusError) else None
+        wait = retry_after(error.headers) if isinstance(error, UpstreamStatusError) else None
+        self._told = True
+        if status is None:
+            late = isinstance(error, UpstreamTimeoutError)
+            member.failed(now, unreachable=error.retryable or late)
+        elif status in UNAVAILABLE:
+            member.failed(now)
+        elif status >= 500:
+            member.erred()
+        else:
+            member.succeeded()  # the request was wrong, or there are too many, but the server is well
+        if status in (429, 503) and wait is not None:
+            member.asked_to_wait(now + wait)
+        may = error.retryable if status is None else status in RETRIED
+        self._again = may and self._attempts.another(error)
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """The seconds that a server wants callers to wait (RFC 9110, section 10.2.3, and OpenAI's header in ms)."""
+    for name, factor in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers.get(name, "")) / factor
+        except ValueError:
+            continue
+        if 0 <= seconds < float("inf"):
+            return seconds
+    try:
+        return max(0.0, parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,141 @@
+"""A pool as a backend, for strategies and for callers in this process. The gateway goes through `Attempts` itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.openai.payload import payload
+from agentspec.backends.openai.probe import ProbeReport
+from agentspec.backends.openai.tokenization import ServerTokenization
+from agentspec.backends.pool.attempts import Attempts
+from agentspec.backends.pool.blocks import PromptBlocks
+from agentspec.backends.pool.pool import Pool
+from agentspec.errors import NoServerError
+from agentspec.placement import Call
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
+
+PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
+T = TypeVar("T")
+_TEXT_MESSAGE = {"role", "content"}
+
+
+class PoolBackend:
+    """Each call is placed anew, and tried again at another server as `Attempts` says."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def __repr__(self) -> str:
+        return f"PoolBackend({self.pool.name!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the first server: all are meant to be alike."""
+        return next((member.backend.capabilities for member, _ in self.pool.members()), Capabilities(logprobs=True))
+
+    @property
+    def tokenization(self) -> ServerTokenization | None:
+        """None: prompts go as text, since which server reads them is decided later."""
+        return None
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Stream the answer of a server. Raises as that server's backend does, and `NoServerError`.
+
+        After the first delta nothing is tried again.
+        """
+        async for attempt in Attempts(self.pool, _call(request), _until(request.deadline_s)):
+            async with attempt:
+                asked = request if attempt.model is None else replace(request, model=attempt.model)
+                async with aclosing(attempt.backend.generate(asked)) as deltas:
+                    async for delta in deltas:
+                        attempt.answered(200, {})
+                        yield delta
+
+    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
+        """One vector for each text. Raises as `generate` does."""
+
+        async def ask(backend: OpenAIBackend, known: str | None) -> list[list[float]]:
+            return await backend.embed(texts, known or model, tenant)
+
+        return await self._ask(ask)
+
+    async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """A server's own model list; `headers` may carry a client's key. Raises as `generate` does."""
+
+        async def ask(backend: OpenAIBackend, known: str | None) -> list[dict[str, Any]]:
+            return await backend.models(headers)
+
+        return await self._ask(ask)
+
+    async def probe(self, timeout: float = 10.0) -> ProbeReport:
+        """Find out what the first server that answers can do. Never raises; see `ProbeReport.error`."""
+        await self.pool.prepare()
+        report = ProbeReport(error="no server is known")
+        for member, _ in self.pool.members():
+            report = await member.backend.probe(timeout)
+            if report.answers:
+                break
+        return report
+
+    async def any_server(self) -> tuple[OpenAIBackend, str | None]:
+        """A server for what is no call of a client's, and its name for the model. Raises `NoServerError`."""
+        await self.pool.prepare()
+        placed = self.pool.place(Call())
+        if placed is None:
+            raise self.pool.no_server()
+        return placed.member.backend, placed.model
+
+    async def leave_loop(self) -> None:
+        """Close the connections of the running loop, which is about to end."""
+        for member in self.pool.all_members():
+            await member.backend.leave_loop()
+
+    async def aclose(self) -> None:
+        """Close the connections to all servers. Idempotent."""
+        for member in self.pool.all_members():
+            await member.backend.aclose()
+
+    async def _ask(self, ask: Callable[[OpenAIBackend, str | None], Awaitable[T]]) -> T:
+        async for attempt in Attempts(self.pool, Call(), _until(None)):
+            async with attempt:
+                return await ask(attempt.backend, attempt.model)
+        raise NoServerError("no server of this model answered")  # not reached: the last try raises or returns
+
+
+def scoped_call(tenant: str, labels: Labels, pieces: Iterable[bytes] | None = None) -> Call:
+    """What policies know of a tenant's call with `labels`; `pieces` of its prompt are read only if a policy asks."""
+    blocks = () if pieces is None else PromptBlocks(tenant, lambda: pieces)
+    session, workflow = (name and f"{tenant}\n{name}" for name in (labels.session, labels.workflow))
+    return Call(session, workflow, labels.step, blocks)
+
+
+def prompt_pieces(fields: Mapping[str, Any]) -> Iterable[bytes]:
+    """The prompt in a body with these `fields`, piece by piece, as text in which equal beginnings are equal."""
+    yield _encoded(fields.get("tools"))
+    for name in ("system", "instructions", "prompt", "input", "messages"):
+        value = fields.get(name)
+        for item in value if isinstance(value, list) else () if value is None else (value,):
+            yield _encoded(item)
+
+
+def _encoded(value: Any) -> bytes:
+    """As JSON, which is no need for a message that is only text."""
+    if isinstance(value, dict) and value.keys() == _TEXT_MESSAGE and isinstance(text := value["content"], str):
+        return f"{value['role']}\0{text}\0".encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _call(request: GenerateRequest) -> Call:
+    _, body = payload(request, request.model)
+    return scoped_call(request.tenant, request.labels, prompt_pieces(body))
+
+
+def _until(seconds: float | None) -> float:
+    return asyncio.get_running_loop().time() + (PATIENCE if seconds is None else seconds)

@@ -1,0 +1,130 @@
+"""Finds the servers of a backend: listed, by DNS, or in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from pydantic import HttpUrl, TypeAdapter, ValidationError
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import ConfigurationError
+
+LOOKUP_SECONDS = 5.0
+_URL: TypeAdapter[HttpUrl] = TypeAdapter(HttpUrl)
+
+
+class DiscoveryError(Exception):
+    """The servers could not be found out now. The message is for operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server: the root of its API, and the address to `connect` to if the root's host has several."""
+
+    name: str
+    url: HttpUrl
+    connect: str | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The servers of a backend, and after how many seconds to look again, if the answer told."""
+
+    addresses: tuple[Address, ...]
+    fresh_seconds: float | None = None
+
+
+def listed(urls: Iterable[HttpUrl]) -> tuple[Address, ...]:
+    """The servers at `urls`, named by host and port, and by path where that does not tell them apart."""
+    urls = tuple(urls)
+    names = [f"{_shown(url.host or '')}:{url.port}" for url in urls]
+    return tuple(
+        Address(name if names.count(name) == 1 else f"{name}{url.path}", url)
+        for name, url in zip(names, urls, strict=True)
+    )
+
+
+def check_discovery(settings: OpenAISettings) -> None:
+    """Raises `ConfigurationError` if looking for the servers takes what is not installed."""
+    if settings.resolve == "srv" and find_spec("dns") is None:
+        raise ConfigurationError('resolve = "srv" needs dnspython: pip install "agentspec[dns]"')
+
+
+async def discover(settings: OpenAISettings) -> Found:
+    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds."""
+    if settings.base_urls_file is not None:
+        return Found(await asyncio.to_thread(_read, Path(settings.base_urls_file).expanduser()))
+    if settings.base_urls is not None:
+        return Found(listed(settings.base_urls))
+    async with _limited():
+        found = await (_service_records(settings.url) if settings.resolve == "srv" else _addresses(settings.url))
+    if not found.addresses:
+        raise DiscoveryError(f"{settings.url.host} has no address")
+    return found
+
+
+@asynccontextmanager
+async def _limited() -> AsyncIterator[None]:
+    """Turns what fails in a lookup, or takes too long, into a `DiscoveryError`."""
+    try:
+        async with asyncio.timeout(LOOKUP_SECONDS):
+            yield
+    except TimeoutError:
+        raise DiscoveryError(f"no answer within {LOOKUP_SECONDS:g} s") from None
+    except (OSError, UnicodeError) as error:
+        raise DiscoveryError(str(error)) from None
+
+
+async def _addresses(url: HttpUrl) -> Found:
+    """One server for each A and AAAA record of the host. The standard library does not tell how long they hold."""
+    host, port = url.host or "", url.port or 443
+    answers = await asyncio.to_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = sorted({str(answer[4][0]) for answer in answers})
+    return Found(tuple(Address(f"{_shown(address)}:{port}", url, address) for address in found))
+
+
+async def _service_records(url: HttpUrl) -> Found:
+    """One server for each SRV record of the best priority, by its weight (RFC 2782)."""
+    import dns.asyncresolver
+    import dns.exception
+
+    try:
+        answer = await dns.asyncresolver.resolve(url.host or "", "SRV")
+    except dns.exception.DNSException as error:
+        raise DiscoveryError(f"{url.host}: {type(error).__name__}") from None
+    records = [(int(one.priority), int(one.weight), str(one.target).rstrip("."), int(one.port)) for one in answer]
+    best = min((priority for priority, *_ in records), default=0)
+    found = sorted({(host, port, weight) for priority, weight, host, port in records if priority == best})
+    return Found(tuple(_served(url, *one) for one in found), float(answer.rrset.ttl) if answer.rrset else None)
+
+
+def _served(url: HttpUrl, host: str, port: int, weight: int) -> Address:
+    root = HttpUrl.build(scheme=url.scheme, host=host, port=port, path=(url.path or "").lstrip("/"))
+    return Address(f"{host}:{port}", root, weight=max(weight, 1))
+
+
+def _read(path: Path) -> tuple[Address, ...]:
+    """The servers in a file: a root a line; blank lines and those that begin with # tell nothing."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise DiscoveryError(f"{path}: {error}") from None
+    texts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    try:
+        urls = list(dict.fromkeys(_URL.validate_python(text) for text in texts))
+    except ValidationError as error:
+        raise DiscoveryError(f"{path}: {error.errors()[0]['input']!r:.100} is no URL") from None
+    if not urls:
+        raise DiscoveryError(f"{path} names no server")
+    return listed(urls)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

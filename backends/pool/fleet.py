@@ -1,0 +1,108 @@
+"""All pools of a gateway and their servers: built from settings, looked after, drained by operators."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.pool.backend import PoolBackend
+from agentspec.backends.pool.member import PoolMember
+from agentspec.backends.pool.pool import Pool
+from agentspec.backends.pool.servers import Servers
+from agentspec.backends.pool.settings import FleetSettings, PoolSpec
+from agentspec.backends.pool.watch import Watch
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import InvalidRequestError
+from agentspec.placement import POLICIES
+from agentspec.telemetry.samples import MemberSample
+
+
+class Fleet:
+    """The pools of `specs`, by name, made of the backends that they name.
+
+    `ready` are backends with one address that exist already. Nothing is done in the background before `begin`.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, PoolSpec],
+        backends: Mapping[str, OpenAISettings],
+        ready: Mapping[str, OpenAIBackend],
+        settings: FleetSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        used = dict.fromkeys(target.backend for spec in specs.values() for target in spec.targets)
+        self.servers = {name: Servers(name, backends[name], settings, ready.get(name)) for name in used}
+        self.pools: dict[str, Pool] = {}
+        for name in specs:
+            self._build(name, specs, settings)
+        self._watch = Watch(list(self.servers.values()), list(self.pools.values()), settings, clock)
+
+    def _build(self, name: str, specs: Mapping[str, PoolSpec], settings: FleetSettings) -> Pool:
+        """The pool `name`, after those that it falls back on. The settings have refused cycles."""
+        if name not in self.pools:
+            spec = specs[name]
+            chain: dict[Pool, None] = {}
+            for other in spec.fallback:
+                pool = self._build(other, specs, settings)
+                chain |= dict.fromkeys((pool, *pool.fallbacks))
+            targets = [(self.servers[target.backend], target.model) for target in spec.targets]
+            policy = POLICIES[spec.placement]()
+            pool = Pool(name, targets, policy, settings, fallbacks=tuple(chain), clock=self._clock)
+            pool.prepare = self.begin
+            self.pools[name] = pool
+        return self.pools[name]
+
+    @property
+    def backends(self) -> dict[str, PoolBackend]:
+        """The pools as backends; without those of one server that others only fall back on."""
+        alone = {name for name, servers in self.servers.items() if not servers.settings.has_several_servers}
+        return {name: PoolBackend(pool) for name, pool in self.pools.items() if name not in alone}
+
+    async def begin(self) -> None:
+        """Look after the servers from now on, in this loop; returns once all have been looked for a first time."""
+        self._watch.ensure()
+        now = self._clock()
+        unknown = [servers for servers in self.servers.values() if servers.is_dynamic and not servers.look_at]
+        if unknown:
+            await asyncio.gather(*(servers.refresh(now) for servers in unknown))
+
+    async def aclose(self) -> None:
+        """End the looking after, and close the connections. Idempotent."""
+        await self._watch.aclose()
+        for servers in self.servers.values():
+            await servers.aclose()
+
+    def drain(self, name: str, *, on: bool) -> None:
+        """Send no new calls to the member `name`, or to all members of the backend `name`; or, with `on` false, again.
+
+        Raises `InvalidRequestError` if there is none.
+        """
+        found = [servers.drain(name, on=on) for servers in self.servers.values()]  # of all: a name can mean several
+        if not any(found):
+            known = ", ".join(member.name for member in self._members()) or "none"
+            message = f"no pool has a member or a backend {name[:256]!r}; members: {known}"
+            raise InvalidRequestError(message, param="name")
+
+    def reload(self, backends: Mapping[str, object]) -> None:
+        """Take over the addresses and weights of backends with several servers; other changes take a restart."""
+        for name, servers in self.servers.items():
+            wanted = backends.get(name)
+            if isinstance(wanted, OpenAISettings) and wanted.has_several_servers:
+                servers.reload(wanted)
+
+    def drained(self) -> list[str]:
+        """The members that get no new calls."""
+        return [member.name for member in self._members() if member.draining]
+
+    def samples(self) -> list[MemberSample]:
+        """How the members are now."""
+        now = self._clock()
+        return [member.sample(now) for member in self._members()]
+
+    def _members(self) -> list[PoolMember]:
+        return [member for servers in self.servers.values() for member in servers.members]

@@ -1,0 +1,176 @@
+"""One server of a pool as this process sees it: whether it takes calls, how busy it is, what became of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.openai.server_kind import ServerKind
+from agentspec.backends.pool.breaker import CircuitBreaker
+from agentspec.backends.pool.load import ServerLoad
+from agentspec.backends.pool.outliers import ejection_time
+from agentspec.backends.pool.settings import FleetSettings
+from agentspec.placement import Member
+from agentspec.telemetry.samples import MemberSample
+
+MemberState = Literal["ready", "busy", "unhealthy", "ejected", "half_open", "open", "draining"]
+STATES: tuple[MemberState, ...] = get_args(MemberState)
+FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
+_LAST_RESORT = ("busy", "unhealthy", "ejected")
+
+
+class PoolMember:
+    """A server. `name` is unique in the gateway and for operators: it may hold an address. Times are of one clock.
+
+    `lost` is called when the server has failed so that what it had cached is probably gone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: str,
+        backend: OpenAIBackend,
+        settings: FleetSettings,
+        *,
+        weight: float = 1.0,
+        lost: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.name, self.group, self.backend, self.weight = name, group, backend, weight
+        self.draining = False
+        self.kind: ServerKind | None = None  # what it is, once it has been looked at
+        self.load: ServerLoad | None = None
+        self.in_flight = self.calls = self.retries = self.failures = self.ejections = 0
+        self.recent = (0, 0)  # calls and failures since the last sweep for outliers
+        self._breaker = CircuitBreaker(settings.failures, settings.open_seconds)
+        self._ejection_seconds = settings.ejection_seconds
+        self._failed_probes = 0
+        self._unreachable = False  # the last failure: no answer at all
+        self._busy_until = self._ejected_until = float("-inf")
+        self._lost = lost
+        self._well = False  # it was ready, and nothing has happened since that could change that
+        self._seen: Member | None = None
+
+    def state(self, now: float) -> MemberState:
+        if self.draining:
+            return "draining"
+        breaker = self._breaker.state(now)
+        if breaker != "closed":
+            return "half_open" if self._breaker.allows(now) else "open"
+        if self._failed_probes >= FAILED_PROBES:
+            return "unhealthy"
+        if now < self._ejected_until:
+            return "ejected"
+        return "busy" if now < self._busy_until else "ready"
+
+    def takes_calls(self, now: float, *, last_resort: bool = False) -> bool:
+        """Whether a call may be sent. As a `last_resort`, if no other server can take it, also to one that seems to
+        fail.
+        """
+        if self._well and not self.draining:
+            return True
+        state = self.state(now)
+        self._well = state == "ready"
+        return state in ("ready", "half_open") or (last_resort and state in _LAST_RESORT)
+
+    def busy_until(self, now: float) -> float | None:
+        """When it wants calls again, if it has asked to wait."""
+        return self._busy_until if self.state(now) == "busy" else None
+
+    def trial_at(self, now: float) -> float | None:
+        """When its breaker allows a trial; None if that is not what it waits for."""
+        return self._breaker.trial_at() if self.state(now) == "open" else None
+
+    def seen(self) -> Member:
+        """What policies see of it."""
+        if self._seen is None:
+            waiting, kv_use = (self.load.waiting, self.load.kv_use) if self.load else (0, 0.0)
+            self._seen = Member(self.name, self.weight, self.in_flight, waiting, kv_use)
+        return self._seen
+
+    def reweigh(self, weight: float) -> None:
+        self.weight, self._seen = weight, None
+
+    # What happens to calls.
+
+    def begin(self, *, retry: bool) -> None:
+        """Note that a call is sent. `end` follows, after at most one of `succeeded` and `failed`."""
+        self._breaker.begin()
+        self.in_flight += 1
+        self.calls += 1
+        self.retries += retry
+        self._seen = None
+
+    def end(self, *, told: bool) -> None:
+        """Note that a call is over; `told`: it has told something about the server."""
+        self.in_flight -= 1
+        self._seen = None
+        if not told:
+            self._breaker.given_up()
+
+    def succeeded(self) -> None:
+        self._breaker.succeeded()
+        self._failed_probes = 0
+        self._count(0)
+
+    def failed(self, now: float, *, unreachable: bool = False) -> None:
+        """Count a failure; `unreachable`: there was no answer at all."""
+        self._well = False
+        was_closed = self._breaker.state(now) == "closed"
+        self.failures += 1
+        self._unreachable = unreachable
+        self._breaker.failed(now)
+        self._count(1)
+        if was_closed and self._breaker.state(now) != "closed":
+            self._lost(self.name)
+
+    def erred(self) -> None:
+        """Count a failure that may be the call's own: it ejects who errs more often than others, but opens nothing."""
+        self.failures += 1
+        self._breaker.succeeded()
+        self._count(1)
+
+    def asked_to_wait(self, until: float) -> None:
+        """Send nothing until then, unless nobody else takes calls."""
+        self._busy_until, self._well = max(self._busy_until, until), False
+
+    def _count(self, failures: int) -> None:
+        calls, failed = self.recent
+        self.recent = (calls + 1, failed + failures)
+
+    # What looking after it shows.
+
+    def probed(self, now: float, *, alive: bool) -> None:
+        """Take in what a look at its health has shown."""
+        self._failed_probes = 0 if alive else self._failed_probes + 1
+        self._well = False
+        if alive and self._unreachable:
+            self._breaker.half_open(now)
+        if self._failed_probes == FAILED_PROBES:
+            self._lost(self.name)
+
+    def measured(self, load: ServerLoad | None) -> None:
+        self.load, self._seen = load, None
+
+    def eject(self, now: float) -> None:
+        """Leave it out for a while, for failing more often than others."""
+        self._ejected_until = now + ejection_time(self._ejection_seconds, self.ejections)
+        self._well = False
+        self.ejections += 1
+
+    def sample(self, now: float) -> MemberSample:
+        load = self.load
+        return MemberSample(
+            backend=self.group,
+            member=self.name,
+            state=self.state(now),
+            in_flight=self.in_flight,
+            calls=self.calls,
+            retries=self.retries,
+            failures=self.failures,
+            ejections=self.ejections,
+            weight=self.weight,
+            running=None if load is None else load.running,
+            waiting=None if load is None else load.waiting,
+            kv_use=None if load is None else load.kv_use,
+        )

@@ -1,0 +1,143 @@
+"""The servers of one `[backends.NAME]` table, which may come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from agentspec.backends.openai.answer_lengths import AnswerLengths
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.pool.discovery import Address, DiscoveryError, Found, check_discovery, discover, listed
+from agentspec.backends.pool.member import PoolMember
+from agentspec.backends.pool.settings import FleetSettings
+from agentspec.backends.settings import OpenAISettings
+
+if TYPE_CHECKING:
+    from agentspec.backends.openai.isolation import TenantIsolation
+
+logger = logging.getLogger(__name__)
+
+
+class Servers:
+    """The members of the pools that the backend `name` is a part of. One server is the same member in all of them.
+
+    `only` is the backend of a table with one address, which is ready already. `lost` holds what is called with the name
+    of a member that is gone, or has failed so that its caches probably are. Raises `ConfigurationError` if they cannot
+    be looked for.
+    """
+
+    def __init__(
+        self, name: str, settings: OpenAISettings, fleet: FleetSettings, only: OpenAIBackend | None = None
+    ) -> None:
+        self.name, self.settings, self._fleet = name, settings, fleet
+        self.members: tuple[PoolMember, ...] = ()
+        self.lost: list[Callable[[str], None]] = []
+        self.look_at = 0.0  # when to look for servers the next time
+        self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
+        self._lengths = AnswerLengths()
+        self._complaint = ""
+        self._stale = False
+        self._drained: set[str] = set()
+        check_discovery(settings)
+        if not settings.has_several_servers:
+            backend = only or OpenAIBackend(settings, name=name)
+            self.members = (PoolMember(name, name, backend, fleet, weight=settings.weight, lost=self._tell_lost),)
+        elif settings.base_urls is not None:
+            self.members = tuple(self._member(address) for address in listed(settings.base_urls))
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether servers come and go."""
+        return self.settings.base_urls_file is not None or self.settings.resolve != "off"
+
+    async def refresh(self, now: float) -> None:
+        """Look which servers there are now. Those known before stay if that cannot be found out."""
+        self.look_at, self._stale = now + self._fleet.discovery_interval, False  # nobody else looks meanwhile
+        try:
+            found = await discover(self.settings)
+        except DiscoveryError as error:
+            if str(error) != self._complaint:
+                logger.warning("backends.%s: its servers cannot be found out: %s", self.name, error)
+            self._complaint = str(error)
+            return
+        self._complaint = ""
+        await self._update(found, now)
+
+    async def _update(self, found: Found, now: float) -> None:
+        if found.fresh_seconds is not None:
+            self.look_at = now + min(max(found.fresh_seconds, 1.0), self._fleet.discovery_interval)
+        known = {member.name: member for member in self.members}
+        wanted = {self._named(address): address for address in found.addresses}
+        self.members = tuple(known.get(name) or self._member(address) for name, address in wanted.items())
+        for member in self.members:
+            member.reweigh(self.settings.weight * wanted[member.name].weight)
+        gone = [member for name, member in known.items() if name not in wanted]
+        if gone or len(wanted) > len(known):
+            logger.info("backends.%s: %d servers, %d of them new", self.name, len(wanted), len(wanted.keys() - known))
+        for member in gone:
+            self._tell_lost(member.name)
+            await member.backend.aclose()  # its running calls go on to their ends
+
+    def _named(self, address: Address) -> str:
+        return f"{self.name}/{address.name}"
+
+    def _member(self, address: Address) -> PoolMember:
+        settings = self.settings.for_server(address.url)
+        backend = OpenAIBackend(settings, name=self.name, address=address.connect, lengths=self._lengths)
+        if self._isolation is not None:
+            backend.isolate(self._isolation)
+        if self._most_tokens is not None:
+            backend.limit(self._most_tokens)
+        weight = self.settings.weight * address.weight
+        member = PoolMember(self._named(address), self.name, backend, self._fleet, weight=weight, lost=self._tell_lost)
+        member.draining = member.name in self._drained
+        return member
+
+    def drain(self, name: str, *, on: bool) -> bool:
+        """Send no further calls to the member `name`, or to all if it is the backend's; returns whether there is one.
+
+        A member that leaves and comes back is still drained.
+        """
+        found = [member for member in self.members if name in (member.name, self.name)]
+        for member in found:
+            member.draining = on
+            (self._drained.add if on else self._drained.discard)(member.name)
+        return bool(found)
+
+    def reload(self, settings: OpenAISettings) -> None:
+        """Take over other addresses and another weight, at the next look."""
+        if not self.settings.has_several_servers:
+            return
+        kept = {"base_urls": settings.base_urls, "base_urls_file": settings.base_urls_file, "weight": settings.weight}
+        self.settings, self._stale = self.settings.model_copy(update=kept), True
+
+    def is_due(self, now: float) -> bool:
+        """Whether to look for servers now."""
+        return self._stale or (self.is_dynamic and now >= self.look_at)
+
+    def isolate(self, isolation: TenantIsolation) -> None:
+        self._isolation = isolation
+        for member in self.members:
+            member.backend.isolate(isolation)
+
+    def limit(self, max_tokens: int) -> None:
+        self._most_tokens = max_tokens
+        for member in self.members:
+            member.backend.limit(max_tokens)
+
+    async def check_isolation(self) -> None:
+        """Raises `ConfigurationError` if one that answers could not keep several tenants apart."""
+        await asyncio.gather(*(member.backend.check_isolation() for member in self.members))
+
+    async def leave_loop(self) -> None:
+        await asyncio.gather(*(member.backend.leave_loop() for member in self.members))
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(member.backend.aclose() for member in self.members))
+
+    def _tell_lost(self, name: str) -> None:
+        for tell in self.lost:
+            tell(name)

@@ -1,0 +1,96 @@
+"""Pools of servers that are functions, in loops whose clock jumps: nothing sleeps, and every run is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.pool.pool import Pool
+from agentspec.backends.pool.servers import Servers
+from agentspec.backends.pool.settings import FleetSettings
+from agentspec.backends.settings import OpenAISettings
+from agentspec.placement import PlacementPolicy, RoundRobin
+
+ANSWER = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
+
+
+_SPEC = importlib.util.spec_from_file_location("proxy_fixtures", Path(__file__).parents[2] / "proxy" / "conftest.py")
+assert _SPEC and _SPEC.loader
+_fixtures = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = _fixtures
+_SPEC.loader.exec_module(_fixtures)
+in_virtual_time = _fixtures.in_virtual_time
+
+
+@dataclass
+class Server:
+    """A server that answers `status` or raises `error`; `seen` are its requests, as (time, path)."""
+
+    name: str
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    error: Exception | None = None
+    delay: float = 0.0
+    paths: dict[str, Callable[[], Awaitable[httpx.Response]]] = field(default_factory=dict)
+    seen: list[tuple[float, str]] = field(default_factory=list)
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.seen.append((asyncio.get_running_loop().time(), path))
+        if path in self.paths:
+            return await self.paths[path]()
+        if self.delay:
+            await asyncio.sleep(self.delay)
+        if self.error is not None:
+            raise self.error
+        return httpx.Response(self.status, content=json.dumps(ANSWER), headers=self.headers)
+
+    def times(self, path: str = "/v1/chat/completions") -> list[float]:
+        return [at for at, one in self.seen if one == path]
+
+
+@dataclass
+class Made:
+    pool: Pool
+    servers: list[Servers]
+
+
+def make(
+    *servers: Server,
+    policy: PlacementPolicy | None = None,
+    kind: str = "off",
+    probe: bool = False,
+    fallbacks: tuple[Pool, ...] = (),
+    **fleet: Any,
+) -> Made:
+    """A pool of these servers, to be made and used in one loop, by whose clock it goes."""
+    settings, targets = FleetSettings(**fleet), []
+    for server in servers:
+        own = OpenAISettings(base_url=f"http://{server.name}/v1", vllm=kind, sglang="off", probe=probe)  # type: ignore[arg-type]
+        backend = OpenAIBackend(own, name=server.name, transport=httpx.MockTransport(server))
+        targets.append(Servers(server.name, own, settings, backend))
+    clock = asyncio.get_running_loop().time
+    wired = [(one, None) for one in targets]
+    pool = Pool("m", wired, policy or RoundRobin(), settings, fallbacks=fallbacks, clock=clock, rng=random.Random(1))
+    return Made(pool, targets)
+
+
+@pytest.fixture
+def make_pool() -> Callable[..., Made]:
+    return make
+
+
+@pytest.fixture
+def server() -> type[Server]:
+    return Server

@@ -1,0 +1,277 @@
+"""When a call is tried again, where, and how long that waits: by counts, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing, suppress
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.pool.attempts import Attempts
+from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.blocks import block_hashes
+from agentspec.errors import NoServerError, UpstreamError, UpstreamStatusError
+from agentspec.placement import Call, Member, RoundRobin
+from agentspec.types import GenerateRequest, Labels
+
+REQUEST = GenerateRequest(model="m", messages=({"role": "user", "content": "hi"},))
+REFUSED = httpx.ConnectError("refused")
+
+
+async def ask(pool: Any, request: GenerateRequest = REQUEST) -> str:
+    async with aclosing(PoolBackend(pool).generate(request)) as deltas:
+        return "".join([delta.text async for delta in deltas])
+
+
+def test_a_busy_server_is_asked_again_when_it_wants_to_be(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        busy = server("a", 429, {"retry-after": "2"})
+        with pytest.raises(UpstreamStatusError) as caught:
+            await ask(make_pool(busy).pool)
+        assert caught.value.status == 429 and caught.value.headers["retry-after"] == "2"
+        first, second, third = busy.times()
+        assert first == 0 and 2 <= second <= 2.1 and 2 <= third - second <= 2.1
+
+    in_virtual_time(work())
+
+
+def test_no_wait_is_begun_that_the_deadline_cuts_off(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        busy = server("a", 429, {"retry-after": "2"})
+        request = GenerateRequest(model="m", messages=REQUEST.messages, deadline_s=3.0)
+        with pytest.raises(UpstreamStatusError):
+            await ask(make_pool(busy).pool, request)
+        assert len(busy.times()) == 2  # at 0 and 2; the next would be at 4
+
+    in_virtual_time(work())
+
+
+def test_another_server_comes_first_after_a_short_random_time(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        down, up = server("a", error=REFUSED), server("b")
+        made = make_pool(down, up)
+        assert await ask(made.pool) == "hi"
+        assert 0.012 <= up.times()[0] <= 0.025
+        member = made.servers[1].members[0]
+        assert (member.calls, member.retries, member.in_flight) == (1, 1, 0)
+
+    in_virtual_time(work())
+
+
+def test_the_last_error_is_the_one_that_passes(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        made = make_pool(server("a", error=REFUSED), server("b", 503), server("c", 502), server("d"))
+        with pytest.raises(UpstreamStatusError) as caught:
+            await ask(made.pool)
+        assert caught.value.status == 502
+
+    in_virtual_time(work())
+
+
+@pytest.mark.parametrize("late", [httpx.ReadTimeout("late"), httpx.ReadError("reset behind some bytes")])
+def test_what_the_server_may_be_computing_is_not_sent_again(
+    in_virtual_time: Any, make_pool: Any, server: Any, late: Exception
+) -> None:
+    async def work() -> None:
+        slow, other = server("a", error=late), server("b")
+        with pytest.raises(UpstreamError):
+            await ask(make_pool(slow, other).pool)
+        assert len(slow.times()) == 1 and not other.times()
+
+    in_virtual_time(work())
+
+
+def test_an_answer_that_is_no_json_was_an_answer(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        odd, other = server("a"), server("b")
+
+        async def answer() -> httpx.Response:
+            return httpx.Response(200, content=b"<html>")
+
+        odd.paths["/v1/chat/completions"] = answer
+        with pytest.raises(UpstreamError, match="not JSON"):
+            await ask(make_pool(odd, other).pool)
+        assert not other.times()
+
+    in_virtual_time(work())
+
+
+def test_a_call_that_is_cancelled_tells_nothing_about_the_server(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    """The trial of a half-open breaker included: another call becomes the trial."""
+
+    async def work() -> None:
+        slow = server("a", 503)
+        made = make_pool(slow, failures=1, max_retries=0)
+        with suppress(UpstreamStatusError):
+            await ask(made.pool)
+        [member] = made.servers[0].members
+        with pytest.raises(NoServerError) as caught:
+            await ask(made.pool)
+        assert caught.value.retry_after == 10.0
+        await asyncio.sleep(10)
+        slow.status, slow.delay = 200, 5.0
+        task = asyncio.create_task(ask(made.pool))
+        await asyncio.sleep(1)
+        assert member.in_flight == 1 and member.state(asyncio.get_running_loop().time()) == "open"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert member.in_flight == 0
+        assert await ask(made.pool) == "hi" and member.state(asyncio.get_running_loop().time()) == "ready"
+
+    in_virtual_time(work())
+
+
+def test_half_open_there_is_one_trial_at_a_time(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        failing = server("a", 503)
+        made = make_pool(failing, failures=1, max_retries=0)
+        with suppress(UpstreamStatusError):
+            await ask(made.pool)
+        await asyncio.sleep(10)
+        failing.status, failing.delay = 200, 1.0
+        results = await asyncio.gather(*(ask(made.pool) for _ in range(20)), return_exceptions=True)
+        assert results[0] == "hi" and all(isinstance(one, NoServerError) for one in results[1:])
+        assert len(failing.times()) == 2
+
+    in_virtual_time(work())
+
+
+def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    """Whoever answers 429 is there; no trial is left open."""
+
+    async def work() -> None:
+        one = server("a", 503)
+        made = make_pool(one, failures=1, max_retries=0)
+        for status, pause in ((503, 10.0), (429, 0.0)):
+            one.status = status
+            with suppress(UpstreamStatusError):
+                await ask(made.pool)
+            await asyncio.sleep(pause)
+        one.status = 200
+        assert await ask(made.pool) == "hi" and len(one.times()) == 3
+
+    in_virtual_time(work())
+
+
+def test_nobody_waits_for_a_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        one = server("a", error=REFUSED)
+        with pytest.raises(UpstreamError, match="ConnectError"):
+            await ask(make_pool(one, failures=1).pool)
+        assert len(one.times()) == 1 and asyncio.get_running_loop().time() == 0
+
+    in_virtual_time(work())
+
+
+def test_a_fallback_is_asked_before_the_same_server_again(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        other = server("other")
+        fallback = make_pool(other).pool
+        own = server("a", 503)
+        assert await ask(make_pool(own, fallbacks=(fallback,)).pool) == "hi"
+        assert len(own.times()) == len(other.times()) == 1
+
+    in_virtual_time(work())
+
+
+def test_a_server_that_only_seems_to_fail_is_asked_if_there_is_no_other(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        made = make_pool(server("a"), server("b"))
+        seeming, drained = (servers.members[0] for servers in made.servers)
+        for _ in range(2):
+            seeming.probed(0.0, alive=False)
+        drained.draining = True
+        assert seeming.state(0.0) == "unhealthy" and await ask(made.pool) == "hi" and seeming.calls == 1
+        seeming.draining = True
+        with pytest.raises(NoServerError):
+            await ask(made.pool)
+
+    in_virtual_time(work())
+
+
+class Counting(RoundRobin):
+    """Notes what it is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.calls: list[Call] = []
+
+    def choose(self, call: Call, members: Any) -> Member:
+        self.counts["choose"] += 1
+        self.calls.append(call)
+        return super().choose(call, members)
+
+    def placed(self, call: Call, member: Member) -> None:
+        self.counts["placed"] += 1
+
+    def removed(self, name: str) -> None:
+        self.counts["removed"] += 1
+
+
+def test_a_policy_is_asked_once_a_try_with_names_of_the_tenant_and_reads_no_prompt(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        policy, read = Counting(), []
+
+        def pieces() -> Any:
+            read.append(1)
+            yield b"x" * 5000
+
+        pool = make_pool(*(server(name) for name in "abc"), policy=policy).pool
+        for tenant in ("t", "u"):
+            call = scoped_call(tenant, Labels("s", "w", "step"), pieces())
+            async for attempt in Attempts(pool, call, 60.0):
+                async with attempt:
+                    attempt.answered(200, {})
+        first, second = policy.calls
+        assert policy.counts == {"choose": 2, "placed": 2} and not read
+        assert first.session != second.session and first.workflow != second.workflow and first.step == second.step
+        assert len(first.blocks) == 0 and not read  # released once the answer began
+
+    in_virtual_time(work())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from([200, 429, 500, 502, 503, 504, 0]), min_size=1, max_size=5), st.integers(0, 3))
+def test_however_servers_fail_tries_are_bounded_and_nobody_is_asked_behind_an_answer(
+    in_virtual_time: Any, make_pool: Any, server: Any, kinds: list[int], retries: int
+) -> None:
+    async def work() -> None:
+        servers = [server(f"s{at}", kind or 200, error=None if kind else REFUSED) for at, kind in enumerate(kinds)]
+        made = make_pool(*servers, max_retries=retries)
+        with suppress(UpstreamError):
+            await ask(made.pool)
+        events = sorted((at, number) for number, one in enumerate(servers) for at in one.times())
+        order = [kinds[number] for _, number in events]
+        assert 1 <= len(order) <= retries + 1
+        assert all(kind in (0, 429, 502, 503, 504) for kind in order[:-1])
+        if len(order) < retries + 1:  # whoever gave up earlier had a final answer
+            assert order[-1] in (200, 500)
+        assert all(member.in_flight == 0 for one in made.servers for member in one.members)
+
+    in_virtual_time(work())
+
+
+def test_a_chat_begins_as_its_next_turn_does() -> None:
+    """What a conversation gets behind it changes none of its blocks; other tools in front of it change all."""
+    turns = [
+        {"role": "user", "content": "x" * 3000},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    ]
+    short, long = ({"messages": messages} for messages in (turns, [*turns, {"role": "user", "content": "y" * 3000}]))
+    first, second = (list(block_hashes("t", prompt_pieces(fields))) for fields in (short, long))
+    assert len(first) == 2 and second[:2] == first and len(second) == 5
+    assert not set(first) & set(block_hashes("t", prompt_pieces({**short, "tools": [{"type": "function"}]})))

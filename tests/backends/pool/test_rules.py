@@ -1,0 +1,145 @@
+"""The rules that need no server: breaker, budget, outliers, blocks, load, waiting times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.pool.attempts import retry_after
+from agentspec.backends.pool.blocks import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks, block_hashes
+from agentspec.backends.pool.breaker import CircuitBreaker
+from agentspec.backends.pool.budget import RetryBudget
+from agentspec.backends.pool.load import ServerLoad, parse_load
+from agentspec.backends.pool.outliers import ejection_time, outliers
+
+
+def test_the_breaker_opens_after_five_failures_in_a_row_and_allows_one_trial_after_ten_seconds() -> None:
+    breaker = CircuitBreaker(5, 10.0)
+    for _ in range(4):
+        breaker.failed(0.0)
+    breaker.succeeded()
+    for second in range(5):
+        assert breaker.allows(second)
+        breaker.failed(second)
+    assert breaker.state(4.0) == breaker.state(13.9) == "open" and not breaker.allows(13.9)
+    assert breaker.state(14.0) == "half_open" and breaker.allows(14.0)
+    breaker.begin()
+    assert not breaker.allows(14.0)
+    breaker.failed(15.0)
+    assert breaker.state(24.9) == "open" and breaker.allows(25.0)
+    breaker.begin()
+    breaker.succeeded()
+    assert breaker.state(25.0) == "closed"
+
+
+def test_a_trial_that_tells_nothing_makes_room_for_another() -> None:
+    breaker = CircuitBreaker(1, 10.0)
+    breaker.failed(0.0)
+    breaker.begin()
+    breaker.given_up()
+    assert breaker.allows(10.0)
+
+
+def test_failures_of_calls_that_began_before_do_not_keep_the_breaker_open() -> None:
+    breaker = CircuitBreaker(2, 10.0)
+    for second in (0.0, 0.0, 9.0, 9.5):
+        breaker.failed(second)
+    assert breaker.allows(10.0)
+
+
+def test_something_else_that_shows_the_server_is_back_brings_the_trial_forward() -> None:
+    breaker = CircuitBreaker(1, 10.0)
+    breaker.half_open(0.0)
+    assert breaker.state(0.0) == "closed"
+    breaker.failed(0.0)
+    breaker.half_open(1.0)
+    assert breaker.state(1.0) == "half_open"
+
+
+def test_retries_are_a_fifth_of_the_calls_and_ten_a_second_in_any_case() -> None:
+    budget = RetryBudget(0.2, 10.0)
+    assert [budget.take(0.5) for _ in range(12)] == [True] * 10 + [False] * 2
+    assert budget.take(1.5)  # another second
+    budget = RetryBudget(0.2, 0.0)
+    for _ in range(100):
+        budget.called(5.0)
+    assert sum(budget.take(5.0) for _ in range(50)) == 20
+    assert not budget.take(14.9)
+    assert not budget.take(15.0)  # the calls are forgotten, too
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=300), st.floats(0, 1), st.floats(0, 5))
+def test_retries_never_exceed_share_and_floor(events: list[tuple[float, bool]], share: float, floor: float) -> None:
+    budget, calls, taken = RetryBudget(share, floor), 0, 0
+    for at, is_call in sorted(events):
+        if is_call:
+            budget.called(at)
+            calls += 1
+        else:
+            taken += budget.take(at)
+    assert taken <= share * calls + 1 + (floor + 1) * 31
+
+
+def test_who_fails_far_more_often_than_the_others_is_an_outlier() -> None:
+    assert outliers({"a": (100, 30), "b": (100, 1), "c": (100, 0)}) == ["a"]
+    assert outliers({"a": (100, 30), "b": (100, 30)}) == []  # something else is wrong
+    assert outliers({"a": (9, 9), "b": (100, 0)}) == []  # too few to tell
+    assert outliers({"a": (100, 100)}) == []
+    assert outliers({"a": (50, 50), "b": (50, 40), "c": (50, 0), "d": (50, 0)}) == ["a", "b"]
+    assert [ejection_time(30.0, times) for times in (0, 1, 20)] == [30.0, 60.0, 300.0]
+
+
+@given(st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 200), st.integers(0, 200)), max_size=9))
+def test_at_least_half_of_a_pool_is_never_ejected(counts: dict[str, tuple[int, int]]) -> None:
+    whole = {name: (max(pair), min(pair)) for name, pair in counts.items()}
+    assert len(outliers(whole)) <= len(whole) / 2
+
+
+@given(st.binary(max_size=5000), st.binary(max_size=3000), st.integers(1, 999))
+def test_equal_beginnings_have_equal_blocks_however_the_text_is_cut(text: bytes, more: bytes, size: int) -> None:
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    whole = list(block_hashes("t", [text]))
+    assert whole == list(block_hashes("t", pieces)) == list(block_hashes("t", [text, more]))[: len(whole)]
+    assert len(whole) == len(text) // BLOCK_BYTES
+    assert not set(whole) & set(block_hashes("other tenant", [text]))
+
+
+def test_blocks_are_computed_when_they_are_looked_at_and_long_prompts_only_in_part() -> None:
+    read: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        for number in range(4 * MAX_BLOCKS):
+            read.append(number)
+            yield bytes(BLOCK_BYTES)
+
+    blocks = PromptBlocks("t", pieces)
+    assert not read
+    assert len(blocks) == MAX_BLOCKS and len(read) == MAX_BLOCKS and blocks[0] != blocks[1] and len(blocks[:3]) == 3
+    released = PromptBlocks("t", pieces)
+    released.release()
+    assert list(released) == [] and len(read) == MAX_BLOCKS
+
+
+def test_the_load_of_vllm_and_sglang_is_read_from_their_metrics() -> None:
+    vllm = (
+        '# HELP vllm:num_requests_running x\nvllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+        'vllm:num_requests_running{engine="1",model_name="m"} 1.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
+    )
+    assert parse_load(vllm) == ServerLoad(4, 2, 0.75)
+    sglang = 'sglang:num_running_reqs{m="x"} 5\nsglang:num_queue_reqs{m="x"} 7\nsglang:token_usage{m="x"} 1.5\n'
+    assert parse_load(sglang) == ServerLoad(5, 7, 1.0)
+    assert parse_load("process_cpu_seconds_total 3.0\nvllm:num_requests_running NaN\n") is None
+
+
+def test_how_long_a_server_asks_to_wait() -> None:
+    assert retry_after({"retry-after": "2"}) == 2.0
+    assert retry_after({"retry-after-ms": "250", "retry-after": "1"}) == 0.25
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    assert 25 < (retry_after({"retry-after": later}) or 0) <= 30
+    for wrong in ("", "soon", "-3", "inf", "nan"):
+        assert retry_after({"retry-after": wrong}) is None

@@ -1,0 +1,158 @@
+"""Servers that come and go: by DNS, in a file, by a reload. A drained one stays drained."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentspec.backends.pool.discovery import DiscoveryError, discover, listed
+from agentspec.backends.pool.fleet import Fleet
+from agentspec.backends.pool.servers import Servers
+from agentspec.backends.pool.settings import FleetSettings, PoolSpec, PoolTarget
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import ConfigurationError, InvalidRequestError
+
+
+def settings(**given: Any) -> OpenAISettings:
+    return OpenAISettings(**given)
+
+
+def named(addresses: Any) -> list[str]:
+    return [one.name for one in addresses]
+
+
+def test_listed_servers_are_named_by_host_and_port_and_by_path_if_need_be() -> None:
+    urls = settings(
+        base_urls=["http://a/v1", "https://b/v1", "http://c:1/x/v1", "http://c:1/y/v1", "http://[::1]:2/v1"]
+    )
+    expected = ["a:80", "b:443", "c:1/x/v1", "c:1/y/v1", "[::1]:2"]
+    assert named(listed(urls.base_urls or ())) == expected
+
+
+def resolving(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], list[str]]) -> None:
+    def getaddrinfo(host: str, port: int, *arguments: Any, **options: Any) -> list[Any]:
+        assert host == "vllm.test"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answer()]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+def test_each_address_of_a_name_is_a_server_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str]] = [["10.0.0.2", "10.0.0.1", "10.0.0.1"], ["10.0.0.2", "10.0.0.3"], []]
+    resolving(monkeypatch, lambda: answers.pop(0))
+
+    async def work() -> None:
+        servers = Servers("a", settings(base_url="http://vllm.test:8000/v1", resolve="a"), FleetSettings())
+        lost: list[str] = []
+        servers.lost.append(lost.append)
+        await servers.refresh(0.0)
+        assert named(servers.members) == ["a/10.0.0.1:8000", "a/10.0.0.2:8000"]
+        kept = servers.members[1]
+        assert servers.drain("a/10.0.0.2:8000", on=True)
+        await servers.refresh(5.0)
+        assert named(servers.members) == ["a/10.0.0.2:8000", "a/10.0.0.3:8000"] and servers.members[0] is kept
+        assert lost == ["a/10.0.0.1:8000"] and kept.draining
+        await servers.refresh(10.0)  # a name without addresses is no reason to lose all servers
+        assert len(servers.members) == 2
+        endpoint = kept.backend.endpoint
+        assert endpoint.name == "'a'" and "10.0.0" not in repr(endpoint)  # errors for clients name the backend
+        await servers.aclose()
+
+    asyncio.run(work())
+
+
+def test_a_lookup_that_fails_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing() -> list[str]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    resolving(monkeypatch, failing)
+    servers = Servers("a", settings(base_url="http://vllm.test/v1", resolve="a"), FleetSettings())
+    for now in range(3):
+        asyncio.run(servers.refresh(float(now)))
+    assert servers.members == () and [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_service_records_give_ports_and_weights_by_the_best_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = pytest.importorskip("dns.asyncresolver")
+
+    class Records(list[Any]):
+        rrset = SimpleNamespace(ttl=3)
+
+    async def resolve(name: str, kind: str) -> Records:
+        assert (name, kind) == ("_http._tcp.vllm.test", "SRV")
+        found = [(0, 2, "n1.test.", 8001), (0, 0, "n2.test.", 8002), (5, 1, "spare.test.", 8000)]
+        return Records(SimpleNamespace(priority=p, weight=w, target=t, port=port) for p, w, t, port in found)
+
+    monkeypatch.setattr(resolver, "resolve", resolve)
+
+    async def work() -> None:
+        own = settings(base_url="http://_http._tcp.vllm.test/v1", resolve="srv", weight=2.0)
+        servers = Servers("a", own, FleetSettings())
+        await servers.refresh(0.0)
+        assert [(one.name, one.weight) for one in servers.members] == [("a/n1.test:8001", 4.0), ("a/n2.test:8002", 2.0)]
+        assert servers.look_at == 3.0  # when the records are stale
+
+    asyncio.run(work())
+
+
+def test_service_records_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.backends.pool.discovery.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"agentspec\[dns\]"):
+        Servers("a", settings(base_url="http://_http._tcp.vllm.test/v1", resolve="srv"), FleetSettings())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "names no server"), ("# none\n\n", "names no server"), ("http://a/v1\nnode2\n", "'node2'")],
+)
+def test_a_file_that_names_no_servers_changes_nothing(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "servers"
+    file.write_text("http://a:1/v1\n\n  # spare\nhttp://b:1/v1\nhttp://a:1/v1\n")
+    servers = Servers("s", settings(base_urls_file=str(file)), FleetSettings())
+    asyncio.run(servers.refresh(0.0))
+    assert named(servers.members) == ["s/a:1", "s/b:1"]
+    file.write_text(text)
+    asyncio.run(servers.refresh(5.0))
+    assert named(servers.members) == ["s/a:1", "s/b:1"]
+    with pytest.raises(DiscoveryError, match=message):
+        asyncio.run(discover(servers.settings))
+    file.unlink()
+    with pytest.raises(DiscoveryError, match="No such file"):
+        asyncio.run(discover(servers.settings))
+
+
+def fleet(*urls: str, **given: Any) -> Fleet:
+    own = settings(base_urls=urls, **given)
+    return Fleet({"a": PoolSpec("a", (PoolTarget("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
+
+
+def test_a_reload_changes_which_servers_there_are() -> None:
+    made = fleet("http://a:1/v1", "http://b:1/v1")
+    servers = made.servers["a"]
+    before = servers.members[1]
+    assert not servers.is_due(0.0)
+    made.reload({"a": settings(base_urls=["http://b:1/v1", "http://c:1/v1"], weight=3.0)})
+    assert servers.is_due(0.0)
+    asyncio.run(servers.refresh(0.0))
+    assert named(servers.members) == ["a/b:1", "a/c:1"] and servers.members[0] is before
+    assert [one.seen().weight for one in servers.members] == [3.0, 3.0] and not servers.is_due(1e9)
+
+
+def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() -> None:
+    made = fleet("http://a:1/v1", "http://b:1/v1")
+    made.drain("a/b:1", on=True)
+    assert made.drained() == ["a/b:1"] and [one.state for one in made.samples()] == ["ready", "draining"]
+    made.drain("a", on=True)
+    assert made.drained() == ["a/a:1", "a/b:1"]
+    made.drain("a", on=False)
+    assert made.drained() == []
+    with pytest.raises(InvalidRequestError, match="members: a/a:1, a/b:1"):
+        made.drain("c", on=True)

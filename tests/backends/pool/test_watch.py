@@ -1,0 +1,234 @@
+"""What is done in the background: health, load, outliers. In virtual time, by counts of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import httpx2 as httpx
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.pool.load import ServerLoad
+from agentspec.backends.pool.member import PoolMember
+from agentspec.backends.pool.settings import FleetSettings
+from agentspec.backends.pool.watch import TICK_SECONDS, Watch, sweep
+from agentspec.backends.settings import OpenAISettings
+
+MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
+METRICS = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.5\n"
+
+
+async def answering(content: bytes, status: int = 200) -> httpx.Response:
+    return httpx.Response(status, content=content)
+
+
+def watching(made: Any, **settings: Any) -> Watch:
+    fleet = made.pool.fleet.model_copy(update=settings)
+    return Watch(made.servers, [made.pool], fleet, asyncio.get_running_loop().time)
+
+
+def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        one = server("a", paths={"/metrics": lambda: answering(METRICS)})
+        made = make_pool(one, kind="on", probe=True)
+        watch = watching(made)
+        watch.ensure()
+        watch.ensure()  # it runs already
+        await asyncio.sleep(20.1)
+        await watch.aclose()
+        health, metrics = one.times("/health"), one.times("/metrics")
+        assert len(health) == 11 and 18 <= len(metrics) <= 20
+        assert min(later - sooner for sooner, later in pairwise(metrics)) >= 1
+        [member] = made.servers[0].members
+        assert member.load == ServerLoad(3, 2, 0.5) and member.seen().waiting == 2 and member.seen().kv_use == 0.5
+        before = len(one.seen)
+        await asyncio.sleep(20)
+        assert len(one.seen) == before
+
+    in_virtual_time(work())
+
+
+def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_once(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        async def hanging() -> httpx.Response:
+            await asyncio.sleep(1000)
+            return httpx.Response(200)
+
+        one = server("a", paths={"/metrics": hanging})
+        made = make_pool(one, kind="on", probe=True)
+        watch = watching(made, probe_timeout=5.0)
+        watch.ensure()
+        await asyncio.sleep(30)
+        assert len(one.times("/metrics")) <= 7  # each takes its five seconds
+        [member] = made.servers[0].members
+        assert member.load is None and member.state(30.0) == "ready"
+        await watch.aclose()
+
+    in_virtual_time(work())
+
+
+def test_a_server_without_metrics_is_seldom_asked_for_them(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        one = server("a", paths={"/metrics": lambda: answering(b"", 404)})
+        watch = watching(make_pool(one, kind="on", probe=True))
+        watch.ensure()
+        await asyncio.sleep(59)
+        assert len(one.times("/metrics")) == 1
+        await watch.aclose()
+
+    in_virtual_time(work())
+
+
+def test_hosted_apis_are_left_alone(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        one = server("a")
+        watch = watching(make_pool(one, kind="on", probe=False))
+        watch.ensure()
+        await asyncio.sleep(30)
+        assert one.seen == []
+        await watch.aclose()
+
+    in_virtual_time(work())
+
+
+def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        one = server("a", 503)
+        made = make_pool(one, probe=True)
+        lost: list[str] = []
+        made.servers[0].lost.append(lost.append)
+        watch = watching(made)
+        watch.ensure()
+        [member] = made.servers[0].members
+        await asyncio.sleep(1)
+        assert member.state(0.0) == "ready" and not lost
+        await asyncio.sleep(2)
+        assert member.state(0.0) == "unhealthy" and lost == ["a"]
+        one.status = 404  # it has no such route, but it answers
+        await asyncio.sleep(2)
+        assert member.state(0.0) == "ready"
+        await watch.aclose()
+
+    in_virtual_time(work())
+
+
+def test_a_server_that_is_back_need_not_wait_for_its_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    """If it could not be reached; one that answers with errors has to."""
+
+    async def work() -> None:
+        made = make_pool(server("a"), server("b"), probe=True, failures=1)
+        unreachable, erring = (one.members[0] for one in made.servers)
+        unreachable.failed(0.0, unreachable=True)
+        erring.failed(0.0)
+        watch = watching(made)
+        watch.ensure()
+        await asyncio.sleep(0.5)
+        assert (unreachable.state(0.5), erring.state(0.5)) == ("half_open", "open")
+        await watch.aclose()
+
+    in_virtual_time(work())
+
+
+def test_a_server_that_was_gone_gets_calls_within_an_interval_of_coming_back(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        one = server("a", error=httpx.ConnectError("refused"))
+        made = make_pool(one, probe=True, open_seconds=1000.0)
+        watch = watching(made)
+        watch.ensure()
+        loop, [member] = asyncio.get_running_loop(), made.servers[0].members
+        for _ in range(5):
+            member.failed(loop.time(), unreachable=True)
+        await asyncio.sleep(7)
+        assert member.state(loop.time()) == "open"
+        one.error = None
+        await asyncio.sleep(made.pool.fleet.probe_interval + TICK_SECONDS)
+        assert member.state(loop.time()) == "half_open"
+        await watch.aclose()
+
+    in_virtual_time(work())
+
+
+def test_outliers_are_left_out_for_longer_each_time(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        made = make_pool(server("a"), server("b"))
+        bad, good = members = [one.members[0] for one in made.servers]
+        now = 0.0
+        for seconds in (30.0, 60.0):
+            for _ in range(20):
+                bad.succeeded()
+                bad.failed(now)
+                good.succeeded()
+            sweep([members, members], now)
+            assert bad.state(now + seconds - 0.1) == "ejected" and bad.state(now + seconds) == "ready"
+            assert good.state(now) == "ready" and bad.recent == good.recent == (0, 0)
+            now += 100
+        assert bad.ejections == 2
+
+    in_virtual_time(work())
+
+
+class MemberMachine(RuleBasedStateMachine):
+    """What a member remembers between calls is never stale, and its counts fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        backend = OpenAIBackend(OpenAISettings(base_url="http://a/v1"))  # type: ignore[arg-type]
+        self.member = PoolMember("a", "a", backend, FleetSettings(failures=2))
+        self.now, self.calls = 0.0, 0
+
+    @rule(seconds=st.floats(0, 40))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.member.takes_calls(self.now, last_resort=True))
+    @rule()
+    def begin(self) -> None:
+        self.member.begin(retry=False)
+        self.calls += 1
+
+    @precondition(lambda self: self.calls)
+    @rule(told=st.sampled_from(["succeeded", "failed", "erred", ""]))
+    def end(self, told: str) -> None:
+        if told:
+            getattr(self.member, told)(*([self.now] if told == "failed" else []))
+        self.member.end(told=bool(told))
+        self.calls -= 1
+
+    @rule(alive=st.booleans())
+    def probe(self, alive: bool) -> None:
+        self.member.probed(self.now, alive=alive)
+
+    @rule(on=st.booleans())
+    def drain(self, on: bool) -> None:
+        self.member.draining = on
+
+    @rule(seconds=st.floats(0, 20))
+    def ask_to_wait(self, seconds: float) -> None:
+        self.member.asked_to_wait(self.now + seconds)
+
+    @rule()
+    def eject(self) -> None:
+        self.member.eject(self.now)
+
+    @invariant()
+    def follows_from_its_state(self) -> None:
+        state = self.member.state(self.now)
+        assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
+        assert self.member.takes_calls(self.now, last_resort=True) == (state not in ("open", "draining"))
+        assert self.member.in_flight == self.calls
+
+
+TestMember = MemberMachine.TestCase
+TestMember.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

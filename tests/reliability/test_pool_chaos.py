@@ -1,0 +1,284 @@
+"""U2, U3 and U10 with real processes: engines are killed, stopped, slowed down and exchanged under open streams.
+
+A call may end with an error only if a part of its answer had come. No engine gets a call of which another has sent a
+byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.pool.settings import FleetSettings
+from agentspec.backends.settings import OpenAISettings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
+
+PROGRAM = Path(__file__).with_name("scripted_engine.py")
+FLEET = FleetSettings(probe_interval=0.5, probe_timeout=1.0, discovery_interval=0.5, open_seconds=2.0)
+SIZES = [
+    pytest.param(50, 4.0, id="50 streams", marks=pytest.mark.slow),
+    pytest.param(200, 20.0, id="200 streams", marks=pytest.mark.long),
+]
+pytestmark = [
+    pytest.mark.reliability,
+    pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has one loopback address only"),
+]
+
+
+@dataclass
+class Engines:
+    """Engines at addresses of their own, all at the same port."""
+
+    folder: Path
+    port: int
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, mode: str = "plain") -> None:
+        number = int(name[1:])
+        command = [sys.executable, PROGRAM, f"127.0.0.{number}", str(self.port), self.folder / "log", name, mode]
+        self.processes[name] = subprocess.Popen(command)
+        while not self.answers(name):
+            assert self.processes[name].poll() is None
+
+    def answers(self, name: str) -> bool:
+        try:
+            socket.create_connection((f"127.0.0.{name[1:]}", self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+    def signal(self, name: str, sent: signal.Signals) -> None:
+        self.processes[name].send_signal(sent)
+
+    def urls(self, *names: str) -> str:
+        return "".join(f"http://127.0.0.{name[1:]}:{self.port}/v1\n" for name in names)
+
+    def events(self) -> list[tuple[int, str, str, str]]:
+        lines = (self.folder / "log").read_text().splitlines()
+        return sorted((int(at), what, call, name) for at, what, call, name in (line.split() for line in lines))
+
+    def begun(self) -> Counter[str]:
+        return Counter(name for _, what, _, name in self.events() if what == "begin")
+
+    def sent_twice(self) -> list[str]:
+        """The calls that an engine got after another one had sent a byte of their answer."""
+        answered: set[str] = set()
+        twice = []
+        for _, what, call, _ in self.events():
+            if what == "byte":
+                answered.add(call)
+            elif call in answered:
+                twice.append(call)
+        return twice
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        port = listening.getsockname()[1]
+    started = Engines(tmp_path, port)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+@dataclass
+class Clients:
+    """So many clients that ask one call after the other. `outcomes` counts how calls ended."""
+
+    url: str
+    count: int
+    outcomes: Counter[str] = field(default_factory=Counter)
+    stopped: bool = False
+    numbers: int = 0
+    limit: float = 120.0
+
+    async def run(self) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=self.limit, limits=limits) as client:
+            await asyncio.gather(*(self._ask_on(client) for _ in range(self.count)))
+
+    async def _ask_on(self, client: httpx.AsyncClient) -> None:
+        while not self.stopped:
+            self.numbers += 1
+            self.outcomes[await self._outcome(client, f"c{self.numbers}")] += 1
+
+    async def _outcome(self, client: httpx.AsyncClient, call: str) -> str:
+        body = {"model": "m", "messages": [{"role": "user", "content": call}], "user": call, "stream": True}
+        content = b""
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for piece in response.aiter_raw():
+                content += piece
+        if content.endswith(b"data: [DONE]\n\n"):
+            return "whole"
+        begun = b'"content": "x"' in content and content.count(b'"error"') == 1
+        return "broken off after its begin" if begun else f"lost: {response.status_code} {content[:200]!r}"
+
+
+Chaos = Callable[[], None]
+
+
+def under_load(url: str, streams: int, chaos: Chaos) -> Counter[str]:
+    """How calls end while `chaos` happens."""
+    clients = Clients(url, streams)
+    thread = threading.Thread(target=lambda: asyncio.run(clients.run()))
+    thread.start()
+    try:
+        chaos()
+    finally:
+        clients.stopped = True
+        thread.join(180)
+    assert not thread.is_alive()
+    return clients.outcomes
+
+
+def settings(fleet: FleetSettings = FLEET, **backend: Any) -> Settings:
+    up = OpenAISettings(vllm="off", sglang="off", **backend)
+    models = {"m": ModelSettings(backend="up", placement="round_robin")}
+    return Settings(server=ServerSettings(max_concurrent=1000), backends={"up": up}, models=models, fleet=fleet)
+
+
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_u3_engines_that_are_killed_lose_nothing_that_had_not_begun(
+    gateway: Any, engines: Engines, tmp_path: Path, streams: int, seconds: float
+) -> None:
+    for name in ("e1", "e2", "e3"):
+        engines.start(name)
+    running = gateway({}, settings(base_urls=engines.urls("e1", "e2", "e3").split()))
+    after: list[int] = []
+
+    def chaos() -> None:
+        for _ in range(2):
+            time.sleep(seconds / 4)
+            engines.signal("e1", signal.SIGKILL)
+            engines.processes["e1"].wait()
+            time.sleep(seconds / 4)
+            after.append(engines.begun()["e1"])
+            engines.start("e1")
+            limit = seconds + 60
+            while engines.begun()["e1"] == after[-1] and limit > 0:
+                time.sleep(0.1)
+                limit -= 0.1
+
+    outcomes = under_load(running.url, streams, chaos)
+    assert outcomes.keys() <= {"whole", "broken off after its begin"}, outcomes
+    assert outcomes["whole"] > 3 * streams and 0 < outcomes["broken off after its begin"] <= 2 * streams
+    assert engines.sent_twice() == [] and engines.begun()["e1"] > after[-1]
+
+
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_u10_an_engine_that_is_stopped_for_a_while_breaks_no_call(
+    gateway: Any, engines: Engines, streams: int, seconds: float
+) -> None:
+    for name in ("e1", "e2", "e3"):
+        engines.start(name)
+    running = gateway({}, settings(base_urls=engines.urls("e1", "e2", "e3").split()))
+    stopped: list[int] = []
+
+    def chaos() -> None:
+        time.sleep(1)
+        engines.signal("e1", signal.SIGSTOP)
+        time.sleep(seconds)
+        [sample] = [one for one in running.runtime.fleet.samples() if one.member.startswith("up/127.0.0.1:")]
+        stopped.extend([sample.in_flight, sample.state == "unhealthy"])
+        engines.signal("e1", signal.SIGCONT)
+        time.sleep(2)
+
+    outcomes = under_load(running.url, streams, chaos)
+    assert outcomes.keys() == {"whole"} and stopped[1], (outcomes, stopped)
+    assert engines.sent_twice() == []
+
+
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_u9_an_engine_of_a_byte_a_second_keeps_only_its_own_calls_waiting(
+    gateway: Any, engines: Engines, streams: int, seconds: float
+) -> None:
+    engines.start("e1", "loris")
+    engines.start("e2")
+    both = settings(base_urls=engines.urls("e1", "e2").split())
+    both = both.model_copy(update={"models": {"m": ModelSettings(backend="up", placement="least_loaded")}})
+    running = gateway({}, both)
+    outcomes = under_load(running.url, streams, lambda: time.sleep(seconds))
+    assert outcomes.keys() == {"whole"} and engines.sent_twice() == []
+    begun = engines.begun()
+    assert begun["e2"] > begun["e1"]  # whose calls pile up
+
+
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_a_file_that_changes_moves_new_calls_and_ends_none(
+    gateway: Any, engines: Engines, until: Any, tmp_path: Path, streams: int, seconds: float
+) -> None:
+    for name in ("e1", "e2", "e3"):
+        engines.start(name)
+    file = tmp_path / "servers"
+    file.write_text(engines.urls("e1", "e2"))
+    running = gateway({}, settings(base_urls_file=str(file)))
+    checked: list[bool] = []
+
+    def chaos() -> None:
+        time.sleep(seconds / 2)
+        new = tmp_path / "new"
+        new.write_text(engines.urls("e2", "e3"))
+        os.replace(new, file)
+        until(lambda: engines.begun()["e3"])
+        time.sleep(0.2)
+        before = engines.begun()["e1"]
+        time.sleep(seconds / 2)
+        checked.append(engines.begun()["e1"] == before)
+
+    outcomes = under_load(running.url, streams, chaos)
+    assert outcomes.keys() == {"whole"} and checked == [True] and engines.sent_twice() == []
+
+
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_a_name_whose_addresses_change_moves_new_calls_and_ends_none(
+    gateway: Any,
+    engines: Engines,
+    until: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: int,
+    seconds: float,
+) -> None:
+    for name in ("e1", "e2", "e3"):
+        engines.start(name)
+    addresses = ["127.0.0.1", "127.0.0.2"]
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
+        if host != "engines.test":
+            return real(host, port, *arguments, **options)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    running = gateway({}, settings(base_url=f"http://engines.test:{engines.port}/v1", resolve="a"))
+
+    def chaos() -> None:
+        time.sleep(seconds / 2)
+        addresses[:] = ["127.0.0.2", "127.0.0.3"]
+        until(lambda: engines.begun()["e3"])
+        time.sleep(seconds / 2)
+
+    outcomes = under_load(running.url, streams, chaos)
+    assert outcomes.keys() == {"whole"} and engines.sent_twice() == []
+    assert set(engines.begun()) == {"e1", "e2", "e3"}

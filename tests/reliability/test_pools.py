@@ -1,0 +1,221 @@
+"""Cases U1, U2, U3 and U10 with pools: what is tried again, where, how often, and what a client gets in the end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.pool.settings import FleetSettings
+from agentspec.backends.settings import OpenAISettings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
+
+pytestmark = pytest.mark.reliability
+CHAT = "/v1/chat/completions"
+TRUST = ssl.create_default_context()  # to make one takes long
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+ANSWER = json.dumps({"choices": [{"index": 0, "message": {"content": "hello"}, "finish_reason": "stop"}]}).encode()
+QUIET = {"vllm": "off", "sglang": "off", "probe": False}
+Script = Callable[[Any], None]
+
+
+def pool(
+    *urls: str, server: dict[str, Any] | None = None, fleet: dict[str, Any] | None = None, **model: Any
+) -> Settings:
+    """Settings in which the model `m` is answered by the servers at `urls`, one after the other."""
+    names = [f"s{number}" for number in range(len(urls))]
+    upstreams = {name: OpenAISettings(base_url=url, **QUIET) for name, url in zip(names, urls, strict=True)}  # type: ignore[arg-type]
+    own = ModelSettings(backends=tuple(names), **{"placement": "round_robin", **model})
+    return Settings(
+        server=ServerSettings(**server or {}), backends=upstreams, models={"m": own}, fleet=FleetSettings(**fleet or {})
+    )
+
+
+def post(running: Any, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{running.url}{CHAT}", json={**BODY, **fields}, timeout=60, verify=TRUST)
+
+
+def says(text: str) -> Script:
+    return lambda request: request.answer(ANSWER.replace(b"hello", text.encode()))
+
+
+def refuses(status: int, **headers: str) -> Script:
+    return lambda request: request.answer(b'{"error": {"message": "no"}}', status, **headers)
+
+
+def hangs_up(request: Any) -> None:
+    request.connection.close()
+
+
+def unreachable() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+def test_u1_a_busy_server_is_waited_for_as_long_as_it_asks_and_then_passed_on(gateway: Any, upstream: Any) -> None:
+    """With one server alone: the wait is honoured, within two retries, and the last answer passes as it is."""
+    body = b'{"error": {"message": "slow down"}}'
+    server = upstream(lambda request: request.answer(body, 429, retry_after_ms="20", retry_after="1"))
+    response = post(gateway({}, pool(server.url)))
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.content == body and len(server.requests) == 3
+
+
+def test_u1_a_wait_beyond_the_clients_deadline_is_not_begun(gateway: Any, upstream: Any) -> None:
+    server = upstream(refuses(429, retry_after="30"))
+    response = post(gateway({}, pool(server.url, server={"request_timeout": 20.0})))
+    assert response.status_code == 429 and response.headers["retry-after"] == "30" and len(server.requests) == 1
+
+
+def test_u1_another_server_is_asked_at_once_when_one_is_busy(gateway: Any, upstream: Any) -> None:
+    busy, free = upstream(refuses(429, retry_after="30")), upstream(says("free"))
+    running = gateway({}, pool(busy.url, free.url))
+    assert [post(running).json()["choices"][0]["message"]["content"] for _ in range(6)] == ["free"] * 6
+    assert len(busy.requests) == 1  # it asked to be left alone
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_u2_an_error_before_the_first_byte_is_tried_at_another_server(gateway: Any, upstream: Any, status: int) -> None:
+    failing, working = upstream(refuses(status)), upstream(says("hello"))
+    running = gateway({}, pool(failing.url, working.url))
+    assert [post(running).status_code for _ in range(4)] == [200] * 4
+    assert 1 <= len(failing.requests) <= 2 and len(working.requests) == 4
+    assert all(request.json == BODY | {"model": "m"} for request in working.requests)
+
+
+@pytest.mark.parametrize("status", [500, 400, 404, 501])
+def test_u2_other_errors_are_no_reason_to_ask_again(gateway: Any, upstream: Any, status: int) -> None:
+    servers = [upstream(refuses(status)), upstream(refuses(status))]
+    assert post(gateway({}, pool(*(one.url for one in servers)))).status_code == status
+    assert sum(len(one.requests) for one in servers) == 1
+
+
+def test_u2_two_retries_at_most_and_the_last_error_passes(gateway: Any, upstream: Any) -> None:
+    order: list[int] = []
+
+    def failing(number: int) -> Script:
+        def script(request: Any) -> None:
+            order.append(number)
+            request.answer(b'{"error": {"message": "%d"}}' % number, 503)
+
+        return script
+
+    servers = [upstream(failing(number)) for number in range(4)]
+    response = post(gateway({}, pool(*(one.url for one in servers))))
+    assert response.status_code == 503 and len(order) == len(set(order)) == 3
+    assert response.json() == {"error": {"message": str(order[-1])}}
+
+
+def test_u2_nothing_is_sent_twice_once_a_byte_has_come(gateway: Any, upstream: Any) -> None:
+    """A stream that breaks off, a whole answer that does, and a head that is none: all end the call."""
+
+    def cut_stream(request: Any) -> None:
+        request.head()
+        request.send(b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n')
+
+    def cut_answer(request: Any) -> None:
+        request.head(200, "application/json", content_length="100")
+        request.send(b"{")
+
+    def half_a_head(request: Any) -> None:
+        request.send(b"HTTP/1.1 20")
+
+    for script, stream in ((cut_stream, True), (cut_answer, False), (half_a_head, False)):
+        servers = [upstream(script), upstream(script)]
+        response = post(gateway({}, pool(*(one.url for one in servers))), stream=stream)
+        assert response.status_code == (200 if stream else 502)
+        assert b"error" in response.content and sum(len(one.requests) for one in servers) == 1
+
+
+def test_u2_retries_stay_within_their_budget(gateway: Any, upstream: Any) -> None:
+    """With a share of a fifth and no floor, of 50 calls that all fail, ten retries are sent."""
+    servers = [upstream(refuses(503)) for _ in range(2)]
+    fleet = {"retry_floor": 0.0, "failures": 1000}
+    running = gateway({}, pool(*(one.url for one in servers), fleet=fleet))
+    assert {post(running).status_code for _ in range(50)} == {503}
+    assert 58 <= sum(len(one.requests) for one in servers) <= 60
+
+
+@pytest.mark.parametrize("why", ["refused", "reset", "dns", "tls"])
+def test_u3_a_server_that_cannot_be_reached_is_left_for_another(gateway: Any, upstream: Any, why: str) -> None:
+    closing = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=lambda: [closing.accept()[0].close() for _ in range(2)], daemon=True).start()
+    url = {
+        "refused": unreachable(),
+        "reset": upstream(hangs_up).url,
+        "dns": "http://no-such-host.invalid/v1",
+        "tls": f"https://127.0.0.1:{closing.getsockname()[1]}/v1",
+    }[why]
+    working = upstream(says("hello"))
+    running = gateway({}, pool(url, working.url))
+    with closing:
+        assert [post(running).status_code for _ in range(4)] == [200] * 4
+    assert len(working.requests) == 4
+
+
+def test_u3_if_none_can_be_reached_the_error_shows_no_address(gateway: Any) -> None:
+    response = post(gateway({}, pool(unreachable(), unreachable())))
+    error = response.json()["error"]
+    assert response.status_code == 502 and error["code"] == "upstream_unreachable"
+    assert "127.0.0.1" not in response.text
+
+
+def test_u10_the_breaker_spares_a_server_that_fails_five_times_in_a_row(gateway: Any, upstream: Any) -> None:
+    failing, working = upstream(hangs_up), upstream(says("hello"))
+    running = gateway({}, pool(failing.url, working.url))
+    assert [post(running).status_code for _ in range(40)] == [200] * 40
+    # Each attempt on the first server is one request; a kept connection that breaks is not counted against it.
+    assert len(failing.requests) == 5 and len(working.requests) == 40
+    [sample] = [one for one in running.runtime.fleet.samples() if one.state != "ready"]
+    assert (sample.member, sample.state, sample.failures) == ("s0", "open", 5)
+
+
+def test_u10_with_every_breaker_open_calls_fail_at_once_and_say_when_to_come_back(gateway: Any, upstream: Any) -> None:
+    failing = upstream(refuses(503))
+    running = gateway({}, pool(failing.url, fleet={"max_retries": 0}))
+    assert [post(running).status_code for _ in range(5)] == [503] * 5
+    response = post(running)
+    assert response.status_code == 503 and response.json()["error"]["code"] == "no_server_available"
+    assert 1 <= int(response.headers["retry-after"]) <= 10 and len(failing.requests) == 5
+
+
+def test_u10_requests_that_a_server_cannot_compute_close_it_to_nobody(gateway: Any, upstream: Any) -> None:
+    """One tenant's poison, answered 500, opens no breaker."""
+
+    def script(request: Any) -> None:
+        poison = b"poison" in request.body
+        request.answer(b'{"error": {"message": "no"}}' if poison else ANSWER, 500 if poison else 200)
+
+    running = gateway({}, pool(upstream(script).url))
+    assert [post(running, user="poison").status_code for _ in range(20)] == [500] * 20
+    assert post(running).status_code == 200
+
+
+def test_a_fallback_answers_when_no_server_of_the_model_can_and_the_answer_says_so(gateway: Any, upstream: Any) -> None:
+    failing, other = upstream(refuses(503)), upstream(says("from another model"))
+    backends = {
+        "s0": OpenAISettings(base_url=failing.url, **QUIET),  # type: ignore[arg-type]
+        "other": OpenAISettings(base_url=other.url, model="small-1", **QUIET),  # type: ignore[arg-type]
+    }
+    models = {"m": ModelSettings(backend="s0", fallback=("small",)), "small": ModelSettings(backend="other")}
+    response = post(gateway({}, Settings(backends=backends, models=models)))
+    assert response.status_code == 200 and response.headers["x-agentspec-fallback"] == "small"
+    assert other.requests[0].json["model"] == "small-1" and len(failing.requests) == 1
+
+
+def test_who_answers_is_told_to_operators_only(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "secret-key")
+    working = upstream(says("hello"))
+    keyed = gateway({}, pool(working.url, server={"api_keys": [{"tenant": "t", "key_env": "KEY"}]}))
+    headers = {"authorization": "Bearer secret-key"}
+    assert (
+        "x-agentspec-member" not in httpx.post(f"{keyed.url}{CHAT}", json=BODY, headers=headers, verify=TRUST).headers
+    )
+    assert post(gateway({}, pool(working.url))).headers["x-agentspec-member"] == "s0"
