@@ -1,5 +1,27 @@
 """Which of several servers of the same model takes a call. Pure decisions: no connection, no clock of their own."""
 
-from agentspec.placement.policy import Call, LeastLoaded, Member, PlacementPolicy, RoundRobin
+from collections.abc import Callable, Mapping
 
-__all__ = ["Call", "LeastLoaded", "Member", "PlacementPolicy", "RoundRobin"]
+from agentspec.placement.policy import Call, LeastLoaded, Member, PlacementPolicy, RoundRobin
+from agentspec.placement.prefix import PrefixAffinity
+from agentspec.placement.roster import Roster
+from agentspec.placement.workflow import WorkflowAffinity
+
+POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "prefix": PrefixAffinity,
+    "workflow": WorkflowAffinity,
+}
+
+__all__ = [
+    "POLICIES",
+    "Call",
+    "LeastLoaded",
+    "Member",
+    "PlacementPolicy",
+    "PrefixAffinity",
+    "Roster",
+    "RoundRobin",
+    "WorkflowAffinity",
+]

@@ -25,6 +25,10 @@ def test_round_robin_goes_on_without_a_member_that_left():
 
 
 def test_the_least_loaded_for_its_weight_is_chosen_and_the_freer_of_equals():
-    members = [Member("a", in_flight=4), Member("b", weight=4, in_flight=8, kv_use=0.5), Member("c", waiting=2, kv_use=0.1)]
+    members = [
+        Member("a", in_flight=4),
+        Member("b", weight=4, in_flight=8, kv_use=0.5),
+        Member("c", waiting=2, kv_use=0.1),
+    ]
     assert LeastLoaded().choose(Call(), members).name == "c"
     assert LeastLoaded().choose(Call(), members[:2]).name == "b"
