@@ -15,6 +15,7 @@ class Outcome:
 
     def __init__(self, warm_up: int, block_tokens: int) -> None:
         self._warm_up, self._block_tokens = warm_up, block_tokens
+        self.arrived_at, self.closed_at = array("d"), array("d")  # of all sessions, in the order of their ends
         self.session_seconds = array("d")
         self.first_token_seconds = array("f")
         self.deadlines = self.missed = 0
@@ -36,12 +37,18 @@ class Outcome:
 
     def closed(self, session: Session, now: float) -> None:
         """A session has its last answer."""
+        self.arrived_at.append(session.arrived)
+        self.closed_at.append(now)
         if session.number < self._warm_up:
             return
         self.session_seconds.append(now - session.arrived)
         if session.deadline < float("inf"):
             self.deadlines += 1
             self.missed += now > session.deadline
+
+    def open_at(self, when: float) -> int:
+        """Sessions that had arrived by then and were not over."""
+        return int(np.sum(np.asarray(self.arrived_at) <= when) - np.sum(np.asarray(self.closed_at) <= when))
 
     def figures(self) -> Mapping[str, float]:
         """The figures by name: seconds at percentiles, shares, and counts."""
