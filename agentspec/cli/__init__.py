@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, doctor, kb, knn, model, reasoning, serve, trace, verify
+from agentspec.cli import bench, cache, config, demo, doctor, fleet, kb, knn, model, reasoning, serve, trace, verify
 from agentspec.cli.common import ErrorGroup
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(kb.app, name="kb")
 app.add_typer(knn.app, name="knn")
 app.add_typer(reasoning.app, name="reasoning")

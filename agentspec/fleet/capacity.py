@@ -9,7 +9,8 @@ from agentspec.fleet.scenario import Scenario
 from agentspec.fleet.simulation import Simulation
 from agentspec.fleet.workload import SessionShape
 
-WINDOW = 20  # times what a session takes alone: so long sessions arrive in one trial
+WINDOW = 20  # times what a session takes alone: so long sessions arrive in one trial,
+LEAST_SESSIONS = 4000  # and at least so many
 GROWTH = 0.03  # of those that arrive in its second half, so many more may be open at its end than at its middle
 NOISE = 3.0  # beside three standard deviations of how many are open where nothing grows
 PRECISION = 0.03
@@ -34,8 +35,8 @@ def capacity(scenario: Scenario, shapes: Sequence[SessionShape]) -> float:
 
 
 def sustains(scenario: Scenario, shapes: Sequence[SessionShape], rate: float, seconds: float) -> bool:
-    """Whether the open sessions stay as many while sessions arrive at `rate` for `seconds`."""
-    sessions = math.ceil(rate * seconds)
+    """Whether the open sessions stay as many while sessions arrive at `rate` for `seconds` or longer."""
+    sessions = max(LEAST_SESSIONS, math.ceil(rate * seconds))
     outcome = Simulation(scenario.model_copy(update={"rate": rate, "sessions": sessions}), shapes).run()
     end = max(outcome.arrived_at)
     middle, last = outcome.open_at(end / 2), outcome.open_at(end)

@@ -13,15 +13,15 @@ from math import inf
 
 from agentspec.fleet.costs import EngineCosts
 from agentspec.fleet.prefix_cache import SimulatedPrefixCache
-from agentspec.fleet.session import Session
+from agentspec.fleet.session import SimulatedSession
 from agentspec.placement.ordering import CallQueue
 
 PRESSED = 0.9  # share of the KV cache in use from which programs that have begun go first
 
-OnSession = Callable[[Session, float], None]
+OnSession = Callable[[SimulatedSession, float], None]
 
 
-class Engine:
+class SimulatedEngine:
     """One engine. `streamed` and `finished` are called with a session and the time, for first tokens and last ones.
 
     `next_at` is when something happens in it next, which the caller then lets happen by `wake`;
@@ -32,7 +32,7 @@ class Engine:
         self,
         name: str,
         costs: EngineCosts,
-        waiting: CallQueue[Session],
+        waiting: CallQueue[SimulatedSession],
         streamed: OnSession,
         finished: OnSession,
     ) -> None:
@@ -41,9 +41,9 @@ class Engine:
         self.next_at = self.followed_at = inf
         self.busy = 0.0
         self._streamed, self._finished = streamed, finished
-        self._decoding: list[tuple[float, int, Session]] = []  # by the step at which they end
-        self._reading: list[Session] = []
-        self._held: Session | None = None  # the next in turn, which finds no room
+        self._decoding: list[tuple[float, int, SimulatedSession]] = []  # by the step at which they end
+        self._reading: list[SimulatedSession] = []
+        self._held: SimulatedSession | None = None  # the next in turn, which finds no room
         self._context = 0
         self._steps = 0.0
         self._read_until = 0.0
@@ -59,7 +59,7 @@ class Engine:
     def queued(self) -> int:
         return len(self.waiting) + (self._held is not None)
 
-    def submit(self, session: Session, now: float) -> None:
+    def submit(self, session: SimulatedSession, now: float) -> None:
         """Put a call in the queue, and start it if the engine reads no other prompt now."""
         self.waiting.push(session, session.urgency, now)
         if not self._reading:
@@ -79,7 +79,7 @@ class Engine:
             self._start_decoding(now)
         self._schedule(now)
 
-    def abandoned(self) -> list[Session]:
+    def abandoned(self) -> list[SimulatedSession]:
         """All calls of an engine that has died; those with `streamed` have begun to stream."""
         lost = [session for _, _, session in self._decoding] + self._reading
         if self._held is not None:
@@ -108,7 +108,7 @@ class Engine:
         self.next_at = now + max(0.0, until - self._steps) * seconds
 
     def _start_reading(self, now: float) -> None:
-        """Take calls from the queue until their prompts fill a step. The next in turn waits for room: none overtakes."""
+        """Take calls in turn until their prompts fill a step. If the next one finds no room, none overtakes it."""
         total, budget = 0, self.costs.max_batched_tokens
         while total < budget and len(self._decoding) + len(self._reading) < self.costs.max_running:
             session = self._held or (self.waiting.pop(now, pressed=self.kv_use > PRESSED) if self.waiting else None)
@@ -124,7 +124,7 @@ class Engine:
             steps = -(-total // budget)
             self._read_until, self._read_tokens = self._steps + steps, total / steps
 
-    def _admit(self, session: Session, now: float) -> bool:
+    def _admit(self, session: SimulatedSession, now: float) -> bool:
         shape = session.shape
         hit = self.cache.begin(shape.shared, session.own, session.keep, session.tokens)
         if hit is None:
@@ -148,7 +148,7 @@ class Engine:
             else:
                 self._end(session, now)
 
-    def _end(self, session: Session, now: float) -> None:
+    def _end(self, session: SimulatedSession, now: float) -> None:
         self._context -= session.shape.shared_tokens + session.tokens
         self.cache.end(session.shape.shared, session.own)
         self._finished(session, now)

@@ -32,13 +32,21 @@ class Scenario(BaseModel):
     deadline_low: float = Field(default=1.5, gt=0, description="A session's deadline, in times of what it takes alone")
     deadline_high: float = Field(default=4.0, gt=0, description="The most of that; drawn evenly")
     deadline_share: float = Field(default=1.0, ge=0, le=1, description="Share of the sessions that have one")
-    warm_up: float = Field(default=0.1, ge=0, lt=1, description="Share of the sessions, the first, that are not counted")
+    warm_up: float = Field(
+        default=0.1, ge=0, lt=1, description="Share of the sessions, the first, that are not counted"
+    )
     block_tokens: int = Field(default=512, ge=1, description="Tokens of a block that placement compares")
     scrape: float = Field(default=1.0, ge=0, description="Seconds for which an engine's queue and KV use are not asked")
-    patience: float = Field(default=30.0, gt=0, description="Most that a call waits behind later ones, in urgency order")
-    kill_every: float = Field(default=0.0, ge=0, description="Seconds after which one engine dies, and the next; 0: none")
+    patience: float = Field(
+        default=30.0, gt=0, description="Most that a call waits behind later ones, in urgency order"
+    )
+    kill_every: float = Field(
+        default=0.0, ge=0, description="Seconds after which one engine dies, and the next; 0: none"
+    )
     restart: float = Field(default=20.0, ge=0, description="Seconds until it is back, with an empty cache")
-    detect: float = Field(default=1.0, ge=0, description="Seconds until the gateway tries a call of a dead engine again")
+    detect: float = Field(
+        default=1.0, ge=0, description="Seconds until the gateway tries a call of a dead engine again"
+    )
     retries: int = Field(default=2, ge=0, description="Further tries of a call that had not begun to stream")
 
     @model_validator(mode="after")

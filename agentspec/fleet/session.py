@@ -11,7 +11,7 @@ from agentspec.placement import Call
 from agentspec.placement.ordering import Urgency
 
 
-class Session:
+class SimulatedSession:
     """The state of a session and of the one call that it has under way. Times are simulated seconds."""
 
     __slots__ = (
@@ -74,4 +74,6 @@ class Session:
         self.blocks.extend([base + place for place in missing])
 
     def placement(self) -> Call:
-        return Call(self.name, self.shape.workflow, self.call.step, self.blocks)
+        """What the gateway knows of the call."""
+        shape = self.shape
+        return Call(self.name, shape.workflow, self.call.step, self.blocks) if shape.named else Call(blocks=self.blocks)

@@ -9,11 +9,11 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import exp, inf
 
-from agentspec.fleet.engine import Engine
-from agentspec.fleet.outcome import Outcome
+from agentspec.fleet.counts import SimulationCounts
+from agentspec.fleet.engine import SimulatedEngine
 from agentspec.fleet.prefix_cache import Stretch
 from agentspec.fleet.scenario import Scenario
-from agentspec.fleet.session import Session
+from agentspec.fleet.session import SimulatedSession
 from agentspec.fleet.workload import SessionShape
 from agentspec.placement import POLICIES, Member, Roster
 from agentspec.placement.ordering import ArrivalOrder, CallQueue, Programs, UrgencyOrder
@@ -25,7 +25,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, shapes: Sequence[SessionShape]) -> None:
         scenario.require_room(shapes)
         self._scenario, self._shapes = scenario, shapes
-        self.outcome = Outcome(int(scenario.sessions * scenario.warm_up), scenario.costs.block_tokens)
+        self.outcome = SimulationCounts(int(scenario.sessions * scenario.warm_up), scenario.costs.block_tokens)
         # Drawn in order of arrival, so that every policy sees the same sessions with the same pauses.
         self._draws = random.Random(scenario.seed)
         self._deaths = random.Random(scenario.seed + 1)
@@ -41,7 +41,7 @@ class Simulation:
         self._number = 0
         self._came = self._open = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationCounts:
         """Simulate until the last session is over."""
         events, outcome = self._events, self.outcome
         self._at(self._draws.expovariate(self._scenario.rate), self._arrive, None)
@@ -63,7 +63,7 @@ class Simulation:
     def _arrive(self, now: float, _: object) -> None:
         scenario, draws = self._scenario, self._draws
         shape = draws.choice(self._shapes)
-        session = Session(self._came, shape, now, self._pauses(shape))
+        session = SimulatedSession(self._came, shape, now, self._pauses(shape))
         factor = draws.uniform(scenario.deadline_low, scenario.deadline_high)
         if draws.random() < scenario.deadline_share:
             session.deadline = now + factor * session.alone(scenario.costs)
@@ -78,7 +78,7 @@ class Simulation:
         draw, median, spread = self._draws.gauss, self._scenario.pause, self._scenario.pause_spread
         return [median * exp(draw(0, spread)) if call.pause is None else call.pause for call in shape.calls[1:]]
 
-    def _send(self, now: float, session: Session) -> None:
+    def _send(self, now: float, session: SimulatedSession) -> None:
         """The session makes its next call, or the same one again."""
         shape = session.shape
         session.begin(now, self._scenario.block_tokens, self._shared_blocks[shape.shared])
@@ -88,7 +88,7 @@ class Simulation:
             session.urgency = self._programs.urgency(session.name, shape.workflow, session.call.step, deadline)
         self._place(now, session)
 
-    def _place(self, now: float, session: Session) -> None:
+    def _place(self, now: float, session: SimulatedSession) -> None:
         call = session.placement()
         member = self._policy.choose(call, self._roster)
         self._policy.placed(call, member)
@@ -98,10 +98,10 @@ class Simulation:
         self._count(engine, 1, now)
         self._follow(engine)
 
-    def _streamed(self, session: Session, now: float) -> None:
+    def _streamed(self, session: SimulatedSession, now: float) -> None:
         self.outcome.first_token(session, now)
 
-    def _finished(self, session: Session, now: float) -> None:
+    def _finished(self, session: SimulatedSession, now: float) -> None:
         self._count(self._engines[session.member], -1, now)
         if self._urgent:
             waited, seconds = session.started - session.sent, now - session.started
@@ -113,32 +113,32 @@ class Simulation:
             self.outcome.closed(session, now)
             self._close(session)
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: SimulatedSession) -> None:
         self._open -= 1
         if self._urgent:
             self._programs.end(session.name)
 
     # Engines.
 
-    def _engine(self, name: str) -> Engine:
-        queue: CallQueue[Session] = ArrivalOrder()
+    def _engine(self, name: str) -> SimulatedEngine:
+        queue: CallQueue[SimulatedSession] = ArrivalOrder()
         if self._urgent:
             queue = UrgencyOrder(self._scenario.patience)
-        return Engine(name, self._scenario.costs, queue, self._streamed, self._finished)
+        return SimulatedEngine(name, self._scenario.costs, queue, self._streamed, self._finished)
 
-    def _follow(self, engine: Engine) -> None:
+    def _follow(self, engine: SimulatedEngine) -> None:
         """See to it that the engine is woken when something happens in it next."""
         if engine.next_at != engine.followed_at and engine.next_at < inf:
             engine.followed_at = engine.next_at
             self._at(engine.next_at, self._wake, engine)
 
-    def _wake(self, now: float, engine: Engine) -> None:
+    def _wake(self, now: float, engine: SimulatedEngine) -> None:
         if now == engine.next_at:  # else something else has happened in it since
             engine.followed_at = inf
             engine.wake(now)
             self._follow(engine)
 
-    def _count(self, engine: Engine, change: int, now: float) -> None:
+    def _count(self, engine: SimulatedEngine, change: int, now: float) -> None:
         """A call has gone to the engine, or has ended there. What its metrics say is seldom asked."""
         name = engine.name
         self._in_flight[name] += change
@@ -161,7 +161,7 @@ class Simulation:
         self._at(now + scenario.restart, self._restart, victim.name)
         self._at(now + scenario.kill_every, self._kill, None)
 
-    def _rescue(self, now: float, session: Session) -> None:
+    def _rescue(self, now: float, session: SimulatedSession) -> None:
         scenario, outcome = self._scenario, self.outcome
         if session.streamed:
             outcome.cut += 1

@@ -35,11 +35,12 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class SessionShape:
-    """A recorded session: what it shares with others, then its calls."""
+    """A recorded session: what it shares with others, then its calls. If `named`, they say whose they are."""
 
     workflow: str
     shared: tuple[Stretch, ...]
     calls: tuple[CallShape, ...]
+    named: bool = True
 
     @property
     def shared_tokens(self) -> int:
@@ -78,9 +79,9 @@ def shapes(recorded: Mapping[str, Iterable[RecordedCall]]) -> list[SessionShape]
 
 
 def single_calls(sessions: Sequence[SessionShape]) -> list[SessionShape]:
-    """Every call as a session of its own that shares nothing."""
+    """Every call by itself, without a session, sharing nothing."""
     return [
-        SessionShape(session.workflow, (), (replace(call, prompt=session.shared_tokens + call.prompt, keep=0),))
+        SessionShape("", (), (replace(call, prompt=session.shared_tokens + call.prompt, keep=0),), named=False)
         for session in sessions
         for call in session.calls
     ]

@@ -13,8 +13,11 @@ POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
     "prefix": PrefixAffinity,
     "workflow": WorkflowAffinity,
 }
+"""The policies by the names that settings use. Each pool gets an instance of its own."""
+DEFAULT_POLICY = "workflow"
 
 __all__ = [
+    "DEFAULT_POLICY",
     "POLICIES",
     "Call",
     "LeastLoaded",

@@ -12,20 +12,22 @@ from agentspec.placement.roster import Roster
 
 MOST_NAMES = 1 << 18  # sessions, and as many workflows, whose servers are remembered
 
+AVERAGE = 1.0  # times a server's share of the calls: no busier than all together
+
 
 class WorkflowAffinity:
     """Session affinity with bounded load, then the longest prefix, then the ring, then freeness.
 
     A session's next call extends the context of the last one, which only one server has: it returns there while the
     server carries at most `stay` times its share of the calls, and moves to a holder of its prefix or to the freest
-    server beyond. Of a session that is not known here (a new one, or one that another gateway served), the first call
-    goes to a server with most of its prompt, or to its workflow's latest server if that is no busier than the average,
-    or to its home on a consistent-hash ring with loads bounded by `bound`, which is the same in every gateway. Calls
-    without a session and without a known prefix go to the freest server.
+    server beyond. Of a session that is not known here, be it new or served by another gateway so far, the first call
+    goes to a server that has most of its prompt and at most `bound` times its share; or to its workflow's latest
+    server; or to its home on a consistent-hash ring, which is the same in every gateway. Those two only take it while
+    they are no busier than the average, since there may be nothing to gain. Calls without a session and without a known
+    prefix go to the freest server.
     """
 
     def __init__(self, *, bound: float = 1.25, stay: float = 2.0, table_bytes: int = 64 << 20) -> None:
-        self._bound = bound
         self._stay = stay
         self._prefix = PrefixAffinity(bound=bound, table_bytes=table_bytes)
         self._ring = HashRing()
@@ -55,7 +57,7 @@ class WorkflowAffinity:
         if call.blocks or not call.workflow:
             return None
         member = roster.find(self._workflows.get(call.workflow))
-        return member if member is not None and roster.has_room(member, 1.0) else None
+        return member if member is not None and roster.has_room(member, AVERAGE) else None
 
     def _first(self, call: Call, roster: Roster, last: str | None) -> Member:
         """The server of a call that finds its context nowhere: a session that is driven away goes to the freest."""
@@ -67,6 +69,6 @@ class WorkflowAffinity:
         self._ring.add({member.name: member.weight for member in roster})
         for name in self._ring.walk(session):
             member = roster.find(name)
-            if member is not None and roster.has_room(member, self._bound):
+            if member is not None and roster.has_room(member, AVERAGE):
                 return member
         return roster.freest()

@@ -41,6 +41,7 @@ class Program:
     attained: float = 0.0
     waited: float = 0.0
     ended: float = 0.0
+    count: int = 0
     calls: list[tuple[StepName, float, float]] = field(default_factory=list)
     """The step of each call, when it was sent, and what the program had waited before."""
 
@@ -49,7 +50,8 @@ class Programs:
     """Attained service by program (Autellix, arXiv 2502.13965) and the time that is left after a step, by history
     (HexGen-Flow, arXiv 2505.05286).
 
-    A program's past is learned from once it is over, which `end` says, or once `MOST_PROGRAMS` others came after it.
+    A step without a name is known by its place in the program. A program's past is learned from once it is over, which
+    `end` says, or once `MOST_PROGRAMS` others came after it.
     """
 
     def __init__(self, most: int = MOST_PROGRAMS) -> None:
@@ -62,8 +64,9 @@ class Programs:
         if program is None:
             program = Program()
             self._running.put(session, program)
+        program.count += 1
         if len(program.calls) < MOST_CALLS:
-            program.calls.append(((workflow or "", step or ""), at, program.waited))
+            program.calls.append(((workflow or "", step or _place(program.count)), at, program.waited))
 
     def served(self, session: str, *, waited: float, seconds: float, at: float) -> None:
         """A call of the program ended at `at`, after it had waited, and had been served for `seconds`."""
@@ -92,11 +95,12 @@ class Programs:
         return self._remaining.get((name, step or "")) or self._remaining.get((name, ""))
 
     def urgency(self, session: str | None, workflow: str | None, step: str | None, deadline: float | None) -> Urgency:
-        """What an order needs to know of a call that begins to wait, with `deadline` on the same clock."""
-        attained = self.attained(session)
+        """What an order needs to know of the latest call of the program, with `deadline` on the same clock."""
+        program = (self._running.get(session) if session else None) or Program(count=1)
+        attained = program.attained
         if deadline is None:
             return Urgency(attained)
-        left = self.remaining(workflow, step) or Estimate()
+        left = self.remaining(workflow, step or _place(program.count)) or Estimate()
         return Urgency(attained, deadline - left.mean, deadline - left.mean + left.deviation)
 
     def _learn(self, program: Program) -> None:
@@ -108,3 +112,8 @@ class Programs:
                     estimate = Estimate()
                     self._remaining.put(name, estimate)
                 estimate.observe(left)
+
+
+def _place(count: int) -> str:
+    """The name of a program's call by its number: 1, 2, 3 to 4, 5 to 8 and so on are alike."""
+    return f"#{(count - 1).bit_length()}"

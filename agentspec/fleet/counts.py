@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from agentspec.fleet.session import Session
+from agentspec.fleet.session import SimulatedSession
 
 
-class Outcome:
+class SimulationCounts:
     """Counts of one run. Sessions before the first `warm_up` are left out, but for deaths and what they cost."""
 
     def __init__(self, warm_up: int, block_tokens: int) -> None:
@@ -25,7 +25,7 @@ class Outcome:
         self.seconds = 0.0
         self._seen: set[int] = set()
 
-    def first_token(self, session: Session, now: float) -> None:
+    def first_token(self, session: SimulatedSession, now: float) -> None:
         """A call begins to stream."""
         ideal = self._ideal(session)
         if session.number < self._warm_up:
@@ -35,7 +35,7 @@ class Outcome:
         self.hit_tokens += session.hit
         self.ideal_tokens += ideal
 
-    def closed(self, session: Session, now: float) -> None:
+    def closed(self, session: SimulatedSession, now: float) -> None:
         """A session has its last answer."""
         self.arrived_at.append(session.arrived)
         self.closed_at.append(now)
@@ -53,7 +53,9 @@ class Outcome:
     def figures(self) -> Mapping[str, float]:
         """The figures by name: seconds at percentiles, shares, and counts."""
         sessions = np.percentile(np.array(self.session_seconds), (50, 95, 99)) if self.session_seconds else [0.0] * 3
-        first = np.percentile(np.array(self.first_token_seconds), (50, 95, 99)) if self.first_token_seconds else [0.0] * 3
+        first = (
+            np.percentile(np.array(self.first_token_seconds), (50, 95, 99)) if self.first_token_seconds else [0.0] * 3
+        )
         return {
             **{f"session_p{p}": float(value) for p, value in zip((50, 95, 99), sessions, strict=True)},
             **{f"ttft_p{p}": float(value) for p, value in zip((50, 95, 99), first, strict=True)},
@@ -68,7 +70,7 @@ class Outcome:
             "lost": self.lost,
         }
 
-    def _ideal(self, session: Session) -> int:
+    def _ideal(self, session: SimulatedSession) -> int:
         """Tokens of the prompt that one engine with room for everything would have had."""
         shape, seen = session.shape, self._seen
         if session.position:
