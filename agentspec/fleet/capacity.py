@@ -37,9 +37,9 @@ def capacity(scenario: Scenario, shapes: Sequence[SessionShape]) -> float:
 def sustains(scenario: Scenario, shapes: Sequence[SessionShape], rate: float, seconds: float) -> bool:
     """Whether the open sessions stay as many while sessions arrive at `rate` for `seconds` or longer."""
     sessions = max(LEAST_SESSIONS, math.ceil(rate * seconds))
-    outcome = Simulation(scenario.model_copy(update={"rate": rate, "sessions": sessions}), shapes).run()
-    end = max(outcome.arrived_at)
-    middle, last = outcome.open_at(end / 2), outcome.open_at(end)
+    counts = Simulation(scenario.model_copy(update={"rate": rate, "sessions": sessions}), shapes).run()
+    end = max(counts.arrived_at)
+    middle, last = counts.open_at(end / 2), counts.open_at(end)
     return last - middle <= GROWTH * sessions / 2 + NOISE * math.sqrt(middle)
 
 

@@ -69,7 +69,7 @@ def compare(
         for variant in compared:
             progress(f"{variant.policy}, {variant.order}, seed {seed}")
             change = {"policy": variant.policy, "order": variant.order, "seed": seed}
-            outcome = Simulation(scenario.model_copy(update=change), shapes).run()
-            variant.figures.append(outcome.figures())
-            events += outcome.events
+            counts = Simulation(scenario.model_copy(update=change), shapes).run()
+            variant.figures.append(counts.figures())
+            events += counts.events
     return Comparison(scenario, seeds, compared, events, time.process_time() - began)

@@ -25,7 +25,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, shapes: Sequence[SessionShape]) -> None:
         scenario.require_room(shapes)
         self._scenario, self._shapes = scenario, shapes
-        self.outcome = SimulationCounts(int(scenario.sessions * scenario.warm_up), scenario.costs.block_tokens)
+        self.counts = SimulationCounts(int(scenario.sessions * scenario.warm_up), scenario.costs.block_tokens)
         # Drawn in order of arrival, so that every policy sees the same sessions with the same pauses.
         self._draws = random.Random(scenario.seed)
         self._deaths = random.Random(scenario.seed + 1)
@@ -43,16 +43,16 @@ class Simulation:
 
     def run(self) -> SimulationCounts:
         """Simulate until the last session is over."""
-        events, outcome = self._events, self.outcome
+        events, counts = self._events, self.counts
         self._at(self._draws.expovariate(self._scenario.rate), self._arrive, None)
         if self._scenario.kill_every:
             self._at(self._scenario.kill_every, self._kill, None)
         while self._open or self._came < self._scenario.sessions:
             now, _, happens, about = heappop(events)
-            outcome.events += 1
-            outcome.seconds = now
+            counts.events += 1
+            counts.seconds = now
             happens(now, about)
-        return outcome
+        return counts
 
     def _at(self, when: float, happens: Callable[..., None], about: object) -> None:
         self._number += 1
@@ -99,7 +99,7 @@ class Simulation:
         self._follow(engine)
 
     def _streamed(self, session: SimulatedSession, now: float) -> None:
-        self.outcome.first_token(session, now)
+        self.counts.first_token(session, now)
 
     def _finished(self, session: SimulatedSession, now: float) -> None:
         self._count(self._engines[session.member], -1, now)
@@ -110,7 +110,7 @@ class Simulation:
         if session.position < len(session.shape.calls):
             self._at(now + session.pauses[session.position - 1], self._send, session)
         else:
-            self.outcome.closed(session, now)
+            self.counts.closed(session, now)
             self._close(session)
 
     def _close(self, session: SimulatedSession) -> None:
@@ -155,23 +155,23 @@ class Simulation:
         self._roster = Roster([member for member in self._roster if member.name != victim.name])
         self._policy.removed(victim.name)
         victim.next_at = inf
-        self.outcome.deaths += 1
+        self.counts.deaths += 1
         for session in victim.abandoned():
             self._rescue(now, session)
         self._at(now + scenario.restart, self._restart, victim.name)
         self._at(now + scenario.kill_every, self._kill, None)
 
     def _rescue(self, now: float, session: SimulatedSession) -> None:
-        scenario, outcome = self._scenario, self.outcome
+        scenario, counts = self._scenario, self.counts
         if session.streamed:
-            outcome.cut += 1
+            counts.cut += 1
             self._at(now + scenario.detect, self._send, session)
         elif session.tries < scenario.retries:
             session.tries += 1
-            outcome.retried += 1
+            counts.retried += 1
             self._at(now + scenario.detect, self._place, session)
         else:
-            outcome.lost += 1
+            counts.lost += 1
             self._close(session)
 
     def _restart(self, now: float, name: str) -> None:
