@@ -44,6 +44,10 @@ class RecentlyUsed(Generic[K, V]):
             if self._forgotten is not None:
                 self._forgotten(oldest)
 
+    def oldest(self) -> tuple[K, V] | None:
+        """What was used least recently, which it stays; None if there is nothing."""
+        return next(iter(self._values.items()), None)
+
     def pop(self, key: K) -> V | None:
         """Take `key` out, and return its value; None if it is not known."""
         return self._values.pop(key, None)

@@ -24,6 +24,7 @@ from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
+from agentspec.proxy.admission.turns import ProgramCall, program_call
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -99,11 +100,18 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
         with self.budget.account(record.tenant) as account:
-            async with self.limiter.enter(record.tenant, account.counting(receive)) as receive:
-                await self._admitted(scope, receive, send, record, account)
+            call = program_call(Headers(scope=scope)) if self.limiter.by_program else None
+            async with self.limiter.enter(record.tenant, account.counting(receive), call) as receive:
+                await self._admitted(scope, receive, send, record, account, call)
 
     async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        record: RequestRecord,
+        account: BodyAccount,
+        call: ProgramCall | None,
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
         deadline = self.deadlines.start(self.settings.request_timeout)
@@ -126,7 +134,7 @@ class GenerationEndpoint:
         record.labels = caller.labels
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client, self._place(route, tenant):
+        async with until_disconnect(receive) as client, self._place(route, tenant, call):
             await self._respond(exchange)
         _note_disconnect(client, record)
 
@@ -143,8 +151,8 @@ class GenerationEndpoint:
         """What follows a stream from the process of the engine."""
         return FramedStream(self.framing)
 
-    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
-        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
+    def _place(self, route: Route, tenant: str, call: ProgramCall | None) -> AbstractAsyncContextManager[Any]:
+        return self.places.enter(route.backend_name, tenant, call) if self.generates else nullcontext()
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""

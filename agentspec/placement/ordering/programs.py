@@ -13,6 +13,7 @@ from agentspec.placement.ordering.queue import Urgency
 MOST_PROGRAMS = 1 << 16
 MOST_STEPS = 1 << 14  # (workflow, step) pairs that are learned
 MOST_CALLS = 1024  # of one program that are learned from, the first
+IDLE = 300.0  # seconds without a call after which a program counts as over
 MEMORY = 64  # programs that a mean looks back on
 
 StepName = tuple[str, str]
@@ -41,6 +42,7 @@ class Program:
     attained: float = 0.0
     waited: float = 0.0
     ended: float = 0.0
+    latest: float = 0.0
     count: int = 0
     calls: list[tuple[StepName, float, float]] = field(default_factory=list)
     """The step of each call, when it was sent, and what the program had waited before."""
@@ -51,7 +53,7 @@ class Programs:
     (HexGen-Flow, arXiv 2505.05286).
 
     A step without a name is known by its place in the program. A program's past is learned from once it is over, which
-    `end` says, or once `MOST_PROGRAMS` others came after it.
+    `end` says, or once it was idle for `IDLE` seconds or `MOST_PROGRAMS` others came after it.
     """
 
     def __init__(self, most: int = MOST_PROGRAMS) -> None:
@@ -60,11 +62,13 @@ class Programs:
 
     def sent(self, session: str, workflow: str | None, step: str | None, at: float) -> None:
         """A call of the program begins to wait."""
+        self._end_idle(at)
         program = self._running.get(session)
         if program is None:
             program = Program()
             self._running.put(session, program)
         program.count += 1
+        program.latest = at
         if len(program.calls) < MOST_CALLS:
             program.calls.append(((workflow or "", step or _place(program.count)), at, program.waited))
 
@@ -74,7 +78,7 @@ class Programs:
         if program is not None:
             program.waited += waited
             program.attained += seconds
-            program.ended = at
+            program.ended = program.latest = at
 
     def end(self, session: str) -> None:
         """The program makes no further call."""
@@ -102,6 +106,11 @@ class Programs:
             return Urgency(attained)
         left = self.remaining(workflow, step or _place(program.count)) or Estimate()
         return Urgency(attained, deadline - left.mean, deadline - left.mean + left.deviation)
+
+    def _end_idle(self, now: float) -> None:
+        """Programs are kept in the order of their latest calls, so that only the first need be looked at."""
+        while (oldest := self._running.oldest()) is not None and oldest[1].latest < now - IDLE:
+            self.end(oldest[0])
 
     def _learn(self, program: Program) -> None:
         for (workflow, step), at, waited in program.calls:
