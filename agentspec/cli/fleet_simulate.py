@@ -57,9 +57,8 @@ def simulate(
     errors = Console(stderr=True)
     given = {"engines": engines, "sessions": sessions, **_parameters(set_ or [])}
     scenario = _scenario(given, costs)
-    variants = [(one, other) for one in _names(policy) for other in _names(order)]
-    for one, other in variants:
-        _checked(scenario, {"policy": one, "order": other})
+    tried = [_checked(scenario, {"policy": one, "order": other}) for one in _names(policy) for other in _names(order)]
+    variants = [(one.policy, one.order) for one in tried]
     shapes = _shapes(files, format_, skip_bad, errors, single=single)
     scenario.require_room(shapes)
     with errors.status("starting") as status:

@@ -48,7 +48,8 @@ class SimulationCounts:
 
     def open_at(self, when: float) -> int:
         """Sessions that had arrived by then and were not over."""
-        return int(np.sum(np.asarray(self.arrived_at) <= when) - np.sum(np.asarray(self.closed_at) <= when))
+        arrived, closed = (np.count_nonzero(np.asarray(times) <= when) for times in (self.arrived_at, self.closed_at))
+        return int(arrived - closed)
 
     def figures(self) -> Mapping[str, float]:
         """The figures by name: seconds at percentiles, shares, and counts."""

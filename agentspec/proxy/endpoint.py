@@ -100,18 +100,12 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
         with self.budget.account(record.tenant) as account:
-            call = program_call(Headers(scope=scope)) if self.limiter.by_program else None
-            async with self.limiter.enter(record.tenant, account.counting(receive), call) as receive:
-                await self._admitted(scope, receive, send, record, account, call)
+            program = self._program(Headers(scope=scope))
+            async with self.limiter.enter(record.tenant, account.counting(receive), program) as receive:
+                await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        record: RequestRecord,
-        account: BodyAccount,
-        call: ProgramCall | None,
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
         deadline = self.deadlines.start(self.settings.request_timeout)
@@ -134,7 +128,7 @@ class GenerationEndpoint:
         record.labels = caller.labels
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client, self._place(route, tenant, call):
+        async with until_disconnect(receive) as client, self._place(route, tenant, headers):
             await self._respond(exchange)
         _note_disconnect(client, record)
 
@@ -151,8 +145,14 @@ class GenerationEndpoint:
         """What follows a stream from the process of the engine."""
         return FramedStream(self.framing)
 
-    def _place(self, route: Route, tenant: str, call: ProgramCall | None) -> AbstractAsyncContextManager[Any]:
-        return self.places.enter(route.backend_name, tenant, call) if self.generates else nullcontext()
+    def _program(self, headers: Headers) -> ProgramCall | None:
+        """The program that a request belongs to, where it matters for its turn."""
+        return program_call(headers) if self.settings.order == "workflow" else None
+
+    def _place(self, route: Route, tenant: str, headers: Headers) -> AbstractAsyncContextManager[Any]:
+        return (
+            self.places.enter(route.backend_name, tenant, self._program(headers)) if self.generates else nullcontext()
+        )
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""

@@ -32,9 +32,6 @@ class Admission(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    @property
-    def by_program(self) -> bool: ...
-
     def enter(
         self, tenant: str, receive: Receive, call: ProgramCall | None = None
     ) -> AbstractAsyncContextManager[Receive]: ...
@@ -76,11 +73,6 @@ class ConcurrencyLimiter:
     @property
     def waiting(self) -> int:
         return self._waiting
-
-    @property
-    def by_program(self) -> bool:
-        """Whether it matters which program a request belongs to."""
-        return self._turns.by_program
 
     def update(self, settings: ServerSettings) -> None:
         """Apply the limits of `settings` from now on. Running requests keep their places, waiting ones their turn."""

@@ -53,17 +53,17 @@ class Turns:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.by_program = settings.order == "workflow"
+        self._by_program = settings.order == "workflow"
         self._patience = max(_SHORTEST, settings.queue_timeout / 2)
         self._programs = Programs()
 
     def line(self) -> Line:
         """An empty line."""
-        return UrgencyOrder(self._patience) if self.by_program else ArrivalOrder()
+        return UrgencyOrder(self._patience) if self._by_program else ArrivalOrder()
 
     def sent(self, tenant: str, call: ProgramCall | None, now: float) -> Urgency:
         """A request has come; how urgent it is."""
-        if call is None or not self.by_program:
+        if call is None or not self._by_program:
             return _ANY
         session, workflow = _of(tenant, call)
         self._programs.sent(session, workflow, call.step, now)
@@ -72,7 +72,7 @@ class Turns:
 
     def served(self, tenant: str, call: ProgramCall | None, *, waited: float, seconds: float, now: float) -> None:
         """A request that had waited, and then had a place for `seconds`, is over."""
-        if call is None or not self.by_program:
+        if call is None or not self._by_program:
             return
         session, _ = _of(tenant, call)
         self._programs.served(session, waited=waited, seconds=seconds, at=now)

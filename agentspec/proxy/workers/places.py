@@ -110,9 +110,8 @@ class WorkerPlaces:
 class SharedLimiter:
     """The admission of one worker, which asks the parent by `send`. `answered` is told what the parent says."""
 
-    def __init__(self, *, by_program: bool = False) -> None:
+    def __init__(self) -> None:
         self.running = 0
-        self.by_program = by_program
         self.closed = False
         self.send: Send = lambda *message: None
         self._asked: dict[int, _Question] = {}

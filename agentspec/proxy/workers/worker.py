@@ -33,7 +33,7 @@ class WorkerServer(MemberServer):
     """Serves the connections that the parent hands over."""
 
     def __init__(self, start: Start) -> None:
-        self._limiter = SharedLimiter(by_program=start.settings.server.order == "workflow")
+        self._limiter = SharedLimiter()
         self._engine = EngineLink(start.engine) if start.engine is not None else None
         server = start.settings.server
         shared = Shared(self._limiter, body_share(server), self._engine, self._scrape, start.since)
