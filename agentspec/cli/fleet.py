@@ -15,3 +15,4 @@ def fleet() -> None:
 
 
 app.command()(fleet_simulate.simulate)
+app.command()(fleet_simulate.calibrate)

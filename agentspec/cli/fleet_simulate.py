@@ -1,4 +1,4 @@
-"""`agentspec fleet simulate` compares policies on recorded sessions, without any server."""
+"""`agentspec fleet simulate` compares policies on recorded sessions without any server; `calibrate` times one."""
 
 from __future__ import annotations
 
@@ -70,6 +70,49 @@ def simulate(
     print_comparison(comparison, Console(width=None if sys.stdout.isatty() else REPORT_WIDTH))
     if json is not None:
         write_json(comparison, json)
+
+
+def calibrate(
+    url: Annotated[str, typer.Argument(metavar="URL", help="An OpenAI-compatible server, such as http://host:8000/v1")],
+    model: Annotated[str, typer.Option(help="The model's name there")],
+    out: Annotated[Path, typer.Option(help="File for the costs, as fleet simulate --costs reads them")],
+    words: Annotated[int, typer.Option(help="Words of the longest prompt; about three tokens each", min=16)] = 1024,
+    rounds: Annotated[int, typer.Option(help="Measurements of each kind", min=1)] = 3,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", exists=True, dir_okay=False, help="What is known of its limits")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with its API key", exists=True, dir_okay=False)] = None,
+) -> None:
+    """Time the steps of a server that does nothing else meanwhile: prompts alone, then one to eight streams at once."""
+    import anyio
+    from pydantic import HttpUrl, ValidationError
+    from rich.console import Console
+
+    from agentspec.backends.openai import OpenAIBackend
+    from agentspec.backends.settings import OpenAISettings
+    from agentspec.fleet.calibrate import fit, measure
+    from agentspec.fleet.costs import EngineCosts
+
+    require_writable(out)
+    base = EngineCosts() if costs is None else EngineCosts.read(costs)
+    try:
+        settings = OpenAISettings(base_url=HttpUrl(url), api_key_file=None if key_file is None else str(key_file))
+    except ValidationError:
+        raise ConfigurationError(f"{url!r} is no address of a server: write it as http://host:8000/v1") from None
+    backend = OpenAIBackend(settings)
+
+    async def run() -> EngineCosts:
+        with Console(stderr=True).status("starting") as status:
+            try:
+                progress = status.update
+                times = await measure(backend.generate, model, base, words=words, rounds=rounds, progress=progress)
+            finally:
+                await backend.aclose()
+        return fit(times, base)
+
+    found = anyio.run(run)
+    out.write_text(found.model_dump_json(indent=1))
+    typer.echo(f"{out}: " + ", ".join(f"{name} = {value:.4g}" for name, value in found.model_dump().items()))
 
 
 def _names(text: str) -> list[str]:

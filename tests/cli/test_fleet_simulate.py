@@ -47,3 +47,12 @@ def test_what_it_does_not_know_is_refused(program: Any, given: tuple[str, ...], 
     done = program(*QUICK, *given)
     assert done.exit_code == 2
     assert says in done.output
+
+
+def test_a_server_that_is_not_there_cannot_be_calibrated(program: Any, tmp_path: Path) -> None:
+    out = tmp_path / "costs.json"
+    done = program("fleet", "calibrate", "http://127.0.0.1:9/v1", "--model", "m", "--out", out)
+    assert done.exit_code == 1
+    assert "127.0.0.1:9" in done.output
+    assert not out.exists()
+    assert program("fleet", "calibrate", "nowhere", "--model", "m", "--out", out).exit_code == 2
