@@ -12,6 +12,7 @@ from agentspec.placement.roster import Roster
 
 MOST_NAMES = 1 << 18  # sessions, and as many workflows, whose servers are remembered
 
+MOST_ABSENT = 4  # times the members that are there: the ring forgets servers that left without a word
 AVERAGE = 1.0  # times a server's share of the calls: no busier than all together
 
 
@@ -66,6 +67,8 @@ class WorkflowAffinity:
         return self._by_hash(call.session, roster)
 
     def _by_hash(self, session: str, roster: Roster) -> Member:
+        if len(self._ring) > MOST_ABSENT * len(roster):
+            self._ring = HashRing()
         self._ring.add({member.name: member.weight for member in roster})
         for name in self._ring.walk(session):
             member = roster.find(name)

@@ -83,6 +83,14 @@ def test_a_session_whose_server_died_goes_on_elsewhere_and_stays_there():
     assert policy.choose(call, both).name == other.name
 
 
+def test_the_ring_forgets_servers_that_left_without_a_word():
+    policy = WorkflowAffinity()
+    for number in range(40):
+        members = [Member(f"pod-{number}"), Member("kept")]
+        policy.placed(call := Call(session=f"s{number}"), policy.choose(call, members))
+    assert len(policy._ring) <= 4 * 2 + 2
+
+
 def test_branches_follow_their_trunk_while_there_is_room():
     trunk, other = tuple(range(8)), tuple(range(20, 28))
     policy = WorkflowAffinity()
