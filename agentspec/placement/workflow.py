@@ -11,7 +11,6 @@ from agentspec.placement.prefix import PrefixAffinity
 from agentspec.placement.roster import Roster
 
 MOST_NAMES = 1 << 18  # sessions, and as many workflows, whose servers are remembered
-
 MOST_ABSENT = 4  # times the members that are there: the ring forgets servers that left without a word
 AVERAGE = 1.0  # times a server's share of the calls: no busier than all together
 

@@ -53,9 +53,10 @@ class ArrivalOrder(Generic[T]):
 
     def remove(self, call: T) -> bool:
         """Take a call out of the line; false if it is not there."""
-        if call not in self._calls:
+        try:
+            self._calls.remove(call)
+        except ValueError:
             return False
-        self._calls.remove(call)
         return True
 
 
@@ -70,9 +71,9 @@ class _Waiting(Generic[T]):
 class UrgencyOrder(Generic[T]):
     """The call that has to start first, where each has a time by which it should.
 
-    With a deadline that is the latest start that meets it: the least slack goes first (HexGen-Flow, section 4). Without
+    With a deadline that is the latest start that meets it: the least slack goes first (HexGen-Flow). Without
     one it is the arrival, put off by the service that the program has had: the least attained service goes first, and
-    waiting makes up for it (Autellix, section 4.2). A deadline that can hardly be met any more gives way to those that
+    waiting makes up for it (Autellix). A deadline that can hardly be met any more gives way to those that
     can. Either time lies between the arrival and `patience` seconds later, so that no call is served before one that
     came `patience` earlier. Calls must be hashable. Each operation costs O(log n).
 
