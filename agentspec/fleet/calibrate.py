@@ -37,7 +37,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _TimedAnswer:
     sent: float
     tokens: list[float]  # when each came
     prompt: int
@@ -82,7 +82,7 @@ async def measure(
     texts = random.Random()  # other words in every run, or the server would have the prompts cached
     times: list[StepTimes] = []
 
-    async def ask(length: int, tokens: int) -> _Answer:
+    async def ask(length: int, tokens: int) -> _TimedAnswer:
         prompt = "Count from one to one thousand. " + " ".join(str(texts.randrange(100, 1000)) for _ in range(length))
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
         request = GenerateRequest(model, [{"role": "user", "content": prompt}], sampling=sampling, speculation=False)
@@ -90,7 +90,7 @@ async def measure(
         async for delta in generate(request):
             came += [clock()] * (bool(delta.text) or len(delta.token_ids) > 0)
             usage = delta.usage.prompt_tokens if delta.usage else usage
-        return _Answer(sent, came, usage)
+        return _TimedAnswer(sent, came, usage)
 
     await ask(_SHORT, 2)  # connections, and what servers do only once
     for _ in range(rounds):
@@ -105,13 +105,13 @@ async def measure(
     return times
 
 
-def _reading(answer: _Answer, batch: int) -> list[StepTimes]:
+def _reading(answer: _TimedAnswer, batch: int) -> list[StepTimes]:
     if not (answer.tokens and answer.prompt):
         return []
     return [StepTimes(answer.tokens[0] - answer.sent, -(-answer.prompt // batch), 0.0, 0.0, answer.prompt)]
 
 
-def _decoding(answers: Sequence[_Answer]) -> list[StepTimes]:
+def _decoding(answers: Sequence[_TimedAnswer]) -> list[StepTimes]:
     """The steps in which all answers were written, from the last one's first token to the first one's last."""
     if not all(answer.tokens for answer in answers):
         return []
