@@ -75,7 +75,7 @@ async def measure(
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = lambda _: None,
 ) -> list[StepTimes]:
-    """Time prompts of up to `words` words that the server cannot know, and answers of up to `answer` tokens beside others.
+    """Time prompts of up to `words` words that the server cannot know, and `answer` tokens written beside others.
 
     The server's own speculation is asked to be off. Raises what `generate` raises.
     """
