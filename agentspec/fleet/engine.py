@@ -39,13 +39,13 @@ class SimulatedEngine:
         self.name, self.costs, self.waiting = name, costs, waiting
         self.cache = SimulatedPrefixCache(costs.kv_tokens)
         self.next_at = self.followed_at = inf
-        self.busy = 0.0
         self._streamed, self._finished = streamed, finished
         self._decoding: list[tuple[float, int, SimulatedSession]] = []  # by the step at which they end
         self._reading: list[SimulatedSession] = []
         self._held: SimulatedSession | None = None  # the next in turn, which finds no room
         self._context = 0
         self._steps = 0.0
+        self._until = inf  # the step at which something happens next
         self._read_until = 0.0
         self._read_tokens = 0.0  # of prompts, in each step of the prefill
         self._step_seconds = costs.step
@@ -68,14 +68,15 @@ class SimulatedEngine:
 
     def wake(self, now: float) -> None:
         """Let happen what is due at `next_at`."""
-        self._advance(now)
+        self._at = now
+        self._steps = self._until  # exactly, or rounding could leave a part of a step that no time is long enough for
         decoding = self._decoding
         ended = []
-        while decoding and decoding[0][0] <= self._steps + 1e-9:
+        while decoding and decoding[0][0] <= self._steps:
             ended.append(heappop(decoding)[2])
         for session in ended:
             self._end(session, now)
-        if self._reading and self._steps >= self._read_until - 1e-9:
+        if self._reading and self._steps >= self._read_until:
             self._start_decoding(now)
         self._schedule(now)
 
@@ -91,7 +92,6 @@ class SimulatedEngine:
     def _advance(self, now: float) -> None:
         if self._reading or self._decoding:
             self._steps += (now - self._at) / self._step_seconds
-            self.busy += now - self._at
         self._at = now
 
     def _schedule(self, now: float) -> None:
@@ -104,8 +104,8 @@ class SimulatedEngine:
         if self._reading:
             seconds += self._read_tokens * costs.prompt_token
             until = min(until, self._read_until)
-        self._step_seconds = seconds
-        self.next_at = now + max(0.0, until - self._steps) * seconds
+        self._step_seconds, self._until = seconds, max(until, self._steps)
+        self.next_at = now + (self._until - self._steps) * seconds
 
     def _start_reading(self, now: float) -> None:
         """Take calls in turn until their prompts fill a step. If the next one finds no room, none overtakes it."""
