@@ -1,4 +1,4 @@
-"""`agentspec fleet` shows and drains the servers behind a running gateway."""
+"""`agentspec fleet`: shows and drains the servers behind a running gateway, and simulates fleets of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentspec.cli import fleet_simulate
 from agentspec.cli.common import JsonOption, print_json
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.backends.http.endpoint import Endpoint
 
-app = typer.Typer(no_args_is_help=True, help="Show and drain the servers behind a running gateway.")
+app = typer.Typer(no_args_is_help=True, help="Show, drain and simulate several servers of one model.")
 UrlOption = Annotated[str, typer.Option(help="Address of the gateway")]
 KeyOption = Annotated[
     Path | None, typer.Option(help="File with an operator's key, if the gateway has keys", dir_okay=False)
@@ -23,6 +24,10 @@ NameArgument = Annotated[str, typer.Argument(help="A member as `fleet status` na
 LOCAL = "http://127.0.0.1:8700"
 SECONDS = 10.0
 _COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "calls", "retries", "failures", "ejections")
+
+
+app.command()(fleet_simulate.simulate)
+app.command()(fleet_simulate.calibrate)
 
 
 @app.command()

@@ -3,12 +3,28 @@
 from collections.abc import Callable, Mapping
 
 from agentspec.placement.policy import Call, LeastLoaded, Member, PlacementPolicy, RoundRobin
+from agentspec.placement.prefix import PrefixAffinity
+from agentspec.placement.roster import Roster
+from agentspec.placement.workflow import WorkflowAffinity
 
 POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
+    "prefix": PrefixAffinity,
+    "workflow": WorkflowAffinity,
 }
 """The policies by the names that settings use. Each pool gets an instance of its own."""
-DEFAULT_POLICY = "least_loaded"
+DEFAULT_POLICY = "workflow"
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "Call", "LeastLoaded", "Member", "PlacementPolicy", "RoundRobin"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "Call",
+    "LeastLoaded",
+    "Member",
+    "PlacementPolicy",
+    "PrefixAffinity",
+    "Roster",
+    "RoundRobin",
+    "WorkflowAffinity",
+]

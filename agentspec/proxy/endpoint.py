@@ -28,6 +28,7 @@ from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
+from agentspec.proxy.admission.turns import ProgramCall, program_call
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -117,7 +118,8 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
         with self.budget.account(record.tenant) as account:
-            async with self.limiter.enter(record.tenant, account.counting(receive)) as receive:
+            program = self._program(Headers(scope=scope))
+            async with self.limiter.enter(record.tenant, account.counting(receive), program) as receive:
                 await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
@@ -144,7 +146,7 @@ class GenerationEndpoint:
         record.labels = caller.labels
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client, self._place(route, tenant):
+        async with until_disconnect(receive) as client, self._place(route, tenant, headers):
             if isinstance(route.backend, PoolBackend):
                 await self._try(exchange, route.backend.pool)
             else:
@@ -181,8 +183,14 @@ class GenerationEndpoint:
         backend, known = await route.backend.any_server()
         return Route(route.backend_name, backend, known or route.upstream_model)
 
-    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
-        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
+    def _program(self, headers: Headers) -> ProgramCall | None:
+        """The program that a request belongs to, where it matters for its turn."""
+        return program_call(headers) if self.settings.order == "workflow" else None
+
+    def _place(self, route: Route, tenant: str, headers: Headers) -> AbstractAsyncContextManager[Any]:
+        if not self.generates:
+            return nullcontext()
+        return self.places.enter(route.backend_name, tenant, self._program(headers))
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 
@@ -70,6 +70,11 @@ class ServerSettings(BaseModel):
     # Admission.
     queue_timeout: float = Field(
         default=2.0, ge=0, description="Seconds a request may wait for a place before 429; 0: not at all"
+    )
+    order: Literal["fair", "workflow"] = Field(
+        default="fair",
+        description="Which of a tenant's waiting requests is next: the first that came, or the one whose workflow is"
+        " most urgent by its deadline, or has had least service",
     )
     max_queued: int = Field(default=256, ge=0, description="Requests of one tenant that may wait; one more gets 429")
     stream_pacing: float = Field(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.cli.trace_page import page, passages
+from agentspec.cli.trace.page import page, passages
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime

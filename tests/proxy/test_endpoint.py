@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -272,6 +273,30 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
     counted = {"route": "/v1/chat/completions"}
     assert running.metric("agentspec_requests_total", **counted, model=MODEL, outcome="cancelled") == 1
     assert running.metric("agentspec_requests_total", **counted, model="", outcome="rejected") == 1
+
+
+@pytest.mark.parametrize(("order", "expected"), [("fair", ["1", "2", "3"]), ("workflow", ["1", "3", "2"])])
+def test_waiting_requests_go_by_the_order(
+    gateway: Any, until: Callable[..., None], order: str, expected: list[str]
+) -> None:
+    backend = Held()
+    running = gateway({MODEL: backend}, max_concurrent=1, queue_timeout=60, order=order)
+    with (
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def request(number: int, deadline: float) -> Any:
+            headers = {"x-agentspec-session": str(number), "x-agentspec-deadline-s": str(deadline)}
+            return ask(client, extra_headers=headers)
+
+        answers = []
+        for number, deadline in ((1, 50.0), (2, 50.0), (3, 5.0)):
+            answers.append(pool.submit(request, number, deadline))
+            until(lambda: running.app.limiter.running == 1 and running.app.limiter.waiting == len(answers) - 1)
+        backend.go.set()
+        assert [answer.result().choices[0].message.content for answer in answers] == ["one two"] * 3
+    assert [seen.labels.session for seen in backend.requests] == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

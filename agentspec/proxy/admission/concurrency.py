@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
 from starlette.types import Receive
 
 from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.placement.ordering import Urgency
 from agentspec.proxy.admission.early_messages import EarlyMessages
 from agentspec.proxy.admission.tenant_places import HoldingTime, TenantPlaces
+from agentspec.proxy.admission.turns import ProgramCall, Turns
 from agentspec.settings.server import ServerSettings, TenantLimits
 from agentspec.telemetry.samples import TenantSample
 
@@ -28,7 +32,9 @@ class Admission(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def enter(self, tenant: str, receive: Receive) -> AbstractAsyncContextManager[Receive]: ...
+    def enter(
+        self, tenant: str, receive: Receive, call: ProgramCall | None = None
+    ) -> AbstractAsyncContextManager[Receive]: ...
 
     def update(self, settings: ServerSettings) -> None: ...
 
@@ -42,7 +48,7 @@ class ConcurrencyLimiter:
     start.
 
     A free place goes to the waiting tenant with the least virtual start time (start-time fair queueing), so that busy
-    tenants share the places by their weights; a tenant's own requests are served in order of arrival. Nobody waits
+    tenants share the places by their weights; a tenant's own requests are served by `server.order`. Nobody waits
     while a place is free that the tenant may use. A request is refused at once if it would wait longer than
     `server.queue_timeout` by the rate at which the tenant's requests get places.
 
@@ -60,6 +66,7 @@ class ConcurrencyLimiter:
         self._held = HoldingTime()  # of all tenants: what is assumed of a new one
         self._withheld = 0  # reserved places that their tenants do not use now
         self._waiting = 0
+        self._turns = Turns(settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.update(settings)
 
@@ -77,13 +84,14 @@ class ConcurrencyLimiter:
         self._withheld = sum(tenant.unused_reserve for tenant in self._tenants.values())
         self._admit_waiting()
 
-    def enter(self, tenant: str, receive: Receive) -> Place:
-        """Take a place for a request of `tenant` as an asynchronous context, and wait for it if need be.
+    def enter(self, tenant: str, receive: Receive, call: ProgramCall | None = None) -> Place:
+        """Take a place for a request of `tenant` as an asynchronous context, and wait for it if need be. `call` tells
+        which program it belongs to.
 
         The context's value replaces `receive`, which is listened to meanwhile, so that a client that leaves also leaves
         the queue. Raises `ShuttingDownError`, `OverloadedError` if no place is free in time, and `ClientDisconnect`.
         """
-        return Place(self, self.tenant(tenant), receive)
+        return Place(self, self.tenant(tenant), receive, call)
 
     def close(self) -> None:
         """Refuse all requests that have no place yet."""
@@ -104,7 +112,9 @@ class ConcurrencyLimiter:
         found = self._tenants.get(name)
         if found is None:
             limits = self._settings.tenants.get(name) or TenantLimits()
-            found = self._tenants[name] = TenantPlaces(name, limits, held=HoldingTime(self._held.seconds))
+            found = self._tenants[name] = TenantPlaces(
+                name, limits, held=HoldingTime(self._held.seconds), waiting=self._turns.line()
+            )
             self._withheld += found.unused_reserve
         return found
 
@@ -117,9 +127,13 @@ class ConcurrencyLimiter:
         self._take(tenant, in_turn=not self._waiting)
         return True
 
-    async def wait(self, tenant: TenantPlaces, receive: Receive) -> Receive:
+    def note(self, tenant: TenantPlaces, call: ProgramCall | None, now: float) -> Urgency:
+        """A request has come at `now`, by the clock of the loop; how urgent it is."""
+        return self._turns.sent(tenant.name, call, now)
+
+    async def wait(self, tenant: TenantPlaces, receive: Receive, urgency: Urgency) -> Receive:
         """Wait for a place, and take it."""
-        turn = self.join(tenant)
+        turn = self.join(tenant, urgency)
         early = EarlyMessages(receive)
         try:
             await early.listen_until(turn, self.queue_timeout)
@@ -130,7 +144,7 @@ class ConcurrencyLimiter:
             raise
         return early.receive
 
-    def join(self, tenant: TenantPlaces) -> asyncio.Future[None]:
+    def join(self, tenant: TenantPlaces, urgency: Urgency) -> asyncio.Future[None]:
         """Join the line; the result's end is the turn, with a place or `ShuttingDownError`. Raises `OverloadedError`.
 
         Whoever does not wait any longer calls `leave`.
@@ -140,14 +154,13 @@ class ConcurrencyLimiter:
         turn: asyncio.Future[None] = self._loop.create_future()
         if not tenant.waiting:
             tenant.finish = max(tenant.finish, self._virtual_time)
-        tenant.waiting.append(turn)
+        tenant.waiting.push(turn, urgency, self._loop.time())
         self._waiting += 1
         return turn
 
     def leave(self, tenant: TenantPlaces, turn: asyncio.Future[None]) -> None:
         """Undo the waiting of a request that goes away, or give back the place that it just got."""
-        if turn in tenant.waiting:
-            tenant.waiting.remove(turn)
+        if tenant.waiting.remove(turn):
             self._waiting -= 1
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             self._give_back(tenant)
@@ -161,8 +174,11 @@ class ConcurrencyLimiter:
         """What a request is refused with that has waited for `queue_timeout`."""
         return self._refusal(tenant, "got no place in time (server.queue_timeout)")
 
-    def release(self, tenant: TenantPlaces, seconds: float) -> None:
-        """Give back a place that a request held for `seconds`."""
+    def release(self, tenant: TenantPlaces, visit: Visit) -> None:
+        """Give back the place of a request that is over."""
+        now = asyncio.get_running_loop().time()
+        seconds = now - visit.began
+        self._turns.served(tenant.name, visit.call, waited=visit.began - visit.came, seconds=seconds, now=now)
         tenant.held.observe(seconds)
         self._held.observe(seconds)
         self._give_back(tenant)
@@ -193,12 +209,13 @@ class ConcurrencyLimiter:
 
     def _admit_waiting(self) -> None:
         """Give every free place to a waiting request that may use it."""
+        now = 0.0 if self._loop is None else self._loop.time()
         while self._waiting and not self.closed:
             ready = [one for one in self._tenants.values() if one.waiting and self._may_enter(one)]
             if not ready:
                 return
             tenant = min(ready, key=lambda one: max(self._virtual_time, one.finish))
-            turn = tenant.waiting.popleft()
+            turn = tenant.waiting.pop(now)
             self._waiting -= 1
             if not turn.done():
                 self._take(tenant, in_turn=True)
@@ -206,11 +223,10 @@ class ConcurrencyLimiter:
 
     def _refuse_waiting(self) -> None:
         for tenant in self._tenants.values():
-            for turn in tenant.waiting:
-                if not turn.done():
-                    turn.set_exception(closed())
             self._waiting -= len(tenant.waiting)
-            tenant.waiting.clear()
+            while tenant.waiting:
+                if not (turn := tenant.waiting.pop(math.inf)).done():
+                    turn.set_exception(closed())
 
     def _require_short_wait(self, tenant: TenantPlaces) -> None:
         """Raise `OverloadedError` for a request that would wait too long: it had better be refused at once."""
@@ -241,28 +257,42 @@ class ConcurrencyLimiter:
         return OverloadedError(f"too many requests at once: this one {reason}", retry_after=retry_after)
 
 
+@dataclass(slots=True)
+class Visit:
+    """When a request came, and when it got its place, by the clock of the loop."""
+
+    call: ProgramCall | None
+    came: float
+    began: float = 0.0
+
+
 class Place:
     """One request's place as an asynchronous context. A class of its own, since it is entered by every request."""
 
-    __slots__ = ("_limiter", "_receive", "_since", "_tenant")
+    __slots__ = ("_limiter", "_receive", "_tenant", "_visit")
 
-    def __init__(self, limiter: ConcurrencyLimiter, tenant: TenantPlaces, receive: Receive) -> None:
+    def __init__(
+        self, limiter: ConcurrencyLimiter, tenant: TenantPlaces, receive: Receive, call: ProgramCall | None
+    ) -> None:
         self._limiter = limiter
         self._tenant = tenant
         self._receive = receive
-        self._since = 0.0
+        self._visit = Visit(call, 0.0)
 
     async def __aenter__(self) -> Receive:
-        limiter, receive = self._limiter, self._receive
+        limiter, receive, visit = self._limiter, self._receive, self._visit
+        loop = asyncio.get_running_loop()
+        visit.came = loop.time()
+        urgency = limiter.note(self._tenant, visit.call, visit.came)
         if not limiter.try_take(self._tenant):
-            receive = await limiter.wait(self._tenant, receive)
-        self._since = asyncio.get_running_loop().time()
+            receive = await limiter.wait(self._tenant, receive, urgency)
+        visit.began = loop.time()
         return receive
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._limiter.release(self._tenant, asyncio.get_running_loop().time() - self._since)
+        self._limiter.release(self._tenant, self._visit)
 
 
 def closed() -> ShuttingDownError:

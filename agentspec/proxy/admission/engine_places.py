@@ -12,6 +12,7 @@ from starlette.types import Message
 
 from agentspec.backends.settings import BackendSettings, TorchSettings
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.turns import ProgramCall
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.samples import TenantSample
 
@@ -33,13 +34,13 @@ class EnginePlaces:
             name: ConcurrencyLimiter(_within(server, takes), setting=_SETTING) for name, takes in self._takes.items()
         }
 
-    def enter(self, backend: str, tenant: str) -> AbstractAsyncContextManager[Any]:
+    def enter(self, backend: str, tenant: str, call: ProgramCall | None = None) -> AbstractAsyncContextManager[Any]:
         """Take a place for a request of `tenant` as an asynchronous context, and wait for it if need be.
 
         Raises `OverloadedError` if no place is free in time. Upstreams have no such places.
         """
         limiter = self._limiters.get(backend)
-        return _NO_LIMIT if limiter is None else limiter.enter(tenant, _silent)
+        return _NO_LIMIT if limiter is None else limiter.enter(tenant, _silent, call)
 
     def update(self, server: ServerSettings) -> None:
         """Apply the limits of `server` from now on."""

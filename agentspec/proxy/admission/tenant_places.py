@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass, field
 
+from agentspec.placement.ordering import ArrivalOrder, CallQueue
 from agentspec.settings.server import TenantLimits
 
 _NEWEST = 0.1  # weight of the newest request in the mean of the times that requests hold their places
@@ -39,7 +39,7 @@ class TenantPlaces:
     finish: float = 0.0
     refused: int = 0
     held: HoldingTime = field(default_factory=HoldingTime)
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    waiting: CallQueue[asyncio.Future[None]] = field(default_factory=ArrivalOrder)
 
     @property
     def unused_reserve(self) -> int:
@@ -53,7 +53,7 @@ class TenantPlaces:
 
     @property
     def active(self) -> bool:
-        return self.running > 0 or bool(self.waiting)
+        return self.running > 0 or len(self.waiting) > 0
 
     def charge(self, virtual_time: float) -> float:
         """Charge one admitted request, and return the virtual time at which it starts. Idle time earns no credit."""

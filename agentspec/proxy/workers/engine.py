@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.errors import AgentSpecError, AuthenticationError, ConfigurationError
 from agentspec.proxy.admission.auth import Identity
+from agentspec.proxy.admission.turns import ProgramCall
 from agentspec.proxy.app import VERSION, Shared, backend_samples, create_app, index_size
 from agentspec.proxy.forwarding.engine_link import TENANT_HEADER, noted
 from agentspec.proxy.request_record import RequestRecord
@@ -44,7 +45,9 @@ class Unlimited:
         self.running = 0
         self.closed = False
 
-    def enter(self, tenant: str, receive: Receive) -> AbstractAsyncContextManager[Receive]:
+    def enter(
+        self, tenant: str, receive: Receive, call: ProgramCall | None = None
+    ) -> AbstractAsyncContextManager[Receive]:
         return self._enter(receive)
 
     def update(self, settings: ServerSettings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from starlette.types import Receive
 
 from agentspec.errors import AgentSpecError, OverloadedError
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter, closed
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter, Visit, closed
 from agentspec.proxy.admission.early_messages import EarlyMessages
 from agentspec.proxy.admission.tenant_places import TenantPlaces
+from agentspec.proxy.admission.turns import ProgramCall
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.samples import TenantSample
 
@@ -24,6 +25,7 @@ Send = Callable[..., None]
 class _InLine:
     tenant: TenantPlaces
     turn: asyncio.Future[None]
+    visit: Visit
     timer: asyncio.TimerHandle
 
 
@@ -37,22 +39,25 @@ class WorkerPlaces:
 
     limiter: ConcurrencyLimiter
     send: Send
-    _held: dict[int, tuple[TenantPlaces, float]] = field(default_factory=dict)  # and since when
+    _held: dict[int, tuple[TenantPlaces, Visit]] = field(default_factory=dict)
     _waiting: dict[int, _InLine] = field(default_factory=dict)
 
-    def take(self, number: int, name: str) -> None:
-        """Give a request of this tenant a place, or let it wait for one."""
+    def take(self, number: int, name: str, call: Sequence[Any] | None = None) -> None:
+        """Give a request of this tenant a place, or let it wait for one. `call` are the fields of its `ProgramCall`."""
         tenant = self.limiter.tenant(name)
+        visit = Visit(None if call is None else ProgramCall(*call), asyncio.get_running_loop().time())
+        urgency = self.limiter.note(tenant, visit.call, visit.came)
         try:
             if self.limiter.try_take(tenant):
-                self._go(number, tenant)
+                self._go(number, tenant, visit)
                 return
-            turn = self.limiter.join(tenant)
+            turn = self.limiter.join(tenant, urgency)
         except AgentSpecError as error:
             self._refuse(number, error)
             return
         loop = asyncio.get_running_loop()
-        self._waiting[number] = _InLine(tenant, turn, loop.call_later(self.limiter.queue_timeout, self._late, number))
+        timer = loop.call_later(self.limiter.queue_timeout, self._late, number)
+        self._waiting[number] = _InLine(tenant, turn, visit, timer)
         turn.add_done_callback(lambda done: self._turn(number))
         self.send("wait", number)
 
@@ -60,8 +65,7 @@ class WorkerPlaces:
         """Take back the place of a request that is over, or its place in the line."""
         held = self._held.pop(number, None)
         if held is not None:
-            tenant, since = held
-            self.limiter.release(tenant, asyncio.get_running_loop().time() - since)
+            self.limiter.release(*held)
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             waiting.timer.cancel()
@@ -73,8 +77,9 @@ class WorkerPlaces:
         for number in [*self._waiting, *self._held]:
             self.leave(number)
 
-    def _go(self, number: int, tenant: TenantPlaces) -> None:
-        self._held[number] = (tenant, asyncio.get_running_loop().time())
+    def _go(self, number: int, tenant: TenantPlaces, visit: Visit) -> None:
+        visit.began = asyncio.get_running_loop().time()
+        self._held[number] = tenant, visit
         self.send("go", number)
 
     def _turn(self, number: int) -> None:
@@ -84,7 +89,7 @@ class WorkerPlaces:
         waiting.timer.cancel()
         error = waiting.turn.exception()
         if error is None:
-            self._go(number, waiting.tenant)
+            self._go(number, waiting.tenant, waiting.visit)
         else:
             self._refuse(number, error)
 
@@ -113,17 +118,17 @@ class SharedLimiter:
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def enter(self, tenant: str, receive: Receive) -> SharedPlace:
+    def enter(self, tenant: str, receive: Receive, call: ProgramCall | None = None) -> SharedPlace:
         """As of `ConcurrencyLimiter`."""
-        return SharedPlace(self, tenant, receive)
+        return SharedPlace(self, tenant, receive, call)
 
-    def ask(self, tenant: str) -> _Question:
+    def ask(self, tenant: str, call: ProgramCall | None) -> _Question:
         if self.closed:
             raise closed()
         self._loop = loop = asyncio.get_running_loop()
         self._number += 1
         turn = self._asked[self._number] = _Question(self._number, loop.create_future(), loop.create_future())
-        self.send("take", self._number, tenant)
+        self.send("take", self._number, tenant, *(() if call is None else (call.fields,)))
         return turn
 
     def answered(self, verdict: str, number: int, *reason: Any) -> None:
@@ -186,16 +191,17 @@ class _Question:
 class SharedPlace:
     """One request's place as an asynchronous context; its value replaces the `receive` that it was given."""
 
-    __slots__ = ("_limiter", "_receive", "_tenant", "_turn")
+    __slots__ = ("_call", "_limiter", "_receive", "_tenant", "_turn")
 
-    def __init__(self, limiter: SharedLimiter, tenant: str, receive: Receive) -> None:
+    def __init__(self, limiter: SharedLimiter, tenant: str, receive: Receive, call: ProgramCall | None) -> None:
         self._limiter = limiter
         self._tenant = tenant
         self._receive = receive
+        self._call = call
 
     async def __aenter__(self) -> Receive:
         limiter, receive = self._limiter, self._receive
-        self._turn = turn = limiter.ask(self._tenant)
+        self._turn = turn = limiter.ask(self._tenant, self._call)
         try:
             await turn.first
             if not turn.place.done():  # then it can take a while, and the client may leave

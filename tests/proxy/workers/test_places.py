@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.turns import ProgramCall
 from agentspec.proxy.workers.places import SharedLimiter, WorkerPlaces
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.server import ServerSettings, TenantLimits
@@ -233,3 +234,29 @@ def test_weights_hold_across_workers_to_the_place(in_virtual_time: Any) -> None:
         assert parent.limiter.running == 0 == parent.limiter.waiting
 
     in_virtual_time(main())
+
+
+def test_the_order_of_programs_holds_across_workers() -> None:
+    async def main() -> None:
+        parent, served = Parent(max_concurrent=1, queue_timeout=1000.0, order="workflow"), []
+
+        async def request(worker: int, name: str, call: ProgramCall, over: asyncio.Event) -> None:
+            async with parent.workers[worker].enter("a", silent, call):
+                served.append(name)
+                await over.wait()
+
+        overs = [asyncio.Event() for _ in range(3)]
+        waits = ("running", None), ("patient", 400.0), ("urgent", 5.0)
+        tasks = []
+        for number, (name, deadline) in enumerate(waits):
+            call = ProgramCall(name, deadline_s=deadline)
+            tasks.append(asyncio.create_task(request(number % 2, name, call, overs[number])))
+            await turns()
+        for over in overs:
+            over.set()
+            await turns()
+        await asyncio.gather(*tasks)
+        assert served == ["running", "urgent", "patient"]
+        assert parent.limiter.running == 0 == parent.limiter.waiting
+
+    run(main())

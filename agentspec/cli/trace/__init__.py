@@ -30,14 +30,14 @@ def show(
     if json:
         print_json(records)
     elif html is not None:
-        from agentspec.cli.trace_page import page
+        from agentspec.cli.trace.page import page
 
         require_writable(html)
         html.write_text(page(records))
     else:
         from rich.console import Console
 
-        from agentspec.cli.trace_page import lines
+        from agentspec.cli.trace.page import lines
 
         console = Console(highlight=False)
         for line in lines(records):

@@ -1,0 +1,157 @@
+"""`agentspec fleet simulate` compares policies on recorded sessions without any server; `calibrate` times one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentspec.cli.common import require_writable
+from agentspec.cli.publish import REPORT_WIDTH
+from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found, recorded_calls
+from agentspec.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec.fleet.scenario import Scenario
+    from agentspec.fleet.workload import SessionShape
+
+
+def simulate(
+    files: Files,
+    policy: Annotated[
+        str, typer.Option(help="Policies, separated by commas")
+    ] = "round_robin,least_loaded,prefix,workflow",
+    order: Annotated[
+        str, typer.Option(help="Orders of waiting calls, separated by commas: arrival, urgency")
+    ] = "arrival",
+    engines: Annotated[int, typer.Option(help="Engines", min=1)] = 10,
+    sessions: Annotated[int, typer.Option(help="Sessions that arrive, drawn from the recorded ones", min=1)] = 5000,
+    load: Annotated[float, typer.Option(help="Share of what --load-of sustains", min=0.01)] = 0.9,
+    load_of: Annotated[str, typer.Option(help="Policy whose capacity that is")] = "least_loaded",
+    rate: Annotated[float | None, typer.Option(help="Sessions a second, instead of --load", min=0.0001)] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each, with other arrivals", min=1)] = 5,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", exists=True, dir_okay=False, help="What an engine's steps cost")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other parameter, as they are printed")
+    ] = None,
+    single: Annotated[
+        bool, typer.Option("--single", help="Every call by itself, without a session, sharing nothing")
+    ] = False,
+    format_: FormatOption = None,
+    skip_bad: SkipOption = False,
+    json: Annotated[Path | None, typer.Option(help="Write every seed's figures to this file")] = None,
+) -> None:
+    """Replay recorded sessions on simulated engines, and compare where their calls go and which is next."""
+    from rich.console import Console
+
+    from agentspec.fleet.capacity import capacity
+    from agentspec.fleet.comparison import compare
+    from agentspec.fleet.report import print_comparison, write_json
+
+    require_writable(json)
+    errors = Console(stderr=True)
+    given = {"engines": engines, "sessions": sessions, **_parameters(set_ or [])}
+    scenario = _scenario(given, costs)
+    tried = [_checked(scenario, {"policy": one, "order": other}) for one in _names(policy) for other in _names(order)]
+    variants = [(one.policy, one.order) for one in tried]
+    shapes = _shapes(files, format_, skip_bad, errors, single=single)
+    scenario.require_room(shapes)
+    with errors.status("starting") as status:
+        if rate is None:
+            status.update(f"looking for the capacity of {load_of}")
+            base = _checked(scenario, {"policy": load_of, "order": "arrival"})
+            rate = load * capacity(base, shapes)
+        comparison = compare(_checked(scenario, {"rate": rate}), shapes, variants, seeds, status.update)
+    print_comparison(comparison, Console(width=None if sys.stdout.isatty() else REPORT_WIDTH))
+    if json is not None:
+        write_json(comparison, json)
+
+
+def calibrate(
+    url: Annotated[str, typer.Argument(metavar="URL", help="An OpenAI-compatible server, such as http://host:8000/v1")],
+    model: Annotated[str, typer.Option(help="The model's name there")],
+    out: Annotated[Path, typer.Option(help="File for the costs, as fleet simulate --costs reads them")],
+    words: Annotated[int, typer.Option(help="Words of the longest prompt; about three tokens each", min=16)] = 1024,
+    rounds: Annotated[int, typer.Option(help="Measurements of each kind", min=1)] = 3,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", exists=True, dir_okay=False, help="What is known of its limits")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with its API key", exists=True, dir_okay=False)] = None,
+) -> None:
+    """Time the steps of a server that does nothing else meanwhile: prompts alone, then one to eight streams at once."""
+    import anyio
+    from pydantic import HttpUrl, ValidationError
+    from rich.console import Console
+
+    from agentspec.backends.openai import OpenAIBackend
+    from agentspec.backends.settings import OpenAISettings
+    from agentspec.fleet.calibrate import fit, measure
+    from agentspec.fleet.costs import EngineCosts
+
+    require_writable(out)
+    base = EngineCosts() if costs is None else EngineCosts.read(costs)
+    try:
+        settings = OpenAISettings(base_url=HttpUrl(url), api_key_file=None if key_file is None else str(key_file))
+    except ValidationError:
+        raise ConfigurationError(f"{url!r} is no address of a server: write it as http://host:8000/v1") from None
+    backend = OpenAIBackend(settings)
+
+    async def run() -> EngineCosts:
+        with Console(stderr=True).status("starting") as status:
+            try:
+                progress = status.update
+                times = await measure(backend.generate, model, base, words=words, rounds=rounds, progress=progress)
+            finally:
+                await backend.aclose()
+        return fit(times, base)
+
+    found = anyio.run(run)
+    out.write_text(found.model_dump_json(indent=1))
+    typer.echo(f"{out}: " + ", ".join(f"{name} = {value:.4g}" for name, value in found.model_dump().items()))
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _parameters(given: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in given]
+    if wrong := [text for text, (name, equals, _) in zip(given, pairs, strict=True) if not (name and equals)]:
+        raise ConfigurationError(f"--set takes NAME=VALUE, not {wrong[0]!r}")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _scenario(given: Mapping[str, Any], costs: Path | None) -> Scenario:
+    from agentspec.fleet.costs import EngineCosts
+    from agentspec.fleet.scenario import Scenario
+
+    engine = EngineCosts() if costs is None else EngineCosts.read(costs)
+    return _checked(Scenario(costs=engine), given)
+
+
+def _checked(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:
+    """`scenario` with `changes`. Raises `ConfigurationError` that names the wrong parameter."""
+    from pydantic import ValidationError
+
+    try:
+        return type(scenario).model_validate({**dict(scenario), **changes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(
+            f"{name}: {first['msg']}" if name else first["msg"].removeprefix("Value error, ")
+        ) from None
+
+
+def _shapes(files: list[Path], format_: Any, skip_bad: bool, console: Any, *, single: bool) -> list[SessionShape]:
+    from agentspec.fleet.workload import shapes, single_calls
+
+    on_bad, _ = choose(skip_bad, console)
+    calls = {file.name: recorded_calls(file, format_, on_bad) for file in found(files, console)}
+    read = shapes(calls)
+    return single_calls(read) if single else read

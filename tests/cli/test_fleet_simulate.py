@@ -1,0 +1,58 @@
+"""The command on the recorded calls of the examples: tables, files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CALLS = Path(__file__).resolve().parents[2] / "examples" / "calls.jsonl"
+QUICK = ("fleet", "simulate", CALLS, "--engines", 2, "--sessions", 40, "--seeds", 2, "--rate", 2)
+
+
+def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program: Any, tmp_path: Path) -> None:
+    costs, out = tmp_path / "costs.json", tmp_path / "out.json"
+    costs.write_text('{"step": 0.03}')
+    chosen = ("--policy", "round_robin,workflow", "--order", "arrival,urgency", "--set", "pause=0.5")
+    done = program(*QUICK, *chosen, "--costs", costs, "--json", out)
+    assert done.exit_code == 0, done.output
+    for said in ("rate = 2", "pause = 0.5", "step = 0.03", "workflow", "urgency", "Medians of 2 seeds"):
+        assert said in done.output
+    written = json.loads(out.read_text())
+    assert written["seeds"] == [0, 1]
+    assert [(one["policy"], one["order"]) for one in written["variants"]][-1] == ("workflow", "urgency")
+    assert written["scenario"]["costs"]["step"] == 0.03
+    assert all(figures["sessions"] == 36 for one in written["variants"] for figures in one["figures"])
+
+
+def test_deaths_and_single_calls_are_counted(program: Any) -> None:
+    done = program(*QUICK, "--single", "--policy", "least_loaded", "--set", "kill_every=5", "--set", "restart=2")
+    assert done.exit_code == 0, done.output
+    assert "lost" in done.output
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--policy", "best"), "round_robin"),
+        (("--order", "best"), "arrival"),
+        (("--set", "pause"), "NAME=VALUE"),
+        (("--set", "pauze=1"), "pauze"),
+        (("--set", "pause=long"), "pause"),
+    ],
+)
+def test_what_it_does_not_know_is_refused(program: Any, given: tuple[str, ...], says: str) -> None:
+    done = program(*QUICK, *given)
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_a_server_that_is_not_there_cannot_be_calibrated(program: Any, tmp_path: Path) -> None:
+    out = tmp_path / "costs.json"
+    done = program("fleet", "calibrate", "http://127.0.0.1:9/v1", "--model", "m", "--out", out)
+    assert done.exit_code == 1
+    assert "127.0.0.1:9" in done.output
+    assert not out.exists()
+    assert program("fleet", "calibrate", "nowhere", "--model", "m", "--out", out).exit_code == 2
