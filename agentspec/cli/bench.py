@@ -179,6 +179,10 @@ def cache(
     tenants: Annotated[
         int, typer.Option(help="Tenants that are served beside each other; 0 leaves this out", min=0)
     ] = 1000,
+    late: Annotated[
+        list[int] | None,
+        typer.Option(help="Draft chains of so many tokens late, too, as in vLLM's Model Runner V2", min=1, max=64),
+    ] = None,
     large: Annotated[
         bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
     ] = False,
@@ -202,6 +206,7 @@ def cache(
         curve=plot is not None,
         costs=partial(measure_costs, open_tokens, large=large) if costs else None,
         tenancy=partial(measure_tenancy, tenants) if costs and tenants else None,
+        late=late or (),
     )
     packages = ("tokenizers", "numpy")
     publish(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import Costs
+from agentspec.benchmarks.cache.late import measure_late
 from agentspec.benchmarks.cache.report import CacheReport, FileResult
 from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.report import Progress
@@ -26,11 +27,12 @@ def run_cache(
     curve: bool = False,
     costs: Callable[[Progress], Costs] | None = None,
     tenancy: Callable[[Progress], Tenancy] | None = None,
+    late: Sequence[int] = (),
     progress: Progress,
 ) -> CacheReport:
     """Replay the first `calls` calls of each file at every budget, then measure `costs` and `tenancy`.
 
-    With `curve`, budgets are those of CURVE too.
+    With `curve`, budgets are those of CURVE too. Chains of each number of tokens in `late` are drafted late, too.
     """
     files = []
     installed = peer.installed_version()
@@ -46,6 +48,9 @@ def run_cache(
             progress(f"{name}: the peer at budget {budget}")
             if (figure := _peer(name, recorded, budget, calls, installed)) is not None:
                 result.peer[budget] = figure
+        for tokens in late:
+            progress(f"{name}: drafting {tokens} tokens late")
+            result.late.append(measure_late(recorded, tokens))
         files.append(result)
     source = f"arctic-inference {installed}, best tree, run here" if installed else peer.MEASURED_SOURCE
     measured = costs(progress) if costs else None

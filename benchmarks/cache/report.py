@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
+from agentspec.benchmarks.cache.late import STEPS, LateFigures
 from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import Figure
@@ -30,6 +31,7 @@ class FileResult:
     name: str
     replays: dict[int, Replay] = field(default_factory=dict)
     peer: dict[int, float] = field(default_factory=dict)
+    late: list[LateFigures] = field(default_factory=list)
 
     def ratio(self, budget: int) -> float | None:
         """Tokens per step divided by the peer's; None if the peer has no figure."""
@@ -62,6 +64,8 @@ class CacheReport:
         yield _quality_table(self)
         yield _calibration_table(self)
         yield _timing_table(self)
+        if any(file.late for file in self.files):
+            yield _late_table(self)
         if self.costs:
             yield _costs_table(self.costs)
         yield report.table(
@@ -206,6 +210,20 @@ def _calibration_cells(name: str, replay: Replay) -> list[str]:
     return [name, *bins, *[""] * (10 - len(bins)), f"{100 * replay.worst_calibration():.1f}"]
 
 
+def _late_table(found: CacheReport) -> RenderableType:
+    columns = ["file", "drafted", "in time"]
+    for steps in STEPS:
+        columns += [f"{steps} late", "loss"]
+    rows = [(file.name, *_late_cells(late)) for file in found.files for late in file.late]
+    return report.table("Tokens per step where the drafter knows the output some steps late", columns, rows)
+
+
+def _late_cells(late: LateFigures) -> Iterator[str]:
+    yield from (str(late.tokens), f"{late.in_time:.3f}")
+    for steps, figure in late.late.items():
+        yield from (f"{figure:.3f}", f"{100 * late.loss(steps):.1f} %")
+
+
 def _timing_table(found: CacheReport) -> RenderableType:
     budget = found.budgets[-1]
     columns = ("file", "draft median, us", "p99", "extend, us/token", "close, us/token", "start, us/prompt token")
@@ -260,6 +278,7 @@ def _number(value: float | None, digits: int) -> str:
 def _file_data(file: FileResult) -> dict[str, Any]:
     return {
         "name": file.name,
+        "late": [asdict(late) for late in file.late],
         "budgets": {
             str(budget): {
                 "tokens_per_step": replay.tokens_per_step,

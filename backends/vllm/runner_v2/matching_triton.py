@@ -91,7 +91,7 @@ class PassageMatcher:
     """Drafts for requests whose texts lie in rows of one tensor. It owns the scores of at most `requests` requests."""
 
     def __init__(self, requests: int, columns: int, shape: PassageShape, device: torch.device) -> None:
-        self._columns, self._parts = columns, triton.cdiv(columns, _BLOCK) + shape.count
+        self._columns, self._parts = columns, triton.cdiv(columns, _BLOCK) + shape.rows
         self._overlap = shape.overlap
         self._scores = torch.zeros((requests, self._parts), dtype=torch.int64, device=device)
 

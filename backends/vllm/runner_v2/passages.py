@@ -20,12 +20,12 @@ Rows = NDArray[np.int32]
 
 
 class PassageShape(NamedTuple):
-    """The size of a request's passages: `count` rows of `width` tokens, the first `overlap` of them known text.
+    """The size of a request's passages: `rows` rows of `width` tokens, the first `overlap` of them known text.
 
     The overlap lets the device find the place of a continuation by the tokens before it.
     """
 
-    count: int
+    rows: int
     overlap: int
     width: int
 
@@ -46,8 +46,8 @@ def shape_for(draft_tokens: int, *, count: int = 4, overlap: int = 16) -> Passag
 
 
 def passages(trees: Sequence[Sequence[int]], context: Tokens, shape: PassageShape) -> Rows:
-    """The continuations of `context`, the likeliest first, as an int32 array (count, width), filled up with -1."""
-    rows = np.full((shape.count, shape.width), NO_TOKEN, dtype=np.int32)
+    """The continuations of `context`, the likeliest first, as an int32 array (rows, width), filled up with -1."""
+    rows = np.full((shape.rows, shape.width), NO_TOKEN, dtype=np.int32)
     known = context[-shape.overlap :]
     for row, continuation in zip(rows, trees, strict=False):
         text = np.concatenate((known, np.array(continuation[: shape.ahead], dtype=np.int32)))

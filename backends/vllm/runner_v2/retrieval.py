@@ -78,7 +78,7 @@ class PassageRetriever:
     def retrieve(self, requests: Sequence[PassageRequest | None]) -> Rows:
         """Passages for each request, as an int32 array (requests, count, width), filled up with -1."""
         started = perf_counter()
-        found = np.full((len(requests), self._shape.count, self._shape.width), NO_TOKEN, dtype=np.int32)
+        found = np.full((len(requests), self._shape.rows, self._shape.width), NO_TOKEN, dtype=np.int32)
         try:
             self._fill(found, requests)
         except Exception as error:
@@ -101,7 +101,7 @@ class PassageRetriever:
         for row, request in enumerate(requests):
             if request is None or request.state.finished:
                 continue
-            paths = likeliest_paths(trees[row], shape.count) if row in trees else []
+            paths = likeliest_paths(trees[row], shape.rows) if row in trees else []
             if predicted := request.state.from_prediction(shape.ahead).tokens:
                 paths.insert(0, predicted)
             found[row] = passages([self._legal(path) for path in paths], request.context, shape)

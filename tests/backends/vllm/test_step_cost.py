@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,3 +67,15 @@ def test_the_cost_of_a_step_is_learned_from_steps() -> None:
             cost.observe(tokens, 0.02 + 0.003 * tokens)
     for tokens in (1, 8, 32):
         assert abs(cost.seconds(tokens) / (0.02 + 0.003 * tokens) - 1) < 0.15
+
+
+@pytest.mark.parametrize("slope", [0.001, 0.0025, 0.01])
+def test_a_few_large_steps_show_what_they_cost(slope: float) -> None:
+    """Requests come one at a time, then eight at once, whose steps are larger than any before."""
+    cost = StepTimeModel()
+    for tokens in (1, 9, 17, 2, 33, 5) * 4:
+        cost.observe(tokens, 0.025 + slope * tokens)
+    for tokens in (160, 90, 130, 70):
+        cost.observe(tokens, 0.025 + slope * tokens)
+    for tokens in (8, 32, 64, 128, 264):
+        assert cost.seconds(tokens) == pytest.approx(0.025 + slope * tokens, rel=0.25)

@@ -68,12 +68,12 @@ def batch(seed: int, requests: int, columns: int, shape: PassageShape, alphabet:
     own = numbers(0, alphabet, requests + 2, columns)
     lengths = numbers(1, columns + 1, requests + 2)
     rows = torch.randperm(requests + 2, generator=random)[:requests].int()
-    passages = numbers(0, alphabet, requests, shape.count, shape.width)
+    passages = numbers(0, alphabet, requests, shape.rows, shape.width)
     for request, row in enumerate(rows.tolist()):
         length = int(lengths[row])
         known = own[row, max(0, length - shape.overlap - 2) : max(1, length - 2)][-shape.overlap :]
         passages[request, 0, : len(known)] = known
-    ends = numbers(0, shape.width + 1, requests, shape.count, 1)
+    ends = numbers(0, shape.width + 1, requests, shape.rows, 1)
     return own, lengths, rows, passages.masked_fill(torch.arange(shape.width) >= ends, -1)
 
 
@@ -81,7 +81,7 @@ def batch(seed: int, requests: int, columns: int, shape: PassageShape, alphabet:
 @pytest.mark.parametrize("alphabet", [2, 50])
 @pytest.mark.parametrize(("columns", "tokens"), [(40, 1), (256, 7), (700, 15)])
 def test_the_kernels_draft_as_plain_torch(kernels: Any, columns: int, tokens: int, alphabet: int) -> None:
-    shape = PassageShape(count=3, overlap=5, width=21)
+    shape = PassageShape(rows=3, overlap=5, width=21)
     matcher = kernels.PassageMatcher(6, columns, shape, torch.device("cpu"))
     for seed in range(3):
         own, lengths, rows, passages = batch(seed, 4, columns, shape, alphabet)
@@ -93,7 +93,7 @@ def test_the_kernels_draft_as_plain_torch(kernels: Any, columns: int, tokens: in
 
 @interpreted
 def test_requests_that_read_their_prompt_get_their_last_token(kernels: Any) -> None:
-    shape = PassageShape(count=1, overlap=1, width=4)
+    shape = PassageShape(rows=1, overlap=1, width=4)
     own = torch.tensor([[1, 2, 1, 2], [3, 4, 3, 4]], dtype=torch.int32)
     drafts = torch.zeros((2, 2), dtype=torch.int64)
     matcher = kernels.PassageMatcher(2, 4, shape, torch.device("cpu"))

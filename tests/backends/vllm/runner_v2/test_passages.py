@@ -51,7 +51,7 @@ def test_paths_are_whole_and_hold_the_first_nodes(parents: list[int], count: int
 
 
 def test_a_passage_begins_with_known_text_and_is_filled_up() -> None:
-    shape = PassageShape(count=3, overlap=2, width=5)
+    shape = PassageShape(rows=3, overlap=2, width=5)
     rows = passages([[7, 8, 9, 10], [7]], np.array([4, 5, 6], dtype=np.int32), shape)
     assert rows.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, -1, -1], [-1] * 5]
     assert passages([[7]], np.array([6], dtype=np.int32), shape)[0].tolist() == [6, 7, -1, -1, -1]
