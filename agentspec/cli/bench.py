@@ -183,6 +183,14 @@ def cache(
         list[int] | None,
         typer.Option(help="Draft chains of so many tokens late, too, as in vLLM's Model Runner V2", min=1, max=64),
     ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of an installed or unpacked `sglang` package: compare with its n-gram corpus, compiled here",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     large: Annotated[
         bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
     ] = False,
@@ -207,6 +215,7 @@ def cache(
         costs=partial(measure_costs, open_tokens, large=large) if costs else None,
         tenancy=partial(measure_tenancy, tenants) if costs and tenants else None,
         late=late or (),
+        sglang=sglang,
     )
     packages = ("tokenizers", "numpy")
     publish(

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
 from agentspec.benchmarks.cache.late import STEPS, LateFigures
+from agentspec.benchmarks.cache.sglang_peer import SglangFigures
 from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import Figure
@@ -32,6 +33,7 @@ class FileResult:
     replays: dict[int, Replay] = field(default_factory=dict)
     peer: dict[int, float] = field(default_factory=dict)
     late: list[LateFigures] = field(default_factory=list)
+    sglang: list[SglangFigures] = field(default_factory=list)
 
     def ratio(self, budget: int) -> float | None:
         """Tokens per step divided by the peer's; None if the peer has no figure."""
@@ -66,6 +68,8 @@ class CacheReport:
         yield _timing_table(self)
         if any(file.late for file in self.files):
             yield _late_table(self)
+        if any(file.sglang for file in self.files):
+            yield _sglang_table(self)
         if self.costs:
             yield _costs_table(self.costs)
         yield report.table(
@@ -210,6 +214,18 @@ def _calibration_cells(name: str, replay: Replay) -> list[str]:
     return [name, *bins, *[""] * (10 - len(bins)), f"{100 * replay.worst_calibration():.1f}"]
 
 
+def _sglang_table(found: CacheReport) -> RenderableType:
+    columns = ("file", "tokens verified", "", "ours", "NGRAM", "ratio", "NGRAM fed prompts", "ratio")
+    rows = [(file.name, *_sglang_cells(figures)) for file in found.files for figures in file.sglang]
+    return report.table("Tokens per step against SGLang's NGRAM, run here", columns, rows)
+
+
+def _sglang_cells(figures: SglangFigures) -> Iterator[str]:
+    yield from (str(figures.draft_tokens), figures.situation, f"{figures.ours:.3f}")
+    for peer in (figures.ngram, figures.fed):
+        yield from (f"{peer:.3f}", f"{figures.ours / peer:.3f}")
+
+
 def _late_table(found: CacheReport) -> RenderableType:
     columns = ["file", "drafted", "in time"]
     for steps in STEPS:
@@ -279,6 +295,7 @@ def _file_data(file: FileResult) -> dict[str, Any]:
     return {
         "name": file.name,
         "late": [asdict(late) for late in file.late],
+        "sglang": [asdict(figures) for figures in file.sglang],
         "budgets": {
             str(budget): {
                 "tokens_per_step": replay.tokens_per_step,
