@@ -224,6 +224,38 @@ def cache(
 
 
 @app.command()
+def engines(
+    model: Annotated[str, typer.Option(help="Model that the engines serve: a folder or a name on Hugging Face")],
+    results: Annotated[Path, typer.Option(help="JSON file with all results; a run with the same file goes on")],
+    engine: Annotated[list[str] | None, typer.Option(help="vllm or sglang; both if not given")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="No server is started after so much time; run again to go on", min=0)
+    ] = float("inf"),
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts", min=1)] = None,
+    command: Annotated[
+        str | None, typer.Option(help="Command that starts a server, with {model} and {port}; for one --engine")
+    ] = None,
+) -> None:
+    """Run vLLM and SGLang on a GPU, with no drafts, their own and ours: cold, warm, eight at once, after a restart."""
+    from agentspec.benchmarks.engines.run import EnginePlan, run_engines
+    from agentspec.benchmarks.engines.variants import COMMANDS, Engine
+    from agentspec.recordings.prompt_sets import load_prompts
+
+    try:
+        chosen = [Engine(name) for name in engine or Engine]
+    except ValueError:
+        raise typer.BadParameter(f"must be one of {', '.join(Engine)}", param_hint="--engine") from None
+    commands = dict(COMMANDS)
+    if command is not None:
+        if len(chosen) != 1 or "{model}" not in command or "{port}" not in command:
+            raise typer.BadParameter("needs {model} and {port} in it, and one --engine", param_hint="--command")
+        commands[chosen[0]] = command
+    require_writable(results)
+    plan = EnginePlan(chosen, model, results, load_prompts("edit_short")[:limit], seconds, commands)
+    publish(partial(run_engines, plan), None)
+
+
+@app.command()
 def vllm(
     environment: Annotated[
         Path | None, typer.Option(help="Environment with vLLM, as .ci/vllm-env makes it [default: .venv-vllm]")

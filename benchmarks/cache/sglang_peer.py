@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -91,14 +91,9 @@ def compare_with_sglang(
     yield SglangFigures(draft_tokens, "two tenants", _replay_tenants(calls, budget), *alone)
 
 
-def _ngram_replay(
-    calls: Sequence[EncodedCall], draft_tokens: int, library: ctypes.CDLL, *, with_prompts: bool
-) -> float:
-    corpus = NgramCorpus(library, draft_tokens)
-    try:
-        return replay(calls, corpus.requests(with_prompts=with_prompts), draft_tokens - 1).tokens_per_step
-    finally:
-        corpus.close()
+def _ngram_replay(calls: Sequence[EncodedCall], draft_tokens: int, library: ctypes.CDLL, fed: bool) -> float:
+    with closing(NgramCorpus(library, draft_tokens)) as corpus:
+        return replay(calls, corpus.requests(with_prompts=fed), draft_tokens - 1).tokens_per_step
 
 
 def _replay_restarted(before: Sequence[EncodedCall], after: Sequence[EncodedCall], budget: int) -> float:
