@@ -74,7 +74,8 @@ class CostCurve:
         self._sightings = 0
         for tokens, seconds in seen.items():
             self._add(_nearest(tokens), tokens, seconds, visits)
-        if len(seen) == 1:
+        self._assumed = len(seen) == 1
+        if self._assumed:
             self._assume(*next(iter(seen.items())))
         self._curve = np.full(len(KNOTS), np.average(self._seconds, weights=self._visits))
         for _ in KNOTS:
@@ -88,9 +89,12 @@ class CostCurve:
 
     def _drop_assumptions(self) -> None:
         """Forget what was assumed of other sizes, once the measured ones are far enough apart to show a slope."""
+        if not self._assumed:
+            return
         measured = np.flatnonzero(self._visits >= MEASURED)
         if len(measured) and KNOTS[measured[-1]] >= SPREAD * KNOTS[measured[0]]:
             self._visits[self._visits < MEASURED] = 0.0
+            self._terms, self._assumed = [FIXED], False  # the others may have explained nothing but assumptions
 
     def many(self, tokens: Counts) -> Floats:
         """Seconds of each number of tokens; beyond the last knot the curve continues with its last slope."""
@@ -121,7 +125,7 @@ class CostCurve:
         expected = float(self._seconds[knot] + here - there) if visits >= MEASURED else float(here)
         off = seconds / expected - 1.0
         limit = max(self._noticed(knot, off), (1.0 + visits) ** -2)
-        return expected * min(max(1.0 + off, 1.0 / (1.0 + limit)), 1.0 + limit)
+        return float(expected * min(max(1.0 + off, 1.0 / (1.0 + limit)), 1.0 + limit))
 
     def _noticed(self, knot: int, off: float) -> float:
         """Learn from a residual, as a share, how noisy measurements are and whether the knot's cost has changed.

@@ -25,6 +25,7 @@ from agentspec.backends.openai.prediction import FIELD as PREDICTION
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
+from agentspec.benchmarks.engines.server import ServerProcess
 from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, RatioGoal, paired_ratio, rotated
 from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer
 from agentspec.cache import SuffixCache
@@ -273,7 +274,7 @@ def _figures(found: VllmBenchReport, servers: Mapping[str, VllmServer]) -> None:
 
 
 def ask(
-    server: VllmServer,
+    server: ServerProcess,
     prompt: str,
     *,
     max_tokens: int,

@@ -3,6 +3,8 @@
 A place's score holds its match length and, below it, its rank among places with that match length, so that the best
 place is the maximum. Scores are int64; 0 is no match.
 """
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# (Triton has no types for the arguments of a kernel.)
 
 from __future__ import annotations
 

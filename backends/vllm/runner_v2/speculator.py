@@ -28,12 +28,13 @@ class SampledTokens:
 
     def __init__(self, packed: torch.Tensor) -> None:
         self._host = packed.to("cpu", non_blocking=True, copy=True)  # into pinned memory if it comes from a GPU
-        self._event = torch.cuda.Event(blocking=True) if packed.is_cuda else None
+        events: Any = torch.cuda.Event  # untyped in torch
+        self._event = events(blocking=True) if packed.is_cuda else None
         if self._event is not None:
             self._event.record()
 
     def arrived(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
         if self._event is not None:

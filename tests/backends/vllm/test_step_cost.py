@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from random import Random
 
 import numpy as np
 import pytest
@@ -67,6 +68,18 @@ def test_the_cost_of_a_step_is_learned_from_steps() -> None:
             cost.observe(tokens, 0.02 + 0.003 * tokens)
     for tokens in (1, 8, 32):
         assert abs(cost.seconds(tokens) / (0.02 + 0.003 * tokens) - 1) < 0.15
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_steps_come_first_there_is_a_cost_of_every_size(seed: int) -> None:
+    """Steps of about one size, by which others are guessed, and then of sizes that take the place of the guesses."""
+    random, cost = Random(seed), StepTimeModel()
+    usual, slope = random.choice([2, 8, 16, 64]), random.choice([0.0001, 0.001, 0.01])
+    for step in range(40):
+        tokens = usual + random.randrange(2 * usual + 2) if step < 25 else random.choice([1, usual, 5 * usual])
+        cost.observe(tokens, 0.02 + slope * tokens)
+    found = cost.many(np.arange(1, 1000))
+    assert np.isfinite(found).all() and (found > 0).all() and (np.diff(found) > -1e-12).all()
 
 
 @pytest.mark.parametrize("slope", [0.001, 0.0025, 0.01])
