@@ -23,10 +23,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
+from agentspec.benchmarks.engines.client import CLIENTS, COLD, MAX_TOKENS, RESTARTED, TOGETHER, WARM, ask
 from agentspec.benchmarks.engines.server import ServerProcess, free_port
-from agentspec.benchmarks.engines.variants import COMMANDS, OFF, Engine, Variant, variants
+from agentspec.benchmarks.engines.variants import COMMANDS, OFF, EngineName, Variant, variants
 from agentspec.benchmarks.report import Progress
-from agentspec.benchmarks.vllm.bench import CLIENTS, COLD, MAX_TOKENS, RESTARTED, TOGETHER, WARM, ask
 from agentspec.errors import ConfigurationError
 
 FORMAT = 1  # of the results
@@ -39,12 +39,12 @@ class EnginePlan:
     with `{model}` and `{port}` in them. Everything is kept in the file `results` and in a folder beside it.
     """
 
-    engines: Sequence[Engine]
+    engines: Sequence[EngineName]
     model: str
     results: Path
     prompts: Sequence[str]
     seconds: float = float("inf")
-    commands: Mapping[Engine, str] = field(default_factory=lambda: COMMANDS)
+    commands: Mapping[EngineName, str] = field(default_factory=lambda: COMMANDS)
     max_tokens: int = MAX_TOKENS
     start_seconds: float = 900.0
 
@@ -52,7 +52,7 @@ class EnginePlan:
     def subject(self) -> dict[str, Any]:
         """What results must have in common to be compared."""
         asked = hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()
-        commands = {engine.value: self.commands[engine] for engine in Engine}
+        commands = {engine.value: self.commands[engine] for engine in EngineName}
         return {
             "format": FORMAT,
             "model": self.model,

@@ -12,17 +12,17 @@ from typing import Any
 OFF = "off"
 
 
-class Engine(StrEnum):
+class EngineName(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
 
 
 COMMANDS = {
-    Engine.vllm: "vllm serve {model} --served-model-name model --host 127.0.0.1 --port {port}",
-    Engine.sglang: "python -m sglang.launch_server --model-path {model} --served-model-name model"
+    EngineName.vllm: "vllm serve {model} --served-model-name model --host 127.0.0.1 --port {port}",
+    EngineName.sglang: "python -m sglang.launch_server --model-path {model} --served-model-name model"
     " --host 127.0.0.1 --port {port}",
 }
-WIDTHS = {Engine.vllm: (7, 15, 32), Engine.sglang: (8, 16, 32)}
+WIDTHS = {EngineName.vllm: (7, 15, 32), EngineName.sglang: (8, 16, 32)}
 """vLLM: drafted tokens of a chain; SGLang: tokens of a tree, the last one of the context included."""
 
 
@@ -30,7 +30,7 @@ WIDTHS = {Engine.vllm: (7, 15, 32), Engine.sglang: (8, 16, 32)}
 class Variant:
     """How a server is started: its `drafter`, further arguments, variables, and whether it has our cache."""
 
-    engine: Engine
+    engine: EngineName
     drafter: str
     width: int = 0
     arguments: tuple[str, ...] = ()
@@ -47,12 +47,12 @@ class Variant:
         return {**self.variables, **place}
 
 
-def variants(engine: Engine) -> Iterator[Variant]:
+def variants(engine: EngineName) -> Iterator[Variant]:
     """All variants of an engine, the one without drafts first."""
     switch = f"AGENTSPEC_{engine.upper()}"
     yield Variant(engine, OFF, variables={switch: "off"})
     for width in WIDTHS[engine]:
-        yield from _vllm(width, switch) if engine is Engine.vllm else _sglang(width, switch)
+        yield from _vllm(width, switch) if engine is EngineName.vllm else _sglang(width, switch)
 
 
 def _vllm(width: int, switch: str) -> Iterator[Variant]:
@@ -61,13 +61,13 @@ def _vllm(width: int, switch: str) -> Iterator[Variant]:
         return ("--speculative-config", json.dumps(chosen))
 
     off, v2 = {switch: "off"}, {f"{switch}_V2": "on"}
-    yield Variant(Engine.vllm, "Arctic", width, speculative("suffix"), off)
-    yield Variant(Engine.vllm, "agentspec", width, speculative("suffix"), cached=True)
-    yield Variant(Engine.vllm, "ngram_gpu", width, speculative("ngram_gpu"), off)
-    yield Variant(Engine.vllm, "agentspec V2", width, speculative("ngram_gpu"), v2, cached=True)
+    yield Variant(EngineName.vllm, "Arctic", width, speculative("suffix"), off)
+    yield Variant(EngineName.vllm, "agentspec", width, speculative("suffix"), cached=True)
+    yield Variant(EngineName.vllm, "ngram_gpu", width, speculative("ngram_gpu"), off)
+    yield Variant(EngineName.vllm, "agentspec V2", width, speculative("ngram_gpu"), v2, cached=True)
 
 
 def _sglang(width: int, switch: str) -> Iterator[Variant]:
     arguments = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(width))
-    yield Variant(Engine.sglang, "NGRAM", width, arguments, {switch: "off"})
-    yield Variant(Engine.sglang, "agentspec", width, arguments, cached=True)
+    yield Variant(EngineName.sglang, "NGRAM", width, arguments, {switch: "off"})
+    yield Variant(EngineName.sglang, "agentspec", width, arguments, cached=True)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from agentspec.benchmarks.engines import run
 from agentspec.benchmarks.engines.run import EnginePlan, EngineResults, read_results, run_engines, write_results
-from agentspec.benchmarks.engines.variants import COMMANDS, Engine, variants
+from agentspec.benchmarks.engines.variants import COMMANDS, EngineName, variants
 from agentspec.cli import app
 from agentspec.errors import ConfigurationError
 
@@ -25,15 +25,15 @@ def quiet(message: str) -> None:
 
 
 def plan(tmp_path: Path, **changed: Any) -> EnginePlan:
-    given: dict[str, Any] = {"engines": [Engine.vllm], "model": "m", "commands": dict.fromkeys(Engine, FAKE)}
+    given: dict[str, Any] = {"engines": [EngineName.vllm], "model": "m", "commands": dict.fromkeys(EngineName, FAKE)}
     return EnginePlan(results=tmp_path / "results.json", prompts=PROMPTS, max_tokens=9, **{**given, **changed})
 
 
 def test_each_engine_is_run_without_drafts_with_its_own_and_with_ours() -> None:
-    chosen = {engine: list(variants(engine)) for engine in Engine}
-    keys = [variant.key for variant in chosen[Engine.sglang]]
+    chosen = {engine: list(variants(engine)) for engine in EngineName}
+    keys = [variant.key for variant in chosen[EngineName.sglang]]
     assert keys[:3] == ["sglang off", "sglang NGRAM 8", "sglang agentspec 8"] and len(keys) == 1 + 2 * 3
-    assert len(chosen[Engine.vllm]) == 1 + 4 * 3
+    assert len(chosen[EngineName.vllm]) == 1 + 4 * 3
     for engine, found in chosen.items():
         assert "{port}" in COMMANDS[engine] and len({variant.key for variant in found}) == len(found)
         for variant in found:
@@ -82,7 +82,7 @@ def test_results_of_something_else_are_not_mixed_in(tmp_path: Path) -> None:
 def test_the_command_names_what_is_missing(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "no" / "file.json")
     done = CliRunner().invoke(app, ["bench", "engines", "--model", "m", "--results", nowhere])
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     given = ["bench", "engines", "--model", "m", "--results", str(tmp_path / "file.json"), "--command", "serve it"]
     done = CliRunner().invoke(app, [*given, "--engine", "vllm"])
-    assert done.exit_code != 0 and "{port}" in done.output
+    assert done.exit_code == 2 and "{port}" in done.output
