@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
 from agentspec.benchmarks.cache.late import STEPS, LateFigures
-from agentspec.benchmarks.cache.sglang_peer import SglangFigures
+from agentspec.benchmarks.cache.sglang_peer import FROM_EMPTY, SglangFigures
 from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import Figure
@@ -60,7 +60,7 @@ class CacheReport:
 
     def goals(self) -> list[Figure]:
         """Every goal, including goals without a measurement."""
-        return [*_drafting_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
+        return [*_drafting_goals(self), *_sglang_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
 
     def show(self) -> Iterator[RenderableType]:
         yield _quality_table(self)
@@ -114,6 +114,19 @@ def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
     judged = [file.replays[_CALIBRATED] for file in found.files if _CALIBRATED in file.replays]
     value = max((replay.worst_calibration() for replay in judged), default=None)
     yield Figure(f"calibration at budget {_CALIBRATED}, worst bin of any file", value, "", 0.05, 0.02)
+
+
+def _sglang_goals(found: CacheReport) -> Iterator[Figure]:
+    for width, least in ((12, 1.05), (32, 1.1)):
+        figures = (file.sglang for file in found.files)
+        ratios = [
+            each.ours / each.ngram
+            for some in figures
+            for each in some
+            if (each.draft_tokens, each.situation) == (width, FROM_EMPTY)
+        ]
+        if ratios:
+            yield Figure(f"tokens/step vs NGRAM at {width}, lowest file", min(ratios), "x", least, least, at_most=False)
 
 
 def _cost_goals(costs: Costs | None) -> Iterator[Figure]:

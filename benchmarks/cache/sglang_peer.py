@@ -30,6 +30,8 @@ from agentspec.recordings.traces import EncodedCall
 DEPTH, LEAST_BREADTH, MOST_BREADTH, CAPACITY = 18, 1, 10, 10_000_000
 """SGLang's defaults: tokens of a path, children of a node, nodes of the trie."""
 
+FROM_EMPTY = "from empty"
+
 _SOURCES = ("result.cpp", "trie.cpp", "suffix_automaton.cpp", "ngram.cpp")
 _WRAPPER = """
 #include "ngram.h"
@@ -84,7 +86,7 @@ def compare_with_sglang(
         return [_ngram_replay(replayed, draft_tokens, library, fed) for fed in (False, True)]
 
     alone = ngram(calls)
-    yield SglangFigures(draft_tokens, "from empty", replay_cache(calls, budget).tokens_per_step, *alone)
+    yield SglangFigures(draft_tokens, FROM_EMPTY, replay_cache(calls, budget).tokens_per_step, *alone)
     if half:
         kept = _replay_restarted(calls[:half], calls[half:], budget)
         yield SglangFigures(draft_tokens, "after a restart", kept, *ngram(calls[half:]))
