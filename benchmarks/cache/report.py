@@ -117,14 +117,9 @@ def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
 
 
 def _sglang_goals(found: CacheReport) -> Iterator[Figure]:
+    compared = [figures for file in found.files for figures in file.sglang if figures.situation == FROM_EMPTY]
     for width, least in ((12, 1.05), (32, 1.1)):
-        figures = (file.sglang for file in found.files)
-        ratios = [
-            each.ours / each.ngram
-            for some in figures
-            for each in some
-            if (each.draft_tokens, each.situation) == (width, FROM_EMPTY)
-        ]
+        ratios = [figures.ours / figures.ngram for figures in compared if figures.draft_tokens == width]
         if ratios:
             yield Figure(f"tokens/step vs NGRAM at {width}, lowest file", min(ratios), "x", least, least, at_most=False)
 

@@ -47,6 +47,7 @@ def test_the_second_call_is_drafted_from_the_first(trace: Path) -> None:
     assert file.replays[32].tokens_per_step > file.replays[8].tokens_per_step > 1.5
 
 
+@pytest.mark.slow
 def test_drafting_late_costs_something_and_finds_most(trace: Path) -> None:
     report = run_cache([trace], encode, calls=600, budgets=(8, 32), late=[4], progress=quiet)
     (late,) = report.files[0].late
