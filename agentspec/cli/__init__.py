@@ -6,7 +6,22 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, doctor, fleet, kb, knn, model, reasoning, serve, trace, verify
+from agentspec.cli import (
+    bench,
+    bench_engines,
+    cache,
+    config,
+    demo,
+    doctor,
+    fleet,
+    kb,
+    knn,
+    model,
+    reasoning,
+    serve,
+    trace,
+    verify,
+)
 from agentspec.cli.common import ErrorGroup
 
 app = typer.Typer(
@@ -39,6 +54,8 @@ def main(
 
 app.command()(serve.serve)
 app.command()(demo.demo)
+bench.app.command()(bench_engines.engines)
+bench.app.command()(bench_engines.vllm)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 app.add_typer(cache.app, name="cache")

@@ -179,6 +179,18 @@ def cache(
     tenants: Annotated[
         int, typer.Option(help="Tenants that are served beside each other; 0 leaves this out", min=0)
     ] = 1000,
+    late: Annotated[
+        list[int] | None,
+        typer.Option(help="Draft chains of so many tokens late, too, as in vLLM's Model Runner V2", min=1, max=64),
+    ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of an installed or unpacked `sglang` package: compare with its n-gram corpus, compiled here",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     large: Annotated[
         bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
     ] = False,
@@ -202,37 +214,13 @@ def cache(
         curve=plot is not None,
         costs=partial(measure_costs, open_tokens, large=large) if costs else None,
         tenancy=partial(measure_tenancy, tenants) if costs and tenants else None,
+        late=late or (),
+        sglang=sglang,
     )
     packages = ("tokenizers", "numpy")
     publish(
         lambda progress: run(progress=progress), json, plot, packages=packages, subject={"tokenizer": str(tokenizer)}
     )
-
-
-@app.command()
-def vllm(
-    environment: Annotated[
-        Path | None, typer.Option(help="Environment with vLLM, as .ci/vllm-env makes it [default: .venv-vllm]")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Built-in name or folder")] = "smollm2-135m",
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = None,
-    controls: Annotated[int, typer.Option(help="Sampled answers of the control (at least 7)", min=7)] = 14,
-    eager: Annotated[bool, typer.Option(help="Start servers without compiling, in half a minute each")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
-) -> None:
-    """Ask vLLM servers with other drafters, with ours and with none the same prompts: cold, warm, after a restart."""
-    from agentspec.backends.model_store import fetch
-    from agentspec.benchmarks.vllm.bench import VllmInstallation, run_vllm
-    from agentspec.benchmarks.vllm.server import find_environment
-    from agentspec.errors import ConfigurationError
-
-    found = environment or find_environment()
-    if found is None or not (found / "bin" / "vllm").exists():
-        raise ConfigurationError("no vLLM found: run .ci/vllm-env in a checkout, or name an environment that has it")
-    require_writable(json)
-    place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
-    run = partial(run_vllm, place, limit=limit, controls=controls)
-    publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})
 
 
 @app.command()

@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 PRIOR_RISE = 0.02  # assumed cost of one more token, as a share of a one-token forward, until it is measured
 PRIOR_VISITS = 0.05  # measurements that this assumption counts for at each knot
+PRIOR_NOISE = 0.5  # standard deviation of this assumption, as a share of it
+SPREAD = 4  # the largest measured size over the smallest, from which it is not needed any more
+MEASURED = 0.5  # measurements from which a knot's mean is more than that assumption
 MEMORY = 100.0  # most measurements that count at one knot: later ones replace earlier ones
 RECENT = 10.0  # measurements that still count after the machine's cost has changed
 LEAN_RATE = 0.1  # how fast a knot's mean residual is followed
@@ -71,7 +74,8 @@ class CostCurve:
         self._sightings = 0
         for tokens, seconds in seen.items():
             self._add(_nearest(tokens), tokens, seconds, visits)
-        if len(seen) == 1:
+        self._assumed = len(seen) == 1
+        if self._assumed:
             self._assume(*next(iter(seen.items())))
         self._curve = np.full(len(KNOTS), np.average(self._seconds, weights=self._visits))
         for _ in KNOTS:
@@ -83,6 +87,15 @@ class CostCurve:
         for knot in np.flatnonzero(self._visits == 0):
             self._add(int(knot), KNOTS[knot], seconds * _prior(KNOTS[knot]) / _prior(tokens), PRIOR_VISITS)
 
+    def _drop_assumptions(self) -> None:
+        """Forget what was assumed of other sizes, once the measured ones are far enough apart to show a slope."""
+        if not self._assumed:
+            return
+        measured = np.flatnonzero(self._visits >= MEASURED)
+        if len(measured) and KNOTS[measured[-1]] >= SPREAD * KNOTS[measured[0]]:
+            self._visits[self._visits < MEASURED] = 0.0
+            self._terms, self._assumed = [FIXED], False  # the others may have explained nothing but assumptions
+
     def many(self, tokens: Counts) -> Floats:
         """Seconds of each number of tokens; beyond the last knot the curve continues with its last slope."""
         beyond = np.maximum(tokens - _KNOTS[-1], 0.0)
@@ -92,28 +105,43 @@ class CostCurve:
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from one forward."""
         knot = _nearest(tokens)
-        if self._visits[knot]:
-            seconds = self._judged(knot, tokens, seconds)
-        self._add(knot, tokens, seconds, 1.0)
+        self._add(knot, tokens, self._judged(knot, tokens, seconds), 1.0)
+        self._drop_assumptions()
         self._sightings += 1
         if self._sightings <= EARLY or self._sightings % SELDOM == 0:
             self._fit()
 
+    def is_measured(self, tokens: int) -> bool:
+        """Whether the estimate for this size rests on a measurement near it, not on other sizes alone."""
+        return bool(self._visits[_nearest(tokens)] >= MEASURED)
+
     def _judged(self, knot: int, tokens: int, seconds: float) -> float:
-        """Clip `seconds` to what one measurement may differ from this knot's mean; update noise and detect a change."""
+        """Clip `seconds` to what one measurement may differ from the estimate; update noise and detect a change.
+
+        The fewer measurements an estimate rests on, the more the next one may differ.
+        """
         here, there = self.many(np.array([tokens, self._tokens[knot]]))
-        expected = float(self._seconds[knot] + here - there)
-        off = min(max(seconds / expected - 1.0, -MOST_CLIP), MOST_CLIP)
+        visits = self._visits[knot]
+        expected = float(self._seconds[knot] + here - there) if visits >= MEASURED else float(here)
+        off = seconds / expected - 1.0
+        limit = max(self._noticed(knot, off), (1.0 + visits) ** -2)
+        return float(expected * min(max(1.0 + off, 1.0 / (1.0 + limit)), 1.0 + limit))
+
+    def _noticed(self, knot: int, off: float) -> float:
+        """Learn from a residual, as a share, how noisy measurements are and whether the knot's cost has changed.
+
+        Returns how far one measurement may differ.
+        """
+        off = min(max(off, -MOST_CLIP), MOST_CLIP)
         known = self._visits[knot] / (self._visits[knot] + 1.0)
         self._variance += NOISE_RATE * (max(known * off * off, LEAST_NOISE**2) - self._variance)
         deviation = float(np.sqrt(self._variance))
         lean = min(max(off / deviation, -OUTLIER), OUTLIER)
         self._lean[knot] += LEAN_RATE * (lean - self._lean[knot])
-        limit = max(OUTLIER * deviation, LEAST_CLIP)
         if abs(self._lean[knot]) > LEANING:
             self._visits[knot] = min(self._visits[knot], RECENT)
-            limit = MOST_CLIP
-        return expected * (1.0 + min(max(off, -limit), limit))
+            return MOST_CLIP
+        return max(OUTLIER * deviation, LEAST_CLIP)
 
     def _add(self, knot: int, tokens: float, seconds: float, visits: float) -> None:
         share = visits / (self._visits[knot] + visits)
@@ -124,7 +152,8 @@ class CostCurve:
 
     def _fit(self) -> bool:
         """Remove a weak term or add a missing one, if the data ask for it, and fit the curve; True if terms changed."""
-        weights = self._visits / (self._variance * np.interp(self._tokens, _KNOTS, self._curve) ** 2)
+        certain = np.where(self._visits < MEASURED, PRIOR_NOISE**-2, self._visits / self._variance) * (self._visits > 0)
+        weights = certain / np.interp(self._tokens, _KNOTS, self._curve) ** 2
         parts, inverse = self._solved(weights)
         weak = _weakest(parts, inverse)
         more = None if weak else self._missing(weights, parts, inverse)

@@ -61,7 +61,8 @@ class CostModel:
         if not self._measured:
             self.calibrate([(tokens, context, seconds)])
         ratio = seconds / self.seconds(tokens, context, batch)
-        self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
+        if self._curve.is_measured(tokens):  # else the estimate may be what is wrong, not the speed
+            self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
         alone = seconds / self._speed - float(self._added(tokens, context, batch))
         if batch > 1:
             base = self._base(tokens)

@@ -32,10 +32,10 @@ class DrafterSettings(BaseModel):
     cache: CacheSettings = Field(default=CacheSettings(), description="`AGENTSPEC_CACHE__KEY`, and the location")
 
 
-def enabled(engine: str, environment: Mapping[str, str] = os.environ) -> bool:
+def enabled(engine: str, environment: Mapping[str, str] = os.environ, *, default: bool = True) -> bool:
     """Whether our drafter takes the place of the engine's own. Raises `ConfigurationError` if the switch is neither."""
     switch = f"{PREFIX}{engine}"
-    chosen = environment.get(switch, "on").lower()
+    chosen = environment.get(switch, "on" if default else "off").lower()
     if chosen not in ("on", "1", "true", "off", "0", "false"):
         raise ConfigurationError(f"{switch} must be on or off, not {chosen!r}")
     return chosen in ("on", "1", "true")

@@ -8,26 +8,35 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from agentspec.backends.vllm.runner_v2.plugin import METHODS
+
 NAME = "agentspec_vllm_drafter_info"
 OURS, ARCTIC, NONE = "agentspec", "arctic", "none"
 
 
-def drafter_of(speculative: Any, *, took_over: bool) -> str:
-    """The drafter's name by vLLM's `SpeculativeConfig`, if any; `took_over`: our drafter replaced the suffix method."""
+def drafter_of(speculative: Any, *, took_over: bool, took_over_v2: bool = False) -> str:
+    """The drafter's name by vLLM's `SpeculativeConfig`, if any.
+
+    `took_over`: our drafter replaced the suffix method; `took_over_v2`: ours replaced the n-gram method of the model
+    runner in use.
+    """
     if speculative is None:
         return NONE
+    if took_over_v2 and speculative.method in METHODS:
+        return OURS
     if speculative.method == "suffix":
         return OURS if took_over else ARCTIC
     return str(speculative.method)
 
 
-def publish(speculative: Any, *, took_over: bool) -> None:
+def publish(speculative: Any, *, took_over: bool, took_over_v2: bool = False) -> None:
     """Set the drafter metric in this process. Idempotent."""
     method = "" if speculative is None else str(speculative.method)
-    _gauge().labels(drafter_of(speculative, took_over=took_over), method, version("agentspec")).set(1)
+    drafter = drafter_of(speculative, took_over=took_over, took_over_v2=took_over_v2)
+    _gauge().labels(drafter, method, version("agentspec")).set(1)
 
 
-def publish_with_metrics(*, took_over: bool) -> None:
+def publish_with_metrics(*, took_over: bool, took_over_v2: bool = False) -> None:
     """Make vLLM publish the drafter metric with its own metrics, in the process that serves them, if it serves any."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger  # pyright: ignore[reportMissingImports]
 
@@ -35,7 +44,9 @@ def publish_with_metrics(*, took_over: bool) -> None:
 
     def log_engine_initialized(self: Any) -> None:
         original(self)
-        publish(self.vllm_config.speculative_config, took_over=took_over)
+        config = self.vllm_config
+        in_use = took_over_v2 and config.use_v2_model_runner
+        publish(config.speculative_config, took_over=took_over, took_over_v2=in_use)
 
     PrometheusStatLogger.log_engine_initialized = log_engine_initialized
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.backends.engine_plugin.source_contract import Requirement, missing
 from agentspec.backends.vllm.metrics import publish_with_metrics
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
+from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
 from agentspec.backends.vllm.startup import ENGINE
 
 logger = logging.getLogger(__name__)
@@ -59,22 +61,23 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    wanted = enabled(ENGINE)
+    wanted, wanted_v2 = enabled(ENGINE), runner_v2.wanted()
     _installed = True
     _log_as_vllm_does()
-    took_over = wanted and _can_take_over()
+    took_over = wanted and _has("suffix method", REQUIREMENTS)
     if took_over:
         _take_over()
+    took_over_v2 = took_over and wanted_v2 and _has("Model Runner V2", runner_v2.REQUIREMENTS)
+    if took_over_v2:
+        runner_v2.take_over()
     if not missing(_package(), [METRICS]):
-        publish_with_metrics(took_over=took_over)
+        publish_with_metrics(took_over=took_over, took_over_v2=took_over_v2)
 
 
-def _can_take_over() -> bool:
-    """Whether this vLLM has all that the drafter needs; logs what it lacks."""
-    if lacking := missing(_package(), REQUIREMENTS):
-        logger.warning(
-            "agentspec leaves vLLM's suffix method alone: vLLM %s has no %s", version("vllm"), ", ".join(lacking)
-        )
+def _has(what: str, requirements: Sequence[Requirement]) -> bool:
+    """Whether this vLLM has all that our drafter needs in the place of `what`; logs what it lacks."""
+    if lacking := missing(_package(), requirements):
+        logger.warning("agentspec leaves vLLM's %s alone: vLLM %s has no %s", what, version("vllm"), ", ".join(lacking))
     return not lacking
 
 

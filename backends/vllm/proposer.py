@@ -57,7 +57,7 @@ class SuffixDecodingProposer:
                 continue  # a prompt without token ids, or a request that generates no tokens
             self._end(new.req_id)
             prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
-            self._states[new.req_id] = self._drafter.begin(prompt, _request(new))
+            self._states[new.req_id] = self._drafter.begin(prompt, request_info(new))
 
     def propose(
         self,
@@ -106,7 +106,7 @@ def _copy(row: Any) -> Tokens:
     return np.array(row, dtype=np.int32)
 
 
-def _request(new: Any) -> RequestInfo:
+def request_info(new: Any) -> RequestInfo:
     """The fields of a `NewRequestData` that the drafter needs."""
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}

@@ -11,7 +11,9 @@ from agentspec.speculation.cost_model import CostModel
 _FAR = 16384  # tokens up to which the cost of a step is extrapolated
 _EARLY = 64  # the model learns from each of the first steps,
 _SELDOM = 8  # later from every eighth, since learning takes longer than drafting a token,
-_SURPRISE = 0.1  # and from every step whose predicted time was off by more than this share
+_SURPRISE = 0.1  # and from steps whose predicted time was off by more than this share,
+_UNUSUAL = 2.0  # and by more than so many times the usual, or a noisy machine would have all steps learned from
+_USUAL_RATE = 0.05  # how fast the usual error is followed
 
 Floats = NDArray[np.float64]
 
@@ -23,6 +25,7 @@ class StepTimeModel:
         self._model = CostModel()
         self._tokens = np.array([*KNOTS, _FAR], dtype=np.float64)
         self._steps = 0
+        self._usual = _SURPRISE / _UNUSUAL
         self._curve = self._read()
 
     def seconds(self, tokens: int) -> float:
@@ -34,7 +37,9 @@ class StepTimeModel:
 
     def observe(self, tokens: int, seconds: float) -> None:
         self._steps += 1
-        surprising = abs(seconds / self.seconds(tokens) - 1.0) > _SURPRISE
+        off = abs(seconds / self.seconds(tokens) - 1.0)
+        surprising = off > max(_SURPRISE, _UNUSUAL * self._usual)
+        self._usual += _USUAL_RATE * (min(off, 1.0) - self._usual)
         if surprising or self._steps <= _EARLY or self._steps % _SELDOM == 0:
             self._model.observe(tokens, 0, seconds)
             self._curve = self._read()

@@ -12,6 +12,8 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
+from agentspec.benchmarks.cache.late import STEPS, LateFigures
+from agentspec.benchmarks.cache.sglang_peer import FROM_EMPTY, SglangFigures
 from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import Figure
@@ -30,6 +32,8 @@ class FileResult:
     name: str
     replays: dict[int, Replay] = field(default_factory=dict)
     peer: dict[int, float] = field(default_factory=dict)
+    late: list[LateFigures] = field(default_factory=list)
+    sglang: list[SglangFigures] = field(default_factory=list)
 
     def ratio(self, budget: int) -> float | None:
         """Tokens per step divided by the peer's; None if the peer has no figure."""
@@ -56,12 +60,16 @@ class CacheReport:
 
     def goals(self) -> list[Figure]:
         """Every goal, including goals without a measurement."""
-        return [*_drafting_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
+        return [*_drafting_goals(self), *_sglang_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
 
     def show(self) -> Iterator[RenderableType]:
         yield _quality_table(self)
         yield _calibration_table(self)
         yield _timing_table(self)
+        if any(file.late for file in self.files):
+            yield _late_table(self)
+        if any(file.sglang for file in self.files):
+            yield _sglang_table(self)
         if self.costs:
             yield _costs_table(self.costs)
         yield report.table(
@@ -106,6 +114,14 @@ def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
     judged = [file.replays[_CALIBRATED] for file in found.files if _CALIBRATED in file.replays]
     value = max((replay.worst_calibration() for replay in judged), default=None)
     yield Figure(f"calibration at budget {_CALIBRATED}, worst bin of any file", value, "", 0.05, 0.02)
+
+
+def _sglang_goals(found: CacheReport) -> Iterator[Figure]:
+    compared = [figures for file in found.files for figures in file.sglang if figures.situation == FROM_EMPTY]
+    for width, least in ((12, 1.05), (32, 1.1)):
+        ratios = [figures.ours / figures.ngram for figures in compared if figures.draft_tokens == width]
+        if ratios:
+            yield Figure(f"tokens/step vs NGRAM at {width}, lowest file", min(ratios), "x", least, least, at_most=False)
 
 
 def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
@@ -206,6 +222,32 @@ def _calibration_cells(name: str, replay: Replay) -> list[str]:
     return [name, *bins, *[""] * (10 - len(bins)), f"{100 * replay.worst_calibration():.1f}"]
 
 
+def _sglang_table(found: CacheReport) -> RenderableType:
+    columns = ("file", "tokens verified", "", "ours", "NGRAM", "ratio", "NGRAM fed prompts", "ratio")
+    rows = [(file.name, *_sglang_cells(figures)) for file in found.files for figures in file.sglang]
+    return report.table("Tokens per step against SGLang's NGRAM, run here", columns, rows)
+
+
+def _sglang_cells(figures: SglangFigures) -> Iterator[str]:
+    yield from (str(figures.draft_tokens), figures.situation, f"{figures.ours:.3f}")
+    for peer in (figures.ngram, figures.fed):
+        yield from (f"{peer:.3f}", f"{figures.ours / peer:.3f}")
+
+
+def _late_table(found: CacheReport) -> RenderableType:
+    columns = ["file", "drafted", "in time"]
+    for steps in STEPS:
+        columns += [f"{steps} late", "loss"]
+    rows = [(file.name, *_late_cells(late)) for file in found.files for late in file.late]
+    return report.table("Tokens per step where the drafter knows the output some steps late", columns, rows)
+
+
+def _late_cells(late: LateFigures) -> Iterator[str]:
+    yield from (str(late.tokens), f"{late.in_time:.3f}")
+    for steps, figure in late.late.items():
+        yield from (f"{figure:.3f}", f"{100 * late.loss(steps):.1f} %")
+
+
 def _timing_table(found: CacheReport) -> RenderableType:
     budget = found.budgets[-1]
     columns = ("file", "draft median, us", "p99", "extend, us/token", "close, us/token", "start, us/prompt token")
@@ -260,6 +302,8 @@ def _number(value: float | None, digits: int) -> str:
 def _file_data(file: FileResult) -> dict[str, Any]:
     return {
         "name": file.name,
+        "late": [asdict(late) for late in file.late],
+        "sglang": [asdict(figures) for figures in file.sglang],
         "budgets": {
             str(budget): {
                 "tokens_per_step": replay.tokens_per_step,

@@ -7,10 +7,8 @@ one chunk of a stream.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,19 +23,18 @@ from agentspec.backends.openai.prediction import FIELD as PREDICTION
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
+from agentspec.benchmarks.engines.client import CLIENTS, COLD, MAX_TOKENS, RESTARTED, TOGETHER, WARM, ClientAnswer, ask
 from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, RatioGoal, paired_ratio, rotated
 from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
 from agentspec.recordings.prompt_sets import load_prompts
 
-MAX_TOKENS = 512
 CONTROL_TOKENS = 128
 NONE, NGRAM, ARCTIC = "none", "ngram", "suffix, Arctic"
 PLUGIN, PREDICTING = "suffix, agentspec", "agentspec, prediction alone"
-COLD, WARM, RESTARTED, TOGETHER, CONTROL = "cold", "warm", "after restart", "8 at once", "control"
+CONTROL = "control"
 PREDICTED, MISPREDICTED = "prediction is the answer", "prediction of another answer"
-CLIENTS = 8
 
 # Sizes in tokens for measuring the drafter alone, without a server.
 CACHED = 1_000_000
@@ -67,16 +64,6 @@ class VllmInstallation:
     environment: Path
     model: Path
     options: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ClientAnswer:
-    """One answer as the client received it."""
-
-    text: str
-    tokens: int
-    steps: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,46 +257,6 @@ def _figures(found: VllmBenchReport, servers: Mapping[str, VllmServer]) -> None:
         if logged:
             medians = sorted(float(line.partition("drafting ")[2].split(" ")[0]) for line in logged)
             found.drafting_ms[name] = medians[len(medians) // 2]
-
-
-def ask(
-    server: VllmServer,
-    prompt: str,
-    *,
-    max_tokens: int,
-    temperature: float = 0.0,
-    seed: int | None = None,
-    timeout: float = 600.0,
-    **more: Any,
-) -> ClientAnswer:
-    """Stream one chat answer. Raises `urllib.error.URLError` if the server does not answer."""
-    body = {
-        "model": "model",
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **more,
-    }
-    request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    started = time.perf_counter()
-    pieces: list[str] = []
-    steps = tokens = 0
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            usage = chunk.get("usage")
-            tokens = usage["completion_tokens"] if usage else tokens
-            for choice in chunk["choices"]:
-                steps += "role" not in choice["delta"] or bool(choice["delta"].get("content"))
-                pieces.append(choice["delta"].get("content") or "")
-    return ClientAnswer("".join(pieces), tokens, max(1, steps), time.perf_counter() - started)
 
 
 def drafting_cost(requests: int = 8, cached: int = CACHED) -> DraftingCost:

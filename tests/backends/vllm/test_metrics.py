@@ -31,6 +31,11 @@ def test_who_drafts(config: SimpleNamespace | None, took_over: bool, drafter: st
     assert drafter_of(config, took_over=took_over) == drafter
 
 
+def test_the_second_runner_gives_its_ngram_method_to_ours() -> None:
+    assert drafter_of(speculative("ngram_gpu"), took_over=True, took_over_v2=True) == "agentspec"
+    assert drafter_of(speculative("eagle3"), took_over=True, took_over_v2=True) == "eagle3"
+
+
 def test_what_is_published_is_what_the_upstream_backend_reads() -> None:
     for _ in range(2):
         publish(speculative("suffix"), took_over=True)

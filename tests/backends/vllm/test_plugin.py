@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agentspec.backends.engine_plugin import cache_router
 from agentspec.backends.engine_plugin.source_contract import Requirement
 from agentspec.backends.vllm import plugin, proposer, startup
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
+from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
 from agentspec.errors import ConfigurationError
 
 
@@ -39,11 +41,29 @@ class GPUModelRunner:
         return "deferred"
 
 
+class RunnerV2:
+    def __init__(self, speculator: object) -> None:
+        self.speculator, self.handled = speculator, 0
+
+    def add_requests(self, scheduler_output: object) -> None:
+        self.handled += 1
+
+    finish_requests = add_requests
+
+
+class Speculator:
+    num_speculative_steps = 4
+
+    def __init__(self, vllm_config: object, device: object, req_states: object) -> None:
+        self.device = device
+
+
 class PrometheusStatLogger:
     def log_engine_initialized(self) -> None:
         """Logs."""
 
 
+NGRAM = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
 CONTENTS: dict[str, dict[str, object]] = {
     "vllm": {},
     "vllm.config": {},
@@ -57,6 +77,11 @@ CONTENTS: dict[str, dict[str, object]] = {
     "vllm.v1.metrics": {},
     "vllm.v1.metrics.loggers": {"PrometheusStatLogger": PrometheusStatLogger},
     "vllm.v1.worker": {},
+    "vllm.v1.worker.gpu": {},
+    "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner": RunnerV2},
+    "vllm.v1.worker.gpu.spec_decode": {},
+    "vllm.v1.worker.gpu.spec_decode.ngram": {},
+    NGRAM: {"NgramGPUSpeculator": Speculator},
     "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": GPUModelRunner, "SuffixDecodingProposer": object},
 }
 
@@ -81,7 +106,7 @@ def source(requirements: Iterable[Requirement], folder: Path) -> None:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, ModuleType]]:
     """A vLLM that is not installed but importable."""
-    source([*plugin.REQUIREMENTS, plugin.METRICS], tmp_path / "source")
+    source([*plugin.REQUIREMENTS, *runner_v2.REQUIREMENTS, plugin.METRICS], tmp_path / "source")
     modules = {name: ModuleType(name) for name in CONTENTS}
     for name, module in modules.items():
         vars(module).update(CONTENTS[name])
@@ -90,6 +115,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             setattr(modules[parent], child, module)
         monkeypatch.setitem(sys.modules, name, module)
     patched = [(NewRequestData, "from_request"), (GPUModelRunner, "_update_states")]
+    patched += [(RunnerV2, "add_requests"), (RunnerV2, "finish_requests")]
     for owner, name in [*patched, (PrometheusStatLogger, "log_engine_initialized")]:
         monkeypatch.setattr(owner, name, vars(owner)[name])
     monkeypatch.setattr(plugin, "_installed", False)
@@ -128,6 +154,50 @@ def test_switched_off_nothing_changes(vllm: dict[str, ModuleType], monkeypatch: 
     monkeypatch.setenv("AGENTSPEC_VLLM", "off")
     plugin.install()
     assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
+
+
+def test_the_second_runner_is_left_alone_unless_asked_for(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.install()
+    assert vllm[NGRAM].NgramGPUSpeculator is Speculator
+    monkeypatch.setattr(plugin, "_installed", False)
+    monkeypatch.setenv("AGENTSPEC_VLLM_V2", "maybe")
+    with pytest.raises(ConfigurationError, match="AGENTSPEC_VLLM_V2 must be on or off"):
+        plugin.install()
+
+
+def test_a_speculator_for_the_second_runner(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_VLLM_V2", "on")
+    monkeypatch.setattr(runner_v2, "drafts_here", lambda config: False)
+    monkeypatch.setattr(runner_v2, "close_at_exit", lambda close: None)
+    plugin.install()
+    parallel = SimpleNamespace(prefill_context_parallel_size=1)
+    made = vllm[NGRAM].NgramGPUSpeculator(SimpleNamespace(parallel_config=parallel), torch.device("cpu"), None)
+    told: list[object] = []
+    monkeypatch.setattr(made, "begin", told.append)
+    monkeypatch.setattr(made, "finish", told.append)
+    runner = RunnerV2(made)
+    runner.finish_requests(SimpleNamespace(finished_req_ids={"a"}, preempted_req_ids=None))
+    runner.finish_requests(SimpleNamespace(finished_req_ids=set(), preempted_req_ids={"b"}))
+    runner.add_requests(SimpleNamespace(scheduled_new_reqs=["c"]))
+    assert isinstance(made, Speculator) and told == [{"a"}, {"b"}, ["c"]] and runner.handled == 3
+    parallel.prefill_context_parallel_size = 2
+    theirs = vllm[NGRAM].NgramGPUSpeculator(SimpleNamespace(parallel_config=parallel), torch.device("cpu"), None)
+    RunnerV2(theirs).add_requests(SimpleNamespace())
+    assert type(theirs) is Speculator and len(told) == 3
+
+
+@pytest.mark.parametrize("lacking", runner_v2.REQUIREMENTS, ids=lambda lacking: lacking.name)
+def test_a_second_runner_that_lacks_something_is_left_alone(
+    vllm: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: Requirement
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_VLLM_V2", "on")
+    shutil.rmtree(tmp_path / "source")
+    there = [*plugin.REQUIREMENTS, *(needed for needed in runner_v2.REQUIREMENTS if needed.name != lacking.name)]
+    source(there, tmp_path / "source")
+    plugin.install()
+    assert vllm[NGRAM].NgramGPUSpeculator is Speculator
 
 
 @pytest.mark.parametrize("lacking", plugin.REQUIREMENTS, ids=lambda lacking: lacking.name)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,3 +68,40 @@ def test_the_cost_of_a_step_is_learned_from_steps() -> None:
             cost.observe(tokens, 0.02 + 0.003 * tokens)
     for tokens in (1, 8, 32):
         assert abs(cost.seconds(tokens) / (0.02 + 0.003 * tokens) - 1) < 0.15
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_steps_come_first_there_is_a_cost_of_every_size(seed: int) -> None:
+    """Steps of about one size, by which others are guessed, and then of sizes that take the place of the guesses."""
+    random, cost = Random(seed), StepTimeModel()
+    usual, slope = random.choice([2, 8, 16, 64]), random.choice([0.0001, 0.001, 0.01])
+    for step in range(40):
+        tokens = usual + random.randrange(2 * usual + 2) if step < 25 else random.choice([1, usual, 5 * usual])
+        cost.observe(tokens, 0.02 + slope * tokens)
+    found = cost.many(np.arange(1, 1000))
+    assert np.isfinite(found).all() and (found > 0).all() and (np.diff(found) > -1e-12).all()
+
+
+def test_a_noisy_machine_is_not_learned_from_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learning takes longer than drafting a token. A machine that changes is followed nevertheless."""
+    random, cost, learned = Random(1), StepTimeModel(), []
+    observe = cost._model.observe
+    monkeypatch.setattr(cost._model, "observe", lambda *given: (learned.append(given), observe(*given)))
+    for step in range(400):
+        cost.observe(8 + step % 40, (0.02 + 0.001 * (step % 40)) * random.lognormvariate(0, 0.25))
+    assert len(learned) < 64 + 336 / 3
+    for step in range(200):
+        cost.observe(8 + step % 40, 3 * (0.02 + 0.001 * (step % 40)) * random.lognormvariate(0, 0.25))
+    assert cost.seconds(28) == pytest.approx(3 * 0.04, rel=0.25)
+
+
+@pytest.mark.parametrize("slope", [0.001, 0.0025, 0.01])
+def test_a_few_large_steps_show_what_they_cost(slope: float) -> None:
+    """Requests come one at a time, then eight at once, whose steps are larger than any before."""
+    cost = StepTimeModel()
+    for tokens in (1, 9, 17, 2, 33, 5) * 4:
+        cost.observe(tokens, 0.025 + slope * tokens)
+    for tokens in (160, 90, 130, 70):
+        cost.observe(tokens, 0.025 + slope * tokens)
+    for tokens in (8, 32, 64, 128, 264):
+        assert cost.seconds(tokens) == pytest.approx(0.025 + slope * tokens, rel=0.25)

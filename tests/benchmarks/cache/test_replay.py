@@ -47,6 +47,16 @@ def test_the_second_call_is_drafted_from_the_first(trace: Path) -> None:
     assert file.replays[32].tokens_per_step > file.replays[8].tokens_per_step > 1.5
 
 
+@pytest.mark.slow
+def test_drafting_late_costs_something_and_finds_most(trace: Path) -> None:
+    report = run_cache([trace], encode, calls=600, budgets=(8, 32), late=[4], progress=quiet)
+    (late,) = report.files[0].late
+    assert list(late.late) == [1, 2] and 1.5 < late.late[1] < 5
+    assert -0.5 < late.loss(1) < 0.5 and late.loss(1) == 1 - late.late[1] / late.in_time
+    assert report.data()["files"][0]["late"][0]["tokens"] == 4
+    assert len(list(report.show())) == 5
+
+
 @pytest.mark.skipif(peer.installed_version() is not None, reason="the peer is run instead")
 def test_without_the_peer_its_measured_figures_are_named_as_such(trace: Path) -> None:
     report = run_cache([trace], encode, calls=600, budgets=(8, 32), progress=quiet)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from agentspec.benchmarks.cache.costs import Costs, Latency
 from agentspec.benchmarks.cache.report import CacheReport, FileResult
+from agentspec.benchmarks.cache.sglang_peer import FROM_EMPTY, SglangFigures
 from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.recordings.replay import Replay
@@ -66,3 +67,11 @@ def test_the_plot_is_drawn(report: CacheReport, tmp_path: Path) -> None:
     report.plot(tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert "<svg" in drawn
+
+
+def test_the_lowest_file_counts_against_sglang() -> None:
+    files = [FileResult(name) for name in "ab"]
+    for file, ours in zip(files, (1.3, 1.2), strict=True):
+        file.sglang = [SglangFigures(12, FROM_EMPTY, ours, 1.0, 1.1), SglangFigures(12, "two tenants", 0.5, 1.0, 1.1)]
+    (figure,) = [goal for goal in CacheReport(files, [], "", None).goals() if "NGRAM" in goal.name]
+    assert (figure.value, figure.required) == (1.2, 1.05)

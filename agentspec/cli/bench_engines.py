@@ -1,0 +1,68 @@
+"""The measurements of inference servers: `agentspec bench vllm` and `agentspec bench engines`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentspec.cli.common import require_writable
+from agentspec.cli.publish import publish
+
+
+def engines(
+    model: Annotated[str, typer.Option(help="Model that the engines serve: a folder or a name on Hugging Face")],
+    results: Annotated[Path, typer.Option(help="JSON file with all results; a run with the same file goes on")],
+    engine: Annotated[list[str] | None, typer.Option(help="vllm or sglang; both if not given")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="No server is started after so much time; run again to go on", min=0)
+    ] = float("inf"),
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts", min=1)] = None,
+    command: Annotated[
+        str | None, typer.Option(help="Command that starts a server, with {model} and {port}; for one --engine")
+    ] = None,
+) -> None:
+    """Run vLLM and SGLang on a GPU, with no drafts, their own and ours: cold, warm, eight at once, after a restart."""
+    from agentspec.benchmarks.engines.run import EnginePlan, run_engines
+    from agentspec.benchmarks.engines.variants import COMMANDS, EngineName
+    from agentspec.recordings.prompt_sets import load_prompts
+
+    try:
+        chosen = [EngineName(name) for name in engine or EngineName]
+    except ValueError:
+        raise typer.BadParameter(f"must be one of {', '.join(EngineName)}", param_hint="--engine") from None
+    commands = dict(COMMANDS)
+    if command is not None:
+        if len(chosen) != 1 or "{model}" not in command or "{port}" not in command:
+            raise typer.BadParameter("needs {model} and {port} in it, and one --engine", param_hint="--command")
+        commands[chosen[0]] = command
+    require_writable(results)
+    plan = EnginePlan(chosen, model, results, load_prompts("edit_short")[:limit], seconds, commands)
+    publish(partial(run_engines, plan), None)
+
+
+def vllm(
+    environment: Annotated[
+        Path | None, typer.Option(help="Environment with vLLM, as .ci/vllm-env makes it [default: .venv-vllm]")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Built-in name or folder")] = "smollm2-135m",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = None,
+    controls: Annotated[int, typer.Option(help="Sampled answers of the control (at least 7)", min=7)] = 14,
+    eager: Annotated[bool, typer.Option(help="Start servers without compiling, in half a minute each")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+) -> None:
+    """Ask vLLM servers with other drafters, with ours and with none the same prompts: cold, warm, after a restart."""
+    from agentspec.backends.model_store import fetch
+    from agentspec.benchmarks.vllm.bench import VllmInstallation, run_vllm
+    from agentspec.benchmarks.vllm.server import find_environment
+    from agentspec.errors import ConfigurationError
+
+    found = environment or find_environment()
+    if found is None or not (found / "bin" / "vllm").exists():
+        raise ConfigurationError("no vLLM found: run .ci/vllm-env in a checkout, or name an environment that has it")
+    require_writable(json)
+    place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
+    run = partial(run_vllm, place, limit=limit, controls=controls)
+    publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})

@@ -1,0 +1,117 @@
+"""Puts our speculator in the place of vLLM's n-gram speculator in Model Runner V2. Experimental, off by default."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
+from agentspec.backends.engine_plugin.settings import enabled, read_settings
+from agentspec.backends.engine_plugin.source_contract import Requirement
+from agentspec.backends.vllm.runner_v2.passages import PassageShape
+from agentspec.backends.vllm.startup import ENGINE, drafts_here
+
+SWITCH = f"{ENGINE}_V2"
+METHODS = ("ngram", "ngram_gpu")  # of vLLM, which its second runner gives to the speculator that ours replaces
+_NGRAM = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+_PROPOSE = ("input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled")
+_SPECULATOR = ("drafts", "max_num_reqs", "max_model_len", "num_speculative_steps", "req_states", "device")
+REQUIREMENTS = (
+    Requirement(_NGRAM, "NgramGPUSpeculator", _SPECULATOR),
+    Requirement(_NGRAM, "NgramGPUSpeculator.__init__", ("vllm_config", "device", "req_states")),
+    Requirement(_NGRAM, "NgramGPUSpeculator.propose", _PROPOSE),
+    Requirement(_RUNNER, "GPUModelRunner", ("speculator", "req_states")),
+    Requirement(_RUNNER, "GPUModelRunner.add_requests", ("scheduler_output",)),
+    Requirement(_RUNNER, "GPUModelRunner.finish_requests", ("scheduler_output",)),
+    Requirement("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len")),
+    Requirement("vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids", "num_reqs", "idx_mapping")),
+    Requirement("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", ("gpu",)),
+    Requirement("vllm.v1.core.sched.output", "NewRequestData", ("prompt_token_ids", "prefill_token_ids")),
+    Requirement("vllm.v1.core.sched.output", "SchedulerOutput", ("preempted_req_ids", "finished_req_ids")),
+    Requirement("vllm.config.vllm", "VllmConfig.use_v2_model_runner"),
+    Requirement("vllm.config.parallel", "ParallelConfig", ("prefill_context_parallel_size",)),
+    Requirement("vllm.distributed.parallel_state", "GroupCoordinator.broadcast", ("input_", "src")),
+)
+"""What the speculator calls, replaces or reads inside vLLM, beyond what `vllm/plugin.py` requires."""
+
+logger = logging.getLogger(__name__)
+
+
+def wanted() -> bool:
+    """Whether the operator chose it. Raises `ConfigurationError` if the switch is neither on nor off."""
+    return enabled(SWITCH, default=False)
+
+
+def take_over() -> None:
+    """Replace vLLM's n-gram speculator, in this process, by ours."""
+    module = import_module(_NGRAM)
+    theirs, made = module.NgramGPUSpeculator, _Maker(module.NgramGPUSpeculator)
+    module.NgramGPUSpeculator = made  # type: ignore[attr-defined]
+    logger.info("agentspec takes the place of %s in Model Runner V2 (experimental)", theirs.__name__)
+
+
+class _Maker:
+    """Called as vLLM calls its class. It imports torch, and vLLM's runner, only when a speculator is made."""
+
+    def __init__(self, theirs: type) -> None:
+        self._theirs = theirs
+
+    def __call__(self, vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            logger.warning("agentspec leaves Model Runner V2 alone: it does not draft with prefill context parallelism")
+            return self._theirs(vllm_config, device, req_states)
+        listen_to_scheduler()
+        speculator = speculator_class(self._theirs)(vllm_config, device, req_states)
+        close_at_exit(speculator.close)
+        return speculator
+
+
+def speculator_class(theirs: type) -> type:
+    """Our speculator as a subclass of vLLM's."""
+    from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
+
+    return type("PassageSpeculator", (PassageSpeculator, theirs), {"open_retriever": staticmethod(open_retriever)})
+
+
+def open_retriever(config: Any, shape: PassageShape) -> Any:
+    """The retriever for a `VllmConfig`, with its cache open; None where another rank drafts.
+
+    Raises `ConfigurationError` and `CacheError`s.
+    """
+    from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
+
+    if not drafts_here(config):
+        return None
+    router = open_router(read_settings(ENGINE), config.model_config)
+    return PassageRetriever(router.open, config.model_config.get_vocab_size(), shape, on_close=router.close)
+
+
+def listen_to_scheduler() -> None:
+    """Make vLLM's second model runner tell our speculator which requests a step begins and ends. Idempotent."""
+    runner = import_module(_RUNNER).GPUModelRunner
+    if runner.add_requests.__module__ != __name__:
+        runner.add_requests = _after(runner.add_requests, _begin)
+        runner.finish_requests = _after(runner.finish_requests, _finish)
+
+
+def _after(original: Callable[..., Any], hook: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """`original`, with `hook` called before it for runners with a speculator of ours."""
+    from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
+
+    def method(self: Any, scheduler_output: Any) -> Any:
+        if isinstance(speculator := getattr(self, "speculator", None), PassageSpeculator):
+            hook(speculator, scheduler_output)
+        return original(self, scheduler_output)
+
+    return method
+
+
+def _begin(speculator: Any, output: Any) -> None:
+    speculator.begin(output.scheduled_new_reqs)
+
+
+def _finish(speculator: Any, output: Any) -> None:
+    speculator.finish({*output.finished_req_ids, *(output.preempted_req_ids or ())})

@@ -1,0 +1,191 @@
+"""A speculator for vLLM's Model Runner V2 that drafts from own text and from passages that the host retrieved.
+
+Mixed into vLLM's n-gram speculator, which keeps the texts of all requests on the device. Nothing here waits for the
+device: what a step sampled is copied to the host and read once the copy has arrived, one or two steps later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from agentspec.backends.vllm.proposer import request_info
+from agentspec.backends.vllm.runner_v2 import matching
+from agentspec.backends.vllm.runner_v2.passages import PassageShape, shape_for
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
+from agentspec.cache.tokens import Tokens
+
+OpenRetriever = Callable[[Any, PassageShape], "PassageRetriever | None"]
+"""Opens the retriever for a `VllmConfig`; None where another rank drafts."""
+
+
+class SampledTokens:
+    """The tokens of a step on their way to the host: row i holds their number, then the last tokens of request i."""
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        self._host = packed.to("cpu", non_blocking=True, copy=True)  # into pinned memory if it comes from a GPU
+        events: Any = torch.cuda.Event  # untyped in torch
+        self._event = events(blocking=True) if packed.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def rows(self) -> list[Tokens]:
+        """Each request's new tokens, once they have arrived."""
+        return [row[len(row) - count :] for row, count in ((row[1:], int(row[0])) for row in self._host.numpy())]
+
+
+class _Step(NamedTuple):
+    """A step whose tokens are on their way, and the requests of its rows."""
+
+    sampled: SampledTokens
+    requests: Sequence[PassageRequest | None]
+
+
+class PassageSpeculator:
+    """The methods that take the place of those of vLLM's `NgramGPUSpeculator`, to be mixed in before it.
+
+    `begin` and `finish` are called with the scheduler's output before the runner's own handling of it.
+    """
+
+    open_retriever: OpenRetriever
+    drafts: torch.Tensor  # (max_num_reqs, num_speculative_steps), int64
+    max_num_reqs: int
+    max_model_len: int
+    num_speculative_steps: int
+    req_states: Any
+    device: torch.device
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        super().__init__(vllm_config, device, req_states)  # type: ignore[call-arg]  # of the class it is mixed into
+        self._shape = shape_for(self.num_speculative_steps)
+        self._retriever = type(self).open_retriever(vllm_config, self._shape)
+        self._requests: dict[str, PassageRequest] = {}
+        self._under_way: deque[_Step | PassageRequest] = deque()  # a request: it ends when the steps before arrived
+        self._match = _matcher(self, self._shape)
+
+    def begin(self, new_requests: Iterable[Any]) -> None:
+        """Follow requests (`NewRequestData`) that a step begins or resumes."""
+        self._read_arrived()
+        if self._retriever is None:
+            return
+        for new in new_requests:
+            self._end(new.req_id)
+            prompt, text = new.prompt_token_ids, new.prefill_token_ids
+            if prompt is None or new.prompt_embeds is not None or new.sampling_params is None:
+                continue  # a prompt without token ids, or a request that generates no tokens
+            request = self._retriever.begin(_int32(prompt), request_info(new))
+            self._requests[new.req_id] = request
+            self._retriever.advance([(request, _int32(text[len(prompt) :]))])  # output from before it was preempted
+
+    def finish(self, identities: Iterable[str]) -> None:
+        """End requests that are over or preempted, once all their tokens have arrived."""
+        for identity in identities:
+            self._end(identity)
+        self._read_arrived()
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *_: Any,
+        dummy_run: bool = False,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Draft for each request of the batch. The other arguments are for drafters with a model."""
+        drafts = self.drafts[: input_batch.num_reqs]
+        if dummy_run:
+            return drafts
+        if self._retriever is not None:
+            self._draft(self._retriever, input_batch, num_sampled, drafts)
+        return _shared_by_ranks(drafts)
+
+    def close(self) -> None:
+        """Record all tokens that were sampled, then stop. Idempotent."""
+        for entry in self._under_way:
+            if isinstance(entry, _Step):
+                entry.sampled.wait()
+        self._read_arrived()
+        if self._retriever is not None:
+            self._retriever.close()
+
+    def _draft(self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, drafts: torch.Tensor) -> None:
+        self._read_arrived()
+        requests = [self._requests.get(identity) for identity in batch.req_ids]
+        found = torch.from_numpy(retriever.retrieve(requests))
+        if self.device.type != "cpu":
+            found = found.pin_memory().to(self.device, non_blocking=True)
+        rows = batch.idx_mapping[: batch.num_reqs]
+        own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
+        self._match(own, lengths, rows, sampled, found, drafts)
+        self._under_way.append(_Step(SampledTokens(self._sampled(own, lengths, rows.long(), sampled)), requests))
+
+    def _sampled(
+        self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """For each request how many tokens were sampled, then its last tokens, which hold them."""
+        most = self.num_speculative_steps + 1
+        places = lengths.index_select(0, rows).long()[:, None] - most + torch.arange(most, device=own.device)
+        tokens = own.take(rows[:, None] * own.shape[1] + places.clamp(min=0))
+        return torch.cat((sampled[:, None], tokens), dim=1).int()
+
+    def _read_arrived(self) -> None:
+        """Take in what has arrived, in order: tokens of steps, and the ends of requests whose tokens have all come."""
+        while self._retriever is not None and self._under_way:
+            entry = self._under_way[0]
+            if isinstance(entry, PassageRequest):
+                self._retriever.end(entry)
+            elif entry.sampled.arrived():
+                news = zip(entry.requests, entry.sampled.rows(), strict=True)
+                self._retriever.advance(
+                    [(request, tokens) for request, tokens in news if request is not None], self.num_speculative_steps
+                )
+            else:
+                return
+            self._under_way.popleft()
+
+    def _end(self, identity: str) -> None:
+        if (request := self._requests.pop(identity, None)) is not None:
+            self._under_way.append(request)
+
+
+def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., None]:
+    """The kernels, or plain torch on a CPU."""
+    if speculator.device.type == "cpu":
+
+        def match(own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: torch.Tensor) -> None:
+            rows = rows.long()
+            texts, ends = own.index_select(0, rows), lengths.index_select(0, rows)
+            drafts.copy_(matching.draft(texts, ends, found, shape.overlap, drafts.shape[1]))
+
+        return match
+    from agentspec.backends.vllm.runner_v2.matching_triton import PassageMatcher
+
+    return PassageMatcher(speculator.max_num_reqs, speculator.max_model_len, shape, speculator.device).draft
+
+
+def _shared_by_ranks(drafts: torch.Tensor) -> torch.Tensor:
+    """The first rank's drafts on all ranks that compute a model together, since they depend on the host's timing."""
+    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
+
+    if model_parallel_is_initialized() and get_tp_group().world_size > 1:
+        get_tp_group().broadcast(drafts, src=0)
+    return drafts
+
+
+def _int32(tokens: Sequence[int]) -> Tokens:
+    return np.array(tokens, dtype=np.int32)

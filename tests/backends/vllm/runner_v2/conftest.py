@@ -1,0 +1,177 @@
+"""Model Runner V2 in miniature: the texts of all requests in tensors, and steps that verify drafts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.backends.engine_plugin.cache_router import CacheRouter
+from agentspec.backends.engine_plugin.settings import DrafterSettings
+from agentspec.backends.vllm.proposer import SALT
+from agentspec.backends.vllm.runner_v2.passages import PassageShape
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
+from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens
+from agentspec.cache import SuffixCache
+from agentspec.types import Namespace
+
+VOCABULARY, REQUESTS, LONGEST, DRAFTED = 1000, 4, 256, 4
+
+
+class NgramGPUSpeculator:
+    """The part of vLLM's class that ours relies on."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        self.device, self.req_states = device, req_states
+        self.max_num_reqs, self.max_model_len, self.num_speculative_steps = REQUESTS, LONGEST, DRAFTED
+        self.drafts = torch.zeros((REQUESTS, DRAFTED), dtype=torch.int64)
+
+
+class RequestStates:
+    """The part of vLLM's `RequestState` that is read."""
+
+    def __init__(self) -> None:
+        self.all_token_ids = SimpleNamespace(gpu=torch.zeros((REQUESTS, LONGEST), dtype=torch.int32))
+        self.total_len = SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))
+
+
+class Runner:
+    """Runs requests whose answers are given."""
+
+    def __init__(self, speculator: PassageSpeculator) -> None:
+        self.speculator, self.states = speculator, speculator.req_states
+        self.answers: dict[str, list[int]] = {}
+        self.rows: dict[str, int] = {}
+        self.drafts: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.steps = 0
+
+    def begin(self, identity: str, prompt: Sequence[int], answer: Sequence[int], done: int = 0, **more: Any) -> None:
+        """Begin a request, or resume it after `done` tokens of its answer."""
+        text = [*prompt, *answer[:done]]
+        row = next(row for row in range(REQUESTS) if row not in self.rows.values())
+        self.states.all_token_ids.gpu[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        self.states.total_len.gpu[row] = len(text)
+        self.rows[identity], self.answers[identity] = row, list(answer)
+        self.outputs[identity], self.drafts[identity] = list(answer[:done]), []
+        self.speculator.begin([new_request(identity, list(prompt), text, **more)])
+        assert self.speculator._retriever is not None and self.speculator._retriever.flush()  # as if reading took time
+
+    def finish(self, *identities: str) -> None:
+        self.speculator.finish(identities)
+        for identity in identities:
+            del self.rows[identity]
+
+    def step(self) -> None:
+        """Verify each request's draft, sample one token more, and draft."""
+        self.steps += 1
+        identities = list(self.rows)
+        sampled = [self._sampled(identity) for identity in identities]
+        counts = torch.tensor([len(tokens) for tokens in sampled], dtype=torch.int32)
+        rows = torch.tensor([self.rows[identity] for identity in identities], dtype=torch.int32)
+        batch = SimpleNamespace(req_ids=identities, num_reqs=len(identities), idx_mapping=rows)
+        drafts = self.speculator.propose(batch, None, None, None, None, counts, None, None)
+        for identity, draft in zip(identities, drafts.tolist(), strict=True):
+            self.drafts[identity] = draft
+
+    def run(self) -> dict[str, list[int]]:
+        """Step until all answers are there, then end the requests."""
+        while any(len(self.outputs[identity]) < len(self.answers[identity]) for identity in self.rows):
+            self.step()
+        found = {identity: self.outputs[identity] for identity in self.rows}
+        self.finish(*self.rows)
+        return found
+
+    def _sampled(self, identity: str) -> list[int]:
+        row, output = self.rows[identity], self.outputs[identity]
+        following = self.answers[identity][len(output) :]
+        equal = [drafted == token for drafted, token in zip(self.drafts[identity], following, strict=False)]
+        right = equal.index(False) if False in equal else len(equal)
+        fresh = following[: right + 1]
+        length = int(self.states.total_len.gpu[row])
+        self.states.all_token_ids.gpu[row, length : length + len(fresh)] = torch.tensor(fresh, dtype=torch.int32)
+        self.states.total_len.gpu[row] = length + len(fresh)
+        output.extend(fresh)
+        return fresh
+
+
+def new_request(identity: str, prompt: list[int] | None, text: list[int], **more: Any) -> Any:
+    """The part of vLLM's `NewRequestData` that is read."""
+    given = {"salt": None, "xargs": {}, "max_tokens": None, "embeds": None, **more}
+    sampling = SimpleNamespace(
+        extra_args=given["xargs"], eos_token_id=None, stop_token_ids=[], max_tokens=given["max_tokens"]
+    )
+    new = SimpleNamespace(req_id=identity, prompt_token_ids=prompt, prefill_token_ids=text, lora_request=None)
+    new.sampling_params, new.prompt_embeds = sampling, given["embeds"]
+    setattr(new, SALT, given["salt"])
+    return new
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM's tensor-parallel group: one rank, and not broadcasting."""
+    group = SimpleNamespace(world_size=1, rank_in_group=0, sent=[])
+    group.broadcast = lambda tensor, src: group.sent.append((tensor.tolist(), src))
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    parallel = sys.modules["vllm.distributed.parallel_state"]
+    monkeypatch.setattr(parallel, "get_tp_group", lambda: group, raising=False)
+    monkeypatch.setattr(parallel, "model_parallel_is_initialized", lambda: True, raising=False)
+    return group
+
+
+class Late:
+    """Makes a step's tokens arrive on the host only once `steps` further steps have been prepared."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._copies: list[SampledTokens] = []
+
+    def begun(self, copy: SampledTokens) -> None:
+        self._copies.append(copy)
+
+    def arrived(self, copy: SampledTokens) -> bool:
+        return len(self._copies) - self._copies.index(copy) > self.steps
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    found, copying = Late(), SampledTokens.__init__
+
+    def begun(self: SampledTokens, packed: torch.Tensor) -> None:
+        copying(self, packed)
+        found.begun(self)
+
+    monkeypatch.setattr(SampledTokens, "__init__", begun)
+    monkeypatch.setattr(SampledTokens, "arrived", lambda self: found.arrived(self))
+    return found
+
+
+@pytest.fixture
+def cache() -> Iterator[SuffixCache]:
+    with SuffixCache.open() as opened:
+        yield opened
+
+
+@pytest.fixture
+def runner(ranks: SimpleNamespace, cache: SuffixCache) -> Iterator[Runner]:
+    router = CacheRouter(cache, DrafterSettings(salts={"pepper": "team"}), lambda name: Namespace(name, "m", "t"), None)
+
+    def open_retriever(config: Any, shape: PassageShape) -> PassageRetriever:
+        return PassageRetriever(router.open, VOCABULARY, shape)
+
+    members = {"open_retriever": staticmethod(open_retriever)}
+    ours = type("Speculator", (PassageSpeculator, NgramGPUSpeculator), members)
+    speculator = ours(None, torch.device("cpu"), RequestStates())
+    yield Runner(speculator)
+    speculator.close()
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Tokens that do not repeat by chance."""
+    return np.random.default_rng(seed).permutation(VOCABULARY)[:length].tolist()

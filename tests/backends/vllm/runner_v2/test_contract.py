@@ -1,0 +1,118 @@
+"""Releases of vLLM have what the speculator needs, and its own class takes ours. Wheels are unpacked, not installed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.engine_plugin.source_contract import missing
+from agentspec.backends.vllm.runner_v2 import plugin
+from agentspec.backends.vllm.runner_v2.passages import PassageShape
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
+from agentspec.cache import SuffixCache
+from agentspec.types import Labels
+from tests.backends.conftest import Unpack
+from tests.backends.vllm.runner_v2.conftest import DRAFTED, LONGEST, REQUESTS, VOCABULARY, Runner, text
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(params=["0.32.0", "0.33.0"])
+def vllm(request: pytest.FixtureRequest, released: Unpack) -> Path:
+    return released("vllm", request.param)
+
+
+def test_the_release_has_what_the_speculator_needs(vllm: Path) -> None:
+    assert missing(vllm, plugin.REQUIREMENTS) == []
+
+
+def test_the_runner_makes_and_calls_the_speculator_as_ours_can_be(vllm: Path) -> None:
+    """The class is imported when a speculator is made, so that replacing it in its module is enough."""
+    made = ast.unparse(ast.parse((vllm / "v1/worker/gpu/spec_decode/__init__.py").read_bytes()))
+    _, _, branch = made.partition("elif speculative_config.use_ngram():\n")
+    assert branch.lstrip().startswith("from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator")
+    assert "return NgramGPUSpeculator(vllm_config, device, req_states)" in branch
+    calls = ast.walk(ast.parse((vllm / "v1/worker/gpu/model_runner.py").read_bytes()))
+    proposed = [
+        call for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.speculator.propose"
+    ]
+    step, dummy = sorted(proposed, key=lambda call: len(call.args), reverse=True)
+    given = [ast.unparse(argument) for argument in step.args]
+    assert (given[0], given[5]) == ("input_batch", "num_sampled") and len(proposed) == 2
+    assert not dummy.args and {"input_batch", "num_sampled", "dummy_run"} <= {word.arg for word in dummy.keywords}
+
+
+def test_the_release_own_classes_run_ours(
+    vllm: Path, monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace, cache: SuffixCache
+) -> None:
+    """vLLM's `NgramGPUSpeculator` and `RequestState`, on a CPU, with stand-ins for what needs a GPU to be imported."""
+    speculators, states = _load(vllm, monkeypatch)
+    monkeypatch.setattr(plugin, "open_retriever", lambda config, shape: _retriever(cache, shape))
+    spec = SimpleNamespace(num_speculative_tokens=DRAFTED, prompt_lookup_min=5, prompt_lookup_max=5)
+    config = SimpleNamespace(
+        speculative_config=spec,
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        model_config=SimpleNamespace(max_model_len=LONGEST),
+    )
+    held = states.RequestState(REQUESTS, LONGEST, 64, DRAFTED, VOCABULARY, torch.device("cpu"), 1, True)
+    ours = plugin.speculator_class(speculators.NgramGPUSpeculator)(config, torch.device("cpu"), held)
+    assert isinstance(ours, speculators.NgramGPUSpeculator)
+    assert ours.capture() is None and ours.draft_logits is None
+    prompt, answer, took = text(1, 20), text(2, 40), []
+    for call in ("first", "second"):
+        runner = Runner(ours)
+        runner.begin(call, prompt, answer)
+        assert runner.run() == {call: answer}
+        took.append(runner.steps)
+        ours.begin([])
+    ours.close()
+    assert took[0] == len(answer) and took[1] <= len(answer) // (DRAFTED + 1) + 2
+
+
+def _retriever(cache: SuffixCache, shape: PassageShape) -> PassageRetriever:
+    return PassageRetriever(lambda state, prompt: cache.request(prompt, session=Labels().session), VOCABULARY, shape)
+
+
+class _Tensor:
+    """vLLM's `StagedWriteTensor` and `UvaBackedTensor`, which need pinned memory: only what is read of them."""
+
+    def __init__(self, size: Any, dtype: torch.dtype, **_: Any) -> None:
+        self.gpu = torch.zeros(size, dtype=dtype)
+
+
+def _load(vllm: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The modules of the n-gram speculator and of the requests' states."""
+
+    class BaseSpeculator:
+        """Abstract in vLLM; its module needs compiled code."""
+
+    triton = SimpleNamespace(jit=lambda kernel: kernel, cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << n)
+    stubs: dict[str, dict[str, Any]] = {
+        "vllm.config": {"VllmConfig": object},
+        "vllm.triton_utils": {"HAS_TRITON": True, "tl": SimpleNamespace(constexpr=int), "triton": triton},
+        "vllm.v1.worker.gpu.input_batch": {"InputBatch": object},
+        "vllm.v1.worker.gpu.spec_decode.speculator": {"BaseSpeculator": BaseSpeculator},
+        "vllm.v1.worker.gpu.buffer_utils": {"StagedWriteTensor": _Tensor, "UvaBackedTensor": _Tensor},
+    }
+    for name, members in stubs.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            if (package := ".".join(parts[:end])) not in sys.modules:
+                monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        vars(sys.modules[name]).update(members)
+    return _execute(vllm / "v1/worker/gpu/spec_decode/ngram/speculator.py"), _execute(vllm / "v1/worker/gpu/states.py")
+
+
+def _execute(file: Path) -> ModuleType:
+    spec = spec_from_file_location(f"released_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

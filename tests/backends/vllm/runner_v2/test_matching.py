@@ -1,0 +1,78 @@
+"""What is drafted on the device, against a search place by place."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.vllm.runner_v2.matching import DEPTH, draft
+
+OVERLAP, WIDTH, COUNT = 3, 8, 2
+
+
+def drafted_by_search(text: list[int], passages: list[list[int]], tokens: int) -> list[int]:
+    """The draft for one request: every place is looked at, the best one wins."""
+
+    def matched(place: int, there: list[int]) -> int:
+        count = 0
+        while count < min(DEPTH, place, len(text)) and there[place - 1 - count] == text[-1 - count]:
+            count += 1
+        return count
+
+    best, found = 0, [text[-1]] * tokens
+    for passage in passages:
+        for place in range(OVERLAP, len(passage)):
+            if passage[place] >= 0 and matched(place, passage) > best:
+                best = matched(place, passage)
+                found = [token if token >= 0 else text[-1] for token in passage[place : place + tokens]]
+                found += [text[-1]] * (tokens - len(found))
+    for place in reversed(range(len(text))):
+        if matched(place, text) > best:
+            best = matched(place, text)
+            found = [text[place + ahead % (len(text) - place)] for ahead in range(tokens)]
+    return found
+
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+rows_of_passages = st.lists(
+    st.lists(st.integers(0, 2), max_size=WIDTH).map(lambda row: row + [-1] * (WIDTH - len(row))),
+    min_size=COUNT,
+    max_size=COUNT,
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(texts, rows_of_passages), min_size=1, max_size=3), st.integers(1, 6))
+def test_drafts_are_those_of_the_search(requests: list[tuple[list[int], list[list[int]]]], tokens: int) -> None:
+    columns = max(len(text) for text, _ in requests) + 2
+    own = torch.tensor([text + [7] * (columns - len(text)) for text, _ in requests], dtype=torch.int32)
+    lengths = torch.tensor([len(text) for text, _ in requests], dtype=torch.int32)
+    passages = torch.tensor([rows for _, rows in requests], dtype=torch.int32)
+    found = draft(own, lengths, passages, OVERLAP, tokens)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [drafted_by_search(text, rows, tokens) for text, rows in requests]
+
+
+def one(text: list[int], *passages: list[int]) -> list[int]:
+    rows = [row + [-1] * (WIDTH - len(row)) for row in passages] or [[-1] * WIDTH]
+    return draft(torch.tensor([text]), torch.tensor([len(text)]), torch.tensor([rows]), OVERLAP, 3).tolist()[0]
+
+
+def test_a_passage_is_followed_from_where_the_output_has_got_to() -> None:
+    assert one([1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7]) == [5, 6, 7]
+    assert one([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]) == [6, 7, 5], "after its end the last token stands"
+
+
+def test_after_a_difference_the_place_is_found_again() -> None:
+    assert one([1, 2, 3, 9, 5], [1, 2, 3, 4, 5, 6, 7]) == [6, 7, 5]
+
+
+def test_the_longer_match_wins_and_of_equals_the_earlier_passage() -> None:
+    assert one([2, 3, 8, 1, 2, 3], [0, 0, 3, 5, 5, 5]) == [8, 1, 2], "own text matches two tokens"
+    assert one([0, 0, 3], [0, 0, 3, 5, 5, 5], [0, 0, 3, 6, 6, 6]) == [5, 5, 5]
+
+
+def test_a_repetition_in_own_text_goes_on() -> None:
+    assert one([4, 5, 4, 5]) == [4, 5, 4]
+    assert one([4, 6]) == [6, 6, 6]

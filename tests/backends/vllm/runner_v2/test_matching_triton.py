@@ -1,0 +1,103 @@
+"""The kernels draft what plain torch drafts: run by Triton's interpreter, on a CPU. Skipped where Triton is missing.
+
+Triton reads `TRITON_INTERPRET` when it is imported, so that the tests run again in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.vllm.runner_v2.matching import draft
+from agentspec.backends.vllm.runner_v2.passages import PassageShape
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_in_a_process_with_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
+
+
+POINTERS = {"own": "*i32", "rows": "*i32", "lengths": "*i32", "sampled": "*i32", "passages": "*i32"}
+NUMBERS = {"own_stride": "i32", "columns": "i32", "parts": "i32"}
+PASSAGES = {"COUNT": 4, "WIDTH": 39, "WIDTH_2": 64, "OVERLAP": 16}
+SIZES = {**PASSAGES, "DEPTH": 16, "BLOCK": 256, "PARTS_2": 64, "DRAFT": 7, "DRAFT_2": 8}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", ["_scan", "_draft"])
+def test_the_kernels_compile_for_a_gpu(kernels: Any, name: str) -> None:
+    """Triton needs no GPU to compile for one (here of compute capability 9.0)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kernel = getattr(kernels, name)
+    types = {**POINTERS, **NUMBERS, "scores": "*i64", "drafts": "*i64"}
+    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+    sizes = {(kernel.arg_names.index(size),): value for size, value in SIZES.items() if size in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=sizes)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+@pytest.fixture
+def kernels() -> Any:
+    from agentspec.backends.vllm.runner_v2 import matching_triton
+
+    return matching_triton
+
+
+def batch(seed: int, requests: int, columns: int, shape: PassageShape, alphabet: int) -> tuple[torch.Tensor, ...]:
+    """Random texts of random lengths in more rows than there are requests, and passages that go on from them."""
+    random = torch.Generator().manual_seed(seed)
+
+    def numbers(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=random, dtype=torch.int32)
+
+    own = numbers(0, alphabet, requests + 2, columns)
+    lengths = numbers(1, columns + 1, requests + 2)
+    rows = torch.randperm(requests + 2, generator=random)[:requests].int()
+    passages = numbers(0, alphabet, requests, shape.rows, shape.width)
+    for request, row in enumerate(rows.tolist()):
+        length = int(lengths[row])
+        known = own[row, max(0, length - shape.overlap - 2) : max(1, length - 2)][-shape.overlap :]
+        passages[request, 0, : len(known)] = known
+    ends = numbers(0, shape.width + 1, requests, shape.rows, 1)
+    return own, lengths, rows, passages.masked_fill(torch.arange(shape.width) >= ends, -1)
+
+
+@interpreted
+@pytest.mark.parametrize("alphabet", [2, 50])
+@pytest.mark.parametrize(("columns", "tokens"), [(40, 1), (256, 7), (700, 15)])
+def test_the_kernels_draft_as_plain_torch(kernels: Any, columns: int, tokens: int, alphabet: int) -> None:
+    shape = PassageShape(rows=3, overlap=5, width=21)
+    matcher = kernels.PassageMatcher(6, columns, shape, torch.device("cpu"))
+    for seed in range(3):
+        own, lengths, rows, passages = batch(seed, 4, columns, shape, alphabet)
+        drafts = torch.full((4, tokens), -5)
+        matcher.draft(own, lengths, rows, torch.ones(4, dtype=torch.int32), passages, drafts)
+        index = rows.long()
+        assert torch.equal(drafts, draft(own[index], lengths[index], passages, shape.overlap, tokens))
+
+
+@interpreted
+def test_requests_that_read_their_prompt_get_their_last_token(kernels: Any) -> None:
+    shape = PassageShape(rows=1, overlap=1, width=4)
+    own = torch.tensor([[1, 2, 1, 2], [3, 4, 3, 4]], dtype=torch.int32)
+    drafts = torch.zeros((2, 2), dtype=torch.int64)
+    matcher = kernels.PassageMatcher(2, 4, shape, torch.device("cpu"))
+    passages = torch.full((2, 1, 4), -1, dtype=torch.int32)
+    lengths, sampled = torch.tensor([4, 4], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    matcher.draft(own, lengths, torch.arange(2), sampled, passages, drafts)
+    assert drafts.tolist() == [[1, 2], [4, 4]]

@@ -1,0 +1,154 @@
+"""Drafting one or two steps late, on a runner in miniature; with vLLM's own classes: test_contract.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentspec.cache import SuffixCache
+from agentspec.types import Namespace
+from tests.backends.vllm.runner_v2.conftest import DRAFTED, Late, Runner, text
+
+PROMPT, ANSWER = text(1, 20), text(2, 40)
+
+
+def learn(runner: Runner, late: Late, prompt: list[int] = PROMPT, answer: list[int] = ANSWER, **more: Any) -> int:
+    """Generate an answer, wait until it is recorded, and return the steps that it took."""
+    before = runner.steps
+    runner.begin(f"call {before}", prompt, answer, **more)
+    assert list(runner.run().values()) == [answer]
+    steps_late, late.steps = late.steps, 0
+    runner.speculator.begin([])  # a later step finds the copies of the last ones
+    late.steps = steps_late
+    assert runner.speculator._retriever is not None and runner.speculator._retriever.flush()
+    return runner.steps - before
+
+
+@pytest.mark.parametrize("steps_late", [0, 1, 2])
+def test_what_was_generated_once_is_drafted_though_the_host_is_behind(
+    runner: Runner, late: Late, steps_late: int
+) -> None:
+    late.steps = steps_late
+    assert learn(runner, late) == len(ANSWER), "nothing is known of the first answer"
+    assert learn(runner, late) <= len(ANSWER) // (DRAFTED + 1) + 1 + steps_late
+
+
+def test_after_an_edit_the_drafts_go_on(runner: Runner, late: Late) -> None:
+    late.steps = 1
+    learn(runner, late)
+    edited = [*ANSWER[:20], 3, *ANSWER[21:]]
+    assert learn(runner, late, PROMPT, edited) <= len(ANSWER) // (DRAFTED + 1) + 6
+
+
+def test_requests_side_by_side_keep_their_own_text(runner: Runner, late: Late) -> None:
+    late.steps = 1
+    other = text(3, 40)
+    learn(runner, late)
+    runner.begin("a", PROMPT, ANSWER)
+    runner.begin("b", text(4, 10), other)
+    runner.step()
+    runner.begin("c", PROMPT, ANSWER)
+    assert runner.run() == {"a": ANSWER, "b": other, "c": ANSWER}
+
+
+def test_whole_outputs_are_recorded_though_they_end_before_their_tokens_arrive(
+    runner: Runner, late: Late, cache: SuffixCache
+) -> None:
+    late.steps = 2
+    learn(runner, late)
+    with cache.request(PROMPT, namespace=Namespace("default", "m", "t")) as request:
+        request.extend(ANSWER[:1])
+        assert request.draft(100, chain=True).tokens.tolist() == ANSWER[1:]
+
+
+def test_tokens_that_are_under_way_when_the_server_stops_are_recorded(
+    runner: Runner, late: Late, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late.steps = 1000
+    runner.begin("a", PROMPT, ANSWER)
+    runner.run()
+    monkeypatch.undo()  # waiting makes them arrive
+    runner.speculator.close()
+    with cache.request(PROMPT, namespace=Namespace("default", "m", "t")) as request:
+        request.extend(ANSWER[:1])
+        assert request.draft(100, chain=True).tokens.tolist() == ANSWER[1:]
+
+
+def test_a_preempted_request_goes_on_where_it_was(runner: Runner, late: Late) -> None:
+    late.steps = 1
+    learn(runner, late)
+    runner.begin("a", PROMPT, ANSWER)
+    runner.step()
+    runner.step()
+    done = len(runner.outputs["a"])
+    runner.finish("a")
+    runner.begin("a", PROMPT, ANSWER, done=done)
+    before = runner.steps
+    assert runner.run() == {"a": ANSWER}
+    assert runner.steps - before <= (len(ANSWER) - done) // (DRAFTED + 1) + 2
+
+
+def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
+    learn(runner, late, salt="pepper")
+    assert learn(runner, late) == len(ANSWER)
+    assert learn(runner, late, salt="unknown") == len(ANSWER)
+    assert learn(runner, late, salt="unknown") == len(ANSWER)
+    assert learn(runner, late, salt="pepper") < len(ANSWER)
+
+
+def test_a_prediction_is_drafted_from(runner: Runner, late: Late) -> None:
+    late.steps = 1
+    assert learn(runner, late, xargs={"agentspec_prediction": ANSWER}) <= len(ANSWER) // (DRAFTED + 1) + 2
+
+
+def test_prompts_without_token_ids_are_left_alone(runner: Runner) -> None:
+    runner.begin("a", PROMPT, ANSWER, embeds=object())
+    assert runner.run() == {"a": ANSWER}
+
+
+def test_a_dummy_run_touches_nothing(runner: Runner) -> None:
+    runner.begin("a", PROMPT, ANSWER)
+    runner.step()
+    before = runner.speculator.drafts.clone()
+    batch = SimpleNamespace(req_ids=["_dummy"] * 3, num_reqs=3)
+    found = runner.speculator.propose(batch, None, None, None, None, num_sampled=None, dummy_run=True)
+    assert found.shape == (3, DRAFTED) and torch.equal(runner.speculator.drafts, before)
+
+
+def test_failing_retrieval_costs_only_drafts(runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(runner, late)
+    monkeypatch.setattr("agentspec.backends.vllm.runner_v2.retrieval.propose_batch", lambda *_: 1 / 0)
+    assert learn(runner, late) == len(ANSWER)
+
+
+def test_all_ranks_get_the_first_ranks_drafts(runner: Runner, ranks: SimpleNamespace) -> None:
+    ranks.world_size = 2
+    runner.begin("a", PROMPT, ANSWER)
+    runner.step()
+    assert ranks.sent == [([runner.drafts["a"]], 0)]
+
+
+class _NoValueIsRead(TorchDispatchMode):
+    """Fails where the host would wait for the device: it reads a value, or a shape depends on one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.data_dependent_output not in func.tags, func
+        assert torch.Tag.dynamic_output_shape not in func.tags, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_the_host_never_waits_for_the_device(runner: Runner, late: Late) -> None:
+    learn(runner, late)
+    runner.begin("a", PROMPT, ANSWER)
+    runner.begin("b", PROMPT, ANSWER)
+    step = SimpleNamespace(req_ids=["a", "b"], num_reqs=2, idx_mapping=torch.tensor([0, 1], dtype=torch.int32))
+    sampled = torch.ones(2, dtype=torch.int32)
+    with _NoValueIsRead():
+        runner.speculator.propose(step, None, None, None, None, sampled)
+    with pytest.raises(AssertionError), _NoValueIsRead():
+        sampled[0].item()
