@@ -16,7 +16,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class PolicyRun:
     """A policy and an order, with the figures of each seed."""
 
     policy: str
@@ -36,7 +36,7 @@ class Comparison:
 
     scenario: Scenario
     seeds: int
-    variants: Sequence[Variant]
+    variants: Sequence[PolicyRun]
     events: int
     processor_seconds: float
 
@@ -63,7 +63,7 @@ def compare(
     progress: Progress,
 ) -> Comparison:
     """Simulate each of `variants` with seeds from that of `scenario` on; every variant sees the same sessions."""
-    compared = [Variant(policy, order) for policy, order in variants]
+    compared = [PolicyRun(policy, order) for policy, order in variants]
     events, began = 0, time.process_time()
     for seed in range(scenario.seed, scenario.seed + seeds):
         for variant in compared:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agentspec.fleet.comparison import Comparison, Variant
+from agentspec.fleet.comparison import Comparison, PolicyRun
 from agentspec.fleet.scenario import Scenario
 
 _TIMES = ("session_p50", "session_p95", "session_p99", "ttft_p50", "ttft_p95", "ttft_p99")
@@ -68,7 +68,7 @@ def _table(comparison: Comparison) -> Table:
     return table
 
 
-def _cells(variant: Variant) -> Iterator[str]:
+def _cells(variant: PolicyRun) -> Iterator[str]:
     for name in _TIMES:
         seconds = variant.median(name)
         yield f"{1000 * seconds:.0f}" if name.startswith("ttft") else f"{seconds:.1f}"
