@@ -14,6 +14,7 @@ MOST_PROGRAMS = 1 << 16
 MOST_STEPS = 1 << 14  # (workflow, step) pairs that are learned
 MOST_CALLS = 1024  # of one program that are learned from, the first
 IDLE = 300.0  # seconds without a call after which a program counts as over
+HARDLY = 2.0  # mean deviations below the mean that hardly any value is
 MEMORY = 64  # programs that a mean looks back on
 
 StepName = tuple[str, str]
@@ -26,6 +27,11 @@ class Estimate:
     mean: float = 0.0
     deviation: float = 0.0
     samples: int = 0
+
+    @property
+    def least(self) -> float:
+        """What a value hardly falls below, if none is negative."""
+        return max(0.0, self.mean - HARDLY * self.deviation)
 
     def observe(self, value: float) -> None:
         self.samples += 1
@@ -105,7 +111,7 @@ class Programs:
         if deadline is None:
             return Urgency(attained)
         left = self.remaining(workflow, step or _place(program.count)) or Estimate()
-        return Urgency(attained, deadline - left.mean, deadline - left.mean + left.deviation)
+        return Urgency(attained, deadline - left.mean, deadline - left.least)
 
     def _end_idle(self, now: float) -> None:
         """Programs are kept in the order of their latest calls, so that only the first need be looked at."""

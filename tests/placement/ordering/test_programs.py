@@ -73,6 +73,8 @@ def test_an_estimate_is_the_mean_of_few_and_follows_when_there_are_many():
     for value in (2.0, 4.0, 6.0):
         estimate.observe(value)
     assert estimate.mean == pytest.approx(4.0)
+    assert estimate.deviation == pytest.approx(5 / 3, rel=0.2)
+    assert estimate.least == pytest.approx(4.0 - 2 * estimate.deviation)
     for _ in range(1000):
         estimate.observe(50.0)
     assert estimate.mean == pytest.approx(50.0, rel=0.01)
