@@ -10,6 +10,7 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kSmall = 4096;   // positions that an append merges itself
+constexpr std::size_t kDeadShare = 16;  // text is taken out once this part of a run, or of the log, is removed
 constexpr std::size_t kMostRuns = 64;  // more of them, and an append merges them all, where no one else does
 
 /// A run while it is merged, counted as long as it exists.
@@ -50,6 +51,8 @@ std::size_t size_of(const Runs& runs, std::size_t first, std::size_t end) {
     for (std::size_t i = first; i < end; ++i) size += runs[i]->size();
     return size;
 }
+
+bool filter_due(const Run& run) { return kDeadShare * run.dead() > run.size(); }
 
 }  // namespace
 
@@ -130,15 +133,29 @@ std::size_t SuffixIndex::cascade(std::size_t end, std::size_t begin, std::size_t
     return first;
 }
 
+/// Whether so much of the log is removed that writing it anew is worth the work.
+bool SuffixIndex::rewrite_due() const {
+    // What is cut from a session often is soon there again.
+    const std::size_t removed = kDeadShare * removed_ + truncated_;
+    return removed > log_->size() - removed_ - truncated_ + 8 * 1024;
+}
+
+/// Bytes of removed text that work which is due, or under way, gives back.
+std::size_t SuffixIndex::reclaimable() const {
+    const bool everything = rewrite_due();
+    std::size_t dead = 0;
+    for (const auto& run : *runs_) dead += everything || filter_due(*run) ? run->dead() : 0;
+    return dead * sizeof(Position) + (everything ? (removed_ + truncated_) * sizeof(Token) : 0);
+}
+
 SuffixIndex::Job SuffixIndex::next_job() const {
     if (merging_end_ > 0) return {};
-    const std::size_t removed = 8 * removed_ + truncated_;  // a session's text is often cut and soon there again
-    if (removed > log_->size() - removed_ - truncated_ + 8 * 1024) return {0, 0, true};
+    if (rewrite_due()) return {0, 0, true};
     for (std::size_t end = runs_->size(); end > 1; --end) {
         if (const std::size_t first = cascade(end, 0, ~std::size_t{0}); first + 1 < end) return {first, end};
     }
     for (std::size_t i = 0; i < runs_->size(); ++i) {
-        if (8 * (*runs_)[i]->dead() > (*runs_)[i]->size()) return {i, i + 1};
+        if (filter_due(*(*runs_)[i])) return {i, i + 1};
     }
     return {};
 }

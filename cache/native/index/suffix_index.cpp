@@ -118,9 +118,7 @@ void SuffixIndex::publish() {
     constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*) + 2 * sizeof(Span);
     catalogue_bytes_ = pieces_.capacity() * sizeof(Piece) + buried_.capacity() * sizeof(Span) +
                        sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
-    std::size_t dead = 0;
-    for (const auto& run : *runs_) dead += run->dead();
-    reclaimable_ = dead * sizeof(Position) + (removed_ + truncated_) * sizeof(Token);
+    reclaimable_ = reclaimable();
     due_.store(!retired_.empty() || merging_end_ > 0 || !next_job().none(), std::memory_order_release);
 }
 

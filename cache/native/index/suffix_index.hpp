@@ -127,7 +127,8 @@ public:
     std::size_t memory_bytes() const;
     /// Bytes that the rewriting of a log takes in addition, for as long as it lasts. Constant time.
     std::size_t transient_bytes() const { return transient_; }
-    /// Bytes of them that merge steps will give back. Constant time.
+    /// Bytes of them that merge steps which are due will give back. Removed text is among them once there is enough of
+    /// it to be worth the work. Constant time.
     std::size_t reclaimable_bytes() const;
     /// Bytes of the index in pages of a mapped file.
     std::size_t mapped_bytes() const;
@@ -207,6 +208,8 @@ private:
     void bury(Span span);
     std::size_t forget_piece(Position begin);
     Job next_job() const;
+    bool rewrite_due() const;
+    std::size_t reclaimable() const;
     std::size_t cascade(std::size_t end, std::size_t begin, std::size_t most) const;
     void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped);
     void exchange(Relocation& relocation, Runs runs, std::span<const Relocation::Piece> moved, std::size_t known,
