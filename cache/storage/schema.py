@@ -110,13 +110,17 @@ deletions = sa.Table(
     sqlite_autoincrement=True,
 )
 
-# The planner's statistics would keep deleted names and tokens. PostgreSQL need not compress tokens a second time.
-for _column in ("tenant", "session", "workflow", "step", "tokens"):
-    _keep_none = sa.DDL(f"ALTER TABLE sequences ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
-    event.listen(sequences, "after_create", _keep_none.execute_if(dialect="postgresql"))
-for _column in ("tenant", "model_fingerprint", "tokenizer_hash", "template_hash"):
-    _keep_none = sa.DDL(f"ALTER TABLE namespaces ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
-    event.listen(namespaces, "after_create", _keep_none.execute_if(dialect="postgresql"))
+
+def keep_no_statistics(table: sa.Table, *columns: str) -> None:
+    """The planner's statistics of PostgreSQL would keep deleted names and texts."""
+    for column in columns:
+        ddl = sa.DDL(f"ALTER TABLE {table.name} ALTER COLUMN {column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
+        event.listen(table, "after_create", ddl.execute_if(dialect="postgresql"))
+
+
+keep_no_statistics(sequences, "tenant", "session", "workflow", "step", "tokens")
+keep_no_statistics(namespaces, "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
+# PostgreSQL need not compress tokens a second time.
 _as_they_are = sa.DDL("ALTER TABLE sequences ALTER COLUMN tokens SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(sequences, "after_create", _as_they_are.execute_if(dialect="postgresql"))
 
