@@ -109,7 +109,7 @@ class SuffixCache:
         permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
         `CacheUnavailableError`.
 
-        The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then at least hourly. If a text
+        The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
         limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Selection
-from agentspec.cache.responses.stored import ROW, ResponseLimits, StoredResponse, covers, packed, unpacked
+from agentspec.cache.responses.stored import (
+    MOST_UNPACKED,
+    ROW,
+    ResponseLimits,
+    StoredResponse,
+    covers,
+    packed,
+    unpacked,
+)
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.schema import Name, keep_no_statistics
+from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
 from agentspec.cache.storage.side_table import SideTable
+from agentspec.errors import CacheFormatError
 
 _STEP = 64  # the bounds are checked each time that a process has added 1/64 of them
 _ROOM = 16  # then 1/16 of a bound is made free, so that several processes together stay within it
@@ -32,6 +42,14 @@ responses = sa.Table(
     sa.Index("ix_responses_tenant", "tenant", "created_at", "size"),  # covers the sums of the bounds
 )
 keep_no_statistics(responses, "tenant", "session", "body")
+
+_KINDS: Kinds = (
+    ("id", str),
+    ("tenant", str),
+    ("session", str | None),
+    ("created_at", float | int),
+    ("body", bytes),
+)
 
 
 class DatabaseResponses:
@@ -67,6 +85,8 @@ class DatabaseResponses:
             )
         if row is None:
             return None
+        if not is_sound(row, _KINDS):
+            raise CacheFormatError(f"the stored response {id} is damaged")
         head = (row.id, row.tenant, row.created_at, row.session, row.previous, row.backend)
         return StoredResponse(*head, **unpacked(row.body, row.id))
 
@@ -91,9 +111,7 @@ class DatabaseResponses:
             query = query.where(responses.c.tenant == selection.tenant)
         found: list[str] = []
         with connection.execute(query.execution_options(yield_per=64)) as rows:
-            found += (
-                row.id for row in rows if covers(selection, row.tenant, row.session, row.created_at, bytes(row.body))
-            )
+            found += (row.id for row in rows if _is_covered(selection, row))
         self._table.delete(connection, found)
         return len(found)
 
@@ -111,7 +129,7 @@ class DatabaseResponses:
 
     def _expire(self) -> None:
         with self._table.reading() as connection:
-            query = sa.select(responses.c.id).where(responses.c.created_at < self._oldest()).limit(1)
+            query = sa.select(responses.c.id).where(is_older(responses.c.created_at, self._oldest())).limit(1)
             old = connection is not None and connection.execute(query).first() is not None
         if not old:
             return
@@ -124,7 +142,7 @@ class DatabaseResponses:
         return 0.0 if self._limits.seconds is None else time.time() - self._limits.seconds
 
     def _delete_old(self, connection: sa.Connection) -> None:
-        self._table.delete_where(connection, responses.c.created_at < self._oldest())
+        self._table.delete_where(connection, is_older(responses.c.created_at, self._oldest()))
 
     def _mine(self, tenant: str, id: str) -> list[sa.ColumnElement[bool]]:
         return [responses.c.id == id, responses.c.tenant == tenant, responses.c.created_at >= self._oldest()]
@@ -138,6 +156,7 @@ class DatabaseResponses:
                 return
             self._added = 0
         self._delete_old(connection)
+        self._table.delete_where(connection, sa.not_(responses.c.size.between(0, MOST_UNPACKED)))  # damaged
         taken = sa.func.sum(responses.c.size + ROW)
         rows = connection.execute(sa.select(responses.c.tenant, taken).group_by(responses.c.tenant)).all()
         by_tenant = {tenant: int(size) for tenant, size in rows}
@@ -165,3 +184,9 @@ class DatabaseResponses:
                     break
         self._table.delete(connection, chosen)
         return freed
+
+
+def _is_covered(selection: Selection, row: sa.Row[Any]) -> bool:
+    if not is_sound(row, _KINDS):
+        return True  # it cannot be searched, and is of no use
+    return covers(selection, row.tenant, row.session, row.created_at, row.body)

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from agentspec.cache.deletion import Selection
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.schema import Name, keep_no_statistics
+from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
 from agentspec.cache.storage.side_table import SideTable
 from agentspec.cache.tool_turns.turn import LARGEST, ROW, StoredTurn, is_covered
 from agentspec.errors import CacheClosedError, CacheFormatError
@@ -38,6 +38,11 @@ tool_turns = sa.Table(
 )
 keep_no_statistics(tool_turns, "tenant", "agent", "session", "body")
 
+_KINDS: Kinds = (
+    *((name, str) for name in ("id", "tenant", "agent", "session")),
+    ("created_at", float | int),
+    ("body", bytes),
+)
 _ORDER = (tool_turns.c.created_at, tool_turns.c.id)
 
 
@@ -163,8 +168,10 @@ class DatabaseToolTurns:
             if connection is None:
                 return
             if self._seconds is not None:
-                old = tool_turns.c.created_at < time.time() - self._seconds
+                old = is_older(tool_turns.c.created_at, time.time() - self._seconds)
                 self.generation += self._table.delete_where(connection, old) > 0
+            damaged = sa.not_(tool_turns.c.size.between(0, 4 * LARGEST))
+            self.generation += self._table.delete_where(connection, damaged) > 0
             columns = (tool_turns.c.tenant, tool_turns.c.agent)
             query = sa.select(*columns, sa.func.count(), sa.func.sum(tool_turns.c.size + ROW)).group_by(*columns)
             sizes = {(tenant, agent): int(size) for tenant, agent, _, size in connection.execute(query)}
@@ -211,7 +218,9 @@ def _row(turn: StoredTurn) -> dict[str, object]:
 def _turn(row: sa.Row[tuple[object, ...]]) -> StoredTurn:
     """Raises `CacheFormatError` for a damaged row."""
     try:
-        body = zlib.decompressobj().decompress(bytes(row.body), 4 * LARGEST).decode()
+        if not is_sound(row, _KINDS):
+            raise ValueError
+        body = zlib.decompressobj().decompress(row.body, 4 * LARGEST).decode()
     except (zlib.error, ValueError):
         raise CacheFormatError(f"what was learned about tools is damaged (turn {row.id})") from None
     return StoredTurn(row.id, row.tenant, row.agent, row.session, row.created_at, body)
