@@ -22,6 +22,7 @@ from agentspec.types import Namespace
 
 _OVERHEAD = 2048  # bytes of the Python objects of an empty namespace
 _META_BYTES = 256  # bytes of a SequenceMeta with its place in the table
+_LEAST_SHARE = 1 / 16  # of the outputs, to evict at once: an index gives memory back once so much of a run is removed
 
 
 class Partition:
@@ -189,7 +190,7 @@ class Partition:
         if sessions:
             return sessions
         if self.shared.sequence_count:
-            return self._evict_past(excess / self._past_bytes())
+            return self._evict_past(max(excess / self._past_bytes(), _LEAST_SHARE))
         return int(self.sessions.evict())
 
     def _evict_past(self, share: float) -> int:

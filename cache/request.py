@@ -96,8 +96,8 @@ class CacheRequest:
         """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
 
         A `chain` has no branches, for targets that verify no trees. `behind` holds output tokens that `extend` will
-        be given later; the tree continues after them. An index that cannot be read within `patience` seconds, because
-        another thread deletes from it, is left out; without `patience` the draft waits for it.
+        be given later; the tree continues after them. After `patience` seconds the tree is returned as far as it has
+        grown; without `patience`, when it is whole. No draft waits for another thread.
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
+from agentspec.cache.limits import CacheLimits
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
@@ -50,9 +51,7 @@ class SuffixCache:
         self,
         store: SequenceStore | None,
         namespace: Namespace,
-        memory_bytes: int,
-        tenant_memory_bytes: int | None,
-        tenant_namespaces: int | None,
+        limits: CacheLimits,
         retention: float | None,
         content_filter: ContentFilter | None,
         store_error: str | None,
@@ -62,9 +61,9 @@ class SuffixCache:
         self._store_error = store_error  # why there is no store although a path was given
         self._namespace = namespace
         self._pool = CachePool(
-            memory_bytes,
-            tenant_memory_bytes,
-            tenant_namespaces=tenant_namespaces,
+            limits.memory_bytes,
+            limits.tenant_memory_bytes,
+            tenant_namespaces=limits.tenant_namespaces,
             content_filter=content_filter,
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
@@ -110,7 +109,7 @@ class SuffixCache:
         permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
         `CacheUnavailableError`.
 
-        The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
+        The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
         limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
@@ -118,28 +117,16 @@ class SuffixCache:
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
-        disk = {"disk_bytes": disk_bytes, "tenant_disk_bytes": tenant_disk_bytes}
-        for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
-            missing = limit is None and name != "memory_bytes"
-            if not missing and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
-        many = tenant_namespaces
-        if many is not None and (isinstance(many, bool) or not isinstance(many, int) or many < 1):
-            raise ConfigurationError(f"tenant_namespaces must be 1 or more, or None, not {tenant_namespaces!r}")
+        limits = CacheLimits(memory_bytes, tenant_memory_bytes, tenant_namespaces, disk_bytes, tenant_disk_bytes)
         try:
-            kept = None if retention is None else seconds_of(retention, "retention")
-            age = None if responses_age is None else seconds_of(responses_age, "responses_age")
-            if isinstance(responses_bytes, bool) or not isinstance(responses_bytes, int) or responses_bytes < 0:
-                message = f"responses_bytes must be a number of bytes, 0 or more, not {responses_bytes!r}"
-                raise InvalidRequestError(message, param="responses_bytes")
             default = namespace_of(namespace)
+            kept = None if retention is None else seconds_of(retention, "retention")
+            answers = ResponseLimits.within(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
-        store, why_not = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        limits = ResponseLimits.within(responses_bytes, age, kept, disk_bytes, tenant_disk_bytes)
-        memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
-        cache = cls(store, default, *memory, kept, content_filter, why_not, limits)
+        store, why_not = cls._open_store(path, mode, limits)
+        cache = cls(store, default, limits, kept, content_filter, why_not, answers)
         try:
             lifetime.register(cache)
             cache._start(mode)
@@ -150,7 +137,7 @@ class SuffixCache:
 
     @staticmethod
     def _open_store(
-        path: str | Path | None, mode: Mode, disk_bytes: int | None, tenant_disk_bytes: int | None
+        path: str | Path | None, mode: Mode, limits: CacheLimits
     ) -> tuple[SequenceStore | None, str | None]:
         """The store, or the reason why it is unavailable; both are None for a cache in memory."""
         if path is None:
@@ -158,7 +145,8 @@ class SuffixCache:
         from agentspec.cache.storage.sequence_store import SequenceStore
 
         try:
-            return SequenceStore.open(path, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode=mode), None
+            disk, tenant_disk = limits.disk_bytes, limits.tenant_disk_bytes
+            return SequenceStore.open(path, disk_bytes=disk, tenant_disk_bytes=tenant_disk, mode=mode), None
         except CacheUnavailableError as error:
             if mode != "auto":
                 raise

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentspec.cache.deletion import Selection
-from agentspec.errors import CacheFormatError
+from agentspec.cache.deletion import Selection, seconds_of
+from agentspec.errors import CacheFormatError, InvalidRequestError
 
 ROW = 512  # bytes that an answer takes besides its content
 MOST_UNPACKED = 64 << 20
@@ -28,8 +28,13 @@ class ResponseLimits:
         cls, total: int, age: float | None, retention: float | None, disk: int | None, tenant_disk: int | None
     ) -> ResponseLimits:
         """Limits of at most a quarter of the disk's, so that sequences can make room for the rest, and of the lesser
-        age.
+        age. Raises `InvalidRequestError` unless `total` is a number of bytes and `age` one of seconds.
         """
+        if isinstance(total, bool) or not isinstance(total, int) or total < 0:
+            message = f"responses_bytes must be a number of bytes, 0 or more, not {total!r}"
+            raise InvalidRequestError(message, param="responses_bytes")
+        if age is not None:
+            age = seconds_of(age, "responses_age")
         ages = [seconds for seconds in (age, retention) if seconds is not None]
         shares = [total] if disk is None else [total, disk // 4]
         return cls(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import event, exc
 
 from agentspec.cache.deletion import Selection
-from agentspec.cache.responses.stored import ROW, ResponseLimits, StoredResponse, covers, packed, unpacked
-from agentspec.cache.storage.database import Database, reason
-from agentspec.cache.storage.schema import Name
-from agentspec.errors import CacheUnavailableError
+from agentspec.cache.responses.stored import (
+    MOST_UNPACKED,
+    ROW,
+    ResponseLimits,
+    StoredResponse,
+    covers,
+    packed,
+    unpacked,
+)
+from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
+from agentspec.cache.storage.side_table import SideTable
+from agentspec.errors import CacheFormatError
 
 _STEP = 64  # the bounds are checked each time that a process has added 1/64 of them
 _ROOM = 16  # then 1/16 of a bound is made free, so that several processes together stay within it
 _EXPIRY_SECONDS = 600.0
 
-# Tables of its own: it is made at first use, whatever the version of the others.
 _metadata = sa.MetaData()
 responses = sa.Table(
     "responses",
@@ -36,66 +41,69 @@ responses = sa.Table(
     sa.Column("body", sa.LargeBinary, nullable=False),
     sa.Index("ix_responses_tenant", "tenant", "created_at", "size"),  # covers the sums of the bounds
 )
-# As for sequences: the planner's statistics would keep deleted names and texts.
-for _column in ("tenant", "session", "body"):
-    _keep_none = sa.DDL(f"ALTER TABLE responses ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
-    event.listen(responses, "after_create", _keep_none.execute_if(dialect="postgresql"))
+keep_no_statistics(responses, "tenant", "session", "body")
+
+_KINDS: Kinds = (
+    ("id", str),
+    ("tenant", str),
+    ("session", str | None),
+    ("created_at", float | int),
+    ("body", bytes),
+)
 
 
 class DatabaseResponses:
     """A `ResponseStore` in a database."""
 
     def __init__(self, database: Database, limits: ResponseLimits) -> None:
-        self._database = database
+        self._table = SideTable(database, responses, "stored responses")
         self._limits = limits
         self._lock = threading.Lock()
-        self._exists = False
         self._added = limits.total  # bytes since the bounds were checked: the first answer checks them
-        self._erase_pending = False
         self._expires_at = time.monotonic()
 
     def put(self, stored: StoredResponse) -> bool:
         body = packed(stored)
         if len(body) + ROW > self._limits.largest:
             return False
-        with self._using(), self._database.writing() as connection:
-            self._create(connection)
+        with self._table.writing() as connection:
+            self._table.create(connection)
             names = ("id", "tenant", "session", "created_at", "previous", "backend")
             row = {name: getattr(stored, name) for name in names} | {"size": len(body), "body": body}
             mine = (responses.c.id == stored.id, responses.c.tenant == stored.tenant)
             connection.execute(responses.delete().where(*mine))
-            insert = self._database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
+            insert = self._table.database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
             if connection.execute(insert).rowcount == 0:
                 return False
             self._keep_bounds(connection, len(body) + ROW)
         return True
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:
-        with self._reading() as connection:
+        with self._table.reading() as connection:
             row = (
                 connection.execute(sa.select(responses).where(*self._mine(tenant, id))).first() if connection else None
             )
         if row is None:
             return None
+        if not is_sound(row, _KINDS):
+            raise CacheFormatError(f"the stored response {id} is damaged")
         head = (row.id, row.tenant, row.created_at, row.session, row.previous, row.backend)
         return StoredResponse(*head, **unpacked(row.body, row.id))
 
     def delete(self, tenant: str, id: str) -> bool:
-        with self._changing() as connection:
+        with self._table.changing() as connection:
             if connection is None:
                 return False
-            count = connection.execute(responses.delete().where(*self._mine(tenant, id))).rowcount
-        self._erase_pending = self._erase_pending or count > 0
-        return count > 0
+            return self._table.delete_where(connection, *self._mine(tenant, id)) > 0
 
     def forget(self, selection: Selection) -> int:
         """Delete what the selection covers, in a transaction of its own."""
-        with self._changing() as connection:
+        with self._table.changing() as connection:
             return 0 if connection is None else self.forget_within(connection, selection)
 
     def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
         """The same in the caller's transaction, which erases what is deleted."""
-        if not self._is_there(connection):
+        if not self._table.is_there(connection):
             return 0
         body = responses.c.body if selection.searched else sa.literal(b"").label("body")
         query = sa.select(responses.c.id, responses.c.tenant, responses.c.session, responses.c.created_at, body)
@@ -103,35 +111,29 @@ class DatabaseResponses:
             query = query.where(responses.c.tenant == selection.tenant)
         found: list[str] = []
         with connection.execute(query.execution_options(yield_per=64)) as rows:
-            found += (
-                row.id for row in rows if covers(selection, row.tenant, row.session, row.created_at, bytes(row.body))
-            )
-        for start in range(0, len(found), 500):
-            connection.execute(responses.delete().where(responses.c.id.in_(found[start : start + 500])))
-        self._erase_pending = self._erase_pending or bool(found)
+            found += (row.id for row in rows if _is_covered(selection, row))
+        self._table.delete(connection, found)
         return len(found)
 
     def maintain(self) -> None:
         if self._limits.seconds is not None and time.monotonic() >= self._expires_at:
             self._expires_at = time.monotonic() + _EXPIRY_SECONDS
             self._expire()
-        if self._erase_pending:
-            with self._using():
-                self._erase_pending = not self._database.secure_erase(rewrite=False)
+        self._table.erase()
 
     def total_bytes(self) -> int:
         """The bytes of all answers."""
-        with self._reading() as connection:
+        with self._table.reading() as connection:
             taken = sa.select(sa.func.sum(responses.c.size + ROW))
             return int(connection.execute(taken).scalar() or 0) if connection else 0
 
     def _expire(self) -> None:
-        with self._reading() as connection:
-            query = sa.select(responses.c.id).where(responses.c.created_at < self._oldest()).limit(1)
+        with self._table.reading() as connection:
+            query = sa.select(responses.c.id).where(is_older(responses.c.created_at, self._oldest())).limit(1)
             old = connection is not None and connection.execute(query).first() is not None
         if not old:
             return
-        with self._changing() as changing:
+        with self._table.changing() as changing:
             if changing is not None:
                 self._delete_old(changing)
 
@@ -140,8 +142,7 @@ class DatabaseResponses:
         return 0.0 if self._limits.seconds is None else time.time() - self._limits.seconds
 
     def _delete_old(self, connection: sa.Connection) -> None:
-        gone = connection.execute(responses.delete().where(responses.c.created_at < self._oldest())).rowcount
-        self._erase_pending = self._erase_pending or gone > 0
+        self._table.delete_where(connection, is_older(responses.c.created_at, self._oldest()))
 
     def _mine(self, tenant: str, id: str) -> list[sa.ColumnElement[bool]]:
         return [responses.c.id == id, responses.c.tenant == tenant, responses.c.created_at >= self._oldest()]
@@ -155,6 +156,7 @@ class DatabaseResponses:
                 return
             self._added = 0
         self._delete_old(connection)
+        self._table.delete_where(connection, sa.not_(responses.c.size.between(0, MOST_UNPACKED)))  # damaged
         taken = sa.func.sum(responses.c.size + ROW)
         rows = connection.execute(sa.select(responses.c.tenant, taken).group_by(responses.c.tenant)).all()
         by_tenant = {tenant: int(size) for tenant, size in rows}
@@ -180,44 +182,11 @@ class DatabaseResponses:
                 freed += row.size + ROW
                 if freed >= size:
                     break
-        for start in range(0, len(chosen), 500):
-            connection.execute(responses.delete().where(responses.c.id.in_(chosen[start : start + 500])))
-        self._erase_pending = True
+        self._table.delete(connection, chosen)
         return freed
 
-    # Access.
 
-    def _create(self, connection: sa.Connection) -> None:
-        if not self._is_there(connection):
-            _metadata.create_all(connection)
-
-    def _is_there(self, connection: sa.Connection) -> bool:
-        if not self._exists and sa.inspect(connection).has_table(responses.name):
-            self._exists = True
-            self._database.include(responses.name)
-        return self._exists
-
-    @contextmanager
-    def _reading(self) -> Iterator[sa.Connection | None]:
-        """A connection; None if nothing was ever stored."""
-        with self._using(), self._database.engine.connect() as connection:
-            yield connection if self._is_there(connection) else None
-
-    @contextmanager
-    def _changing(self) -> Iterator[sa.Connection | None]:
-        """A write transaction; None if nothing was ever stored."""
-        with self._reading() as connection:
-            there = connection is not None
-        if not there:
-            yield None
-            return
-        with self._using(), self._database.writing() as changing:
-            yield changing
-
-    @contextmanager
-    def _using(self) -> Iterator[Any]:
-        try:
-            yield
-        except (exc.DBAPIError, exc.TimeoutError) as error:
-            message = f"stored responses in {self._database.name} cannot be used now: {reason(error)}"
-            raise CacheUnavailableError(message) from error
+def _is_covered(selection: Selection, row: sa.Row[Any]) -> bool:
+    if not is_sound(row, _KINDS):
+        return True  # it cannot be searched, and is of no use
+    return covers(selection, row.tenant, row.session, row.created_at, row.body)

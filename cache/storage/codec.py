@@ -12,12 +12,13 @@ import sqlalchemy as sa
 
 from agentspec.cache.index import DEPTH
 from agentspec.cache.record import SequenceRecord
+from agentspec.cache.storage.schema import Kinds, is_sound
 from agentspec.cache.tokens import inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 
 _NAMES = ("namespace", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
-_KINDS: tuple[tuple[str, Any], ...] = (
+_KINDS: Kinds = (
     *((name, str) for name in _NAMES),
     *((name, str | None) for name in ("session", "workflow", "step")),
     *(("number", int), ("token_count", int), ("tokens", bytes), ("created_at", float | int)),
@@ -48,7 +49,7 @@ def encode(record: SequenceRecord) -> dict[str, object]:
 
 def decode(row: sa.Row[Any]) -> SequenceRecord:
     """The sequence that a row holds. Raises `CacheFormatError`, which says what is wrong, for a damaged row."""
-    if not all(isinstance(getattr(row, name), kind) for name, kind in _KINDS):  # SQLite keeps any value in any column
+    if not is_sound(row, _KINDS):
         raise CacheFormatError("a value is not of its column's type")
     if _key(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash) != row.namespace:
         raise CacheFormatError("its names are not those of its namespace")

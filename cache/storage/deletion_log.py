@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.partition import without_ends
-from agentspec.cache.storage.schema import deletions, learned, namespaces, sequences
+from agentspec.cache.storage.schema import deletions, is_older, learned, namespaces, sequences
 
 _SOME = 500  # values in one statement
 
@@ -61,7 +61,7 @@ def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
         (sequences.c.tokenizer_hash, selection.tokenizer),
     )
     conditions = [column == value for column, value in wanted if value is not None]
-    return conditions if selection.before is None else [*conditions, sequences.c.created_at < selection.before]
+    return conditions if selection.before is None else [*conditions, is_older(sequences.c.created_at, selection.before)]
 
 
 def delete(connection: sa.Connection, selection: Selection, found: SelectedRows, holds: Holds) -> int:
@@ -100,10 +100,11 @@ def _forget_learned(connection: sa.Connection, changed: set[str], *, orphans: bo
     empty = learned.c.namespace.not_in(sa.select(namespaces.c.key))
     if orphans:
         connection.execute(learned.delete().where(empty))
-    keys = sorted(changed)
+    keys = sorted(key for key in changed if isinstance(key, str))  # a damaged one is of no namespace
     for start in range(0, len(keys), _SOME):
         some = learned.c.namespace.in_(keys[start : start + _SOME])
         connection.execute(learned.delete().where(some, empty))
         for row in connection.execute(sa.select(learned).where(some)).all():
             mine = learned.c.namespace == row.namespace
-            connection.execute(learned.update().where(mine).values(state=without_ends(row.state)))
+            state = without_ends(row.state) if isinstance(row.state, bytes) else b""
+            connection.execute(learned.update().where(mine).values(state=state))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -13,6 +15,9 @@ VERSION = 3  # the newest revision in cache/migrations/versions
 
 metadata = sa.MetaData()
 
+Kinds = Sequence[tuple[str, Any]]  # a column's name and the type, or union of types, of its values
+
+_FOREVER = 1e12  # seconds
 _UNSAFE = re.compile("[\0\x1a\ud800-\udfff]")
 _ESCAPED = re.compile("\x1a([0-9a-f]{4})")
 
@@ -27,7 +32,9 @@ class Name(sa.types.TypeDecorator[str]):
         return value if value is None else _UNSAFE.sub(lambda found: f"\x1a{ord(found[0]):04x}", value)
 
     def process_result_value(self, value: str | None, dialect: sa.Dialect) -> str | None:
-        return value if value is None else _ESCAPED.sub(lambda found: chr(int(found[1], 16)), value)
+        if not isinstance(value, str):
+            return value  # none, or a damaged one, which `is_sound` finds
+        return _ESCAPED.sub(lambda found: chr(int(found[1], 16)), value)
 
 
 _Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite increments only columns of exactly this type
@@ -110,15 +117,29 @@ deletions = sa.Table(
     sqlite_autoincrement=True,
 )
 
-# The planner's statistics would keep deleted names and tokens. PostgreSQL need not compress tokens a second time.
-for _column in ("tenant", "session", "workflow", "step", "tokens"):
-    _keep_none = sa.DDL(f"ALTER TABLE sequences ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
-    event.listen(sequences, "after_create", _keep_none.execute_if(dialect="postgresql"))
-for _column in ("tenant", "model_fingerprint", "tokenizer_hash", "template_hash"):
-    _keep_none = sa.DDL(f"ALTER TABLE namespaces ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
-    event.listen(namespaces, "after_create", _keep_none.execute_if(dialect="postgresql"))
+
+def keep_no_statistics(table: sa.Table, *columns: str) -> None:
+    """The planner's statistics of PostgreSQL would keep deleted names and texts."""
+    for column in columns:
+        ddl = sa.DDL(f"ALTER TABLE {table.name} ALTER COLUMN {column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
+        event.listen(table, "after_create", ddl.execute_if(dialect="postgresql"))
+
+
+keep_no_statistics(sequences, "tenant", "session", "workflow", "step", "tokens")
+keep_no_statistics(namespaces, "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
+# PostgreSQL need not compress tokens a second time.
 _as_they_are = sa.DDL("ALTER TABLE sequences ALTER COLUMN tokens SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(sequences, "after_create", _as_they_are.execute_if(dialect="postgresql"))
+
+
+def is_sound(row: sa.Row[Any], kinds: Kinds) -> bool:
+    """Whether each value is of its column's kind: SQLite keeps any value in any column."""
+    return all(isinstance(getattr(row, name), kind) for name, kind in kinds)
+
+
+def is_older(column: sa.ColumnElement[float], before: float) -> sa.ColumnElement[bool]:
+    """Whether a time lies before another, or is none that could be: what has a damaged age does not outlive a term."""
+    return sa.or_(column < before, sa.not_(column.between(-_FOREVER, _FOREVER)))
 
 
 def damaged(name: object, reason: object) -> CacheFormatError:

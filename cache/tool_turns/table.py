@@ -6,17 +6,16 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
-from sqlalchemy import event, exc
 
 from agentspec.cache.deletion import Selection
-from agentspec.cache.storage.database import Database, reason
-from agentspec.cache.storage.schema import Name
+from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
+from agentspec.cache.storage.side_table import SideTable
 from agentspec.cache.tool_turns.turn import LARGEST, ROW, StoredTurn, is_covered
-from agentspec.errors import CacheClosedError, CacheFormatError, CacheUnavailableError
+from agentspec.errors import CacheClosedError, CacheFormatError
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +36,13 @@ tool_turns = sa.Table(
     sa.Column("body", sa.LargeBinary, nullable=False),
     sa.Index("ix_tool_turns_agent", "tenant", "agent", "created_at", "size"),
 )
-# As for sequences: the planner's statistics would keep deleted names and texts.
-for _column in ("tenant", "agent", "session", "body"):
-    _keep_none = sa.DDL(f"ALTER TABLE tool_turns ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
-    event.listen(tool_turns, "after_create", _keep_none.execute_if(dialect="postgresql"))
+keep_no_statistics(tool_turns, "tenant", "agent", "session", "body")
 
+_KINDS: Kinds = (
+    *((name, str) for name in ("id", "tenant", "agent", "session")),
+    ("created_at", float | int),
+    ("body", bytes),
+)
 _ORDER = (tool_turns.c.created_at, tool_turns.c.id)
 
 
@@ -60,15 +61,13 @@ class DatabaseToolTurns:
         total: int,
         tenant: int,
     ) -> None:
-        self._database = database
+        self._table = SideTable(database, tool_turns, "what was learned about tools")
         self._refuses = refuses
         self._seconds = seconds
         self._total, self._tenant = total, tenant
         self._lock = threading.Lock()  # of what waits
         self._writing = threading.Lock()  # taken before the other, and by one writer at a time
         self._waiting: dict[str, StoredTurn] = {}  # counted as stored
-        self._exists = False
-        self._erase_pending = False
         self._look_at = time.monotonic()
         self._added = 0  # bytes since the last look
         self._closed = False
@@ -87,7 +86,7 @@ class DatabaseToolTurns:
         theirs = (tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
         with self._lock:  # before the database: what is written meanwhile is found in either place
             waiting = [one.id for one in self._waiting.values() if (one.tenant, one.agent) == (tenant, agent)]
-        with self._reading() as connection:
+        with self._opened().reading() as connection:
             query = sa.select(tool_turns.c.id).where(*theirs).order_by(*_ORDER)
             found = list(connection.execute(query).scalars()) if connection else []
         stored = set(found)
@@ -97,18 +96,17 @@ class DatabaseToolTurns:
         with self._lock:
             waiting = {id: one for id in ids if (one := self._waiting.get(id)) and one.tenant == tenant}
         found: dict[str, StoredTurn] = {}
-        with self._reading() as connection:
-            for start in range(0, len(ids) if connection else 0, 500):
+        with self._opened().reading() as connection:
+            mine = sa.select(tool_turns).where(tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
+            for batch in self._table.in_batches(ids) if connection else ():
                 assert connection is not None
-                query = sa.select(tool_turns).where(tool_turns.c.id.in_(ids[start : start + 500]))
-                mine = query.where(tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
-                found |= {turn.id: turn for row in connection.execute(mine) for turn in _readable(row)}
+                found |= {turn.id: turn for row in connection.execute(mine.where(batch)) for turn in _readable(row)}
         known = waiting | found
         return [known[id] for id in ids if id in known]
 
     def forget(self, selection: Selection) -> int:
         """Delete what the selection covers, in a transaction of its own."""
-        with self._using(), self._database.writing() as connection:
+        with self._opened().writing() as connection:
             return self.forget_within(connection, selection)
 
     def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
@@ -118,7 +116,7 @@ class DatabaseToolTurns:
             for id in covered:
                 del self._waiting[id]
         found: list[str] = []
-        if self._is_there(connection):
+        if self._table.is_there(connection):
             query = sa.select(tool_turns)
             if selection.tenant is not None:
                 query = query.where(tool_turns.c.tenant == selection.tenant)
@@ -133,9 +131,7 @@ class DatabaseToolTurns:
         if time.monotonic() >= self._look_at or self._added > min(self._total, self._tenant) // 16:
             self._look_at, self._added = time.monotonic() + _LOOK_SECONDS, 0
             self._keep_bounds()
-        if self._erase_pending:
-            with self._using():
-                self._erase_pending = not self._database.secure_erase(rewrite=False)
+        self._table.erase()
 
     def flush(self) -> None:
         self._write()
@@ -155,13 +151,12 @@ class DatabaseToolTurns:
         with self._writing:
             if not self._waiting:
                 return
-            with self._using(), self._database.writing() as connection:
-                if not self._is_there(connection):
-                    _metadata.create_all(connection)
+            with self._opened().writing() as connection:
+                self._table.create(connection)
                 with self._lock:  # what is forgotten from now on is forgotten in a later transaction
                     turns = list(self._waiting.values())
                 rows = [_row(turn) for turn in turns]
-                insert = self._database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
+                insert = self._table.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
                 connection.execute(insert, rows)
             with self._lock:
                 for turn in turns:
@@ -169,14 +164,14 @@ class DatabaseToolTurns:
             self._added += sum(turn.size for turn in turns)
 
     def _keep_bounds(self) -> None:
-        with self._reading() as connection:
-            there = connection is not None
-        if not there:
-            return
-        with self._using(), self._database.writing() as connection:
+        with self._opened().changing() as connection:
+            if connection is None:
+                return
             if self._seconds is not None:
-                old = tool_turns.c.created_at < time.time() - self._seconds
-                self._deleted(connection.execute(tool_turns.delete().where(old)).rowcount)
+                old = is_older(tool_turns.c.created_at, time.time() - self._seconds)
+                self.generation += self._table.delete_where(connection, old) > 0
+            damaged = sa.not_(tool_turns.c.size.between(0, 4 * LARGEST))
+            self.generation += self._table.delete_where(connection, damaged) > 0
             columns = (tool_turns.c.tenant, tool_turns.c.agent)
             query = sa.select(*columns, sa.func.count(), sa.func.sum(tool_turns.c.size + ROW)).group_by(*columns)
             sizes = {(tenant, agent): int(size) for tenant, agent, _, size in connection.execute(query)}
@@ -205,35 +200,13 @@ class DatabaseToolTurns:
         return sum(row.size + ROW for row in older)
 
     def _delete(self, connection: sa.Connection, ids: Sequence[str]) -> None:
-        for start in range(0, len(ids), 500):
-            connection.execute(tool_turns.delete().where(tool_turns.c.id.in_(ids[start : start + 500])))
-        self._deleted(len(ids))
+        self._table.delete(connection, ids)
+        self.generation += bool(ids)
 
-    def _deleted(self, count: int) -> None:
-        self._erase_pending = self._erase_pending or count > 0
-        self.generation += count > 0
-
-    def _is_there(self, connection: sa.Connection) -> bool:
-        if not self._exists and sa.inspect(connection).has_table(tool_turns.name):
-            self._exists = True
-            self._database.include(tool_turns.name)
-        return self._exists
-
-    @contextmanager
-    def _reading(self) -> Iterator[sa.Connection | None]:
-        """A connection; None if nothing was ever stored."""
-        with self._using(), self._database.engine.connect() as connection:
-            yield connection if self._is_there(connection) else None
-
-    @contextmanager
-    def _using(self) -> Iterator[None]:
+    def _opened(self) -> SideTable:
         if self._closed:
             raise CacheClosedError("the cache that holds what was learned about tools is closed")
-        try:
-            yield
-        except (exc.DBAPIError, exc.TimeoutError) as error:
-            message = f"what was learned about tools in {self._database.name} cannot be used now: {reason(error)}"
-            raise CacheUnavailableError(message) from error
+        return self._table
 
 
 def _row(turn: StoredTurn) -> dict[str, object]:
@@ -245,7 +218,9 @@ def _row(turn: StoredTurn) -> dict[str, object]:
 def _turn(row: sa.Row[tuple[object, ...]]) -> StoredTurn:
     """Raises `CacheFormatError` for a damaged row."""
     try:
-        body = zlib.decompressobj().decompress(bytes(row.body), 4 * LARGEST).decode()
+        if not is_sound(row, _KINDS):
+            raise ValueError
+        body = zlib.decompressobj().decompress(row.body, 4 * LARGEST).decode()
     except (zlib.error, ValueError):
         raise CacheFormatError(f"what was learned about tools is damaged (turn {row.id})") from None
     return StoredTurn(row.id, row.tenant, row.agent, row.session, row.created_at, body)

@@ -29,14 +29,13 @@ public:
 
     void set(std::size_t bytes) {
         if (bytes == bytes_) return;
-        account_->add(static_cast<std::int64_t>(bytes) - static_cast<std::int64_t>(bytes_));
-        bytes_ = bytes;
+        account_->add(static_cast<std::int64_t>(bytes) - static_cast<std::int64_t>(bytes_.exchange(bytes)));
     }
-    std::size_t bytes() const { return bytes_; }
+    std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
 private:
     std::shared_ptr<Account> account_;
-    std::size_t bytes_ = 0;
+    std::atomic<std::size_t> bytes_{0};
 };
 
 }  // namespace agentspec

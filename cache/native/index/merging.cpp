@@ -1,15 +1,16 @@
-// Work on a suffix index that waits for nobody and that nobody waits for: merging runs and dropping removed text.
+// Work on a suffix index that waits for nobody and that nobody waits for: what is due, and merging runs.
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
-#include "index/relocation.hpp"
 #include "index/suffix_index.hpp"
 
 namespace agentspec {
 namespace {
 
 constexpr std::size_t kSmall = 4096;   // positions that an append merges itself
+constexpr std::size_t kDeadShare = 16;  // text is taken out of a run, and pages of the log, once so much is removed
+constexpr std::size_t kRewriteShare = 8;  // the log is written anew once so much of it is removed that no page can go
 constexpr std::size_t kMostRuns = 64;  // more of them, and an append merges them all, where no one else does
 
 /// A run while it is merged, counted as long as it exists.
@@ -51,6 +52,8 @@ std::size_t size_of(const Runs& runs, std::size_t first, std::size_t end) {
     return size;
 }
 
+bool filter_due(const Run& run) { return kDeadShare * run.dead() > run.size(); }
+
 }  // namespace
 
 /// Merging until nothing is left to do, unless others see to it.
@@ -86,6 +89,11 @@ bool SuffixIndex::step() {
             publish();
             return false;
         }
+        if (job.discard) {
+            discard();
+            publish();
+            return true;
+        }
         merging_end_ = job.rewrite ? runs_->size() : job.end;
     }
     try {
@@ -112,12 +120,17 @@ bool SuffixIndex::step() {
 /// What no reader holds any more, for the caller to give back without a lock.
 std::vector<std::shared_ptr<const void>> SuffixIndex::free_retired() {
     const Hold hold(*this);
-    std::vector<std::shared_ptr<const void>> free;
-    const auto unused =
-        std::partition(retired_.begin(), retired_.end(), [](const auto& one) { return one.use_count() > 1; });
-    free.assign(std::make_move_iterator(unused), std::make_move_iterator(retired_.end()));
-    retired_.erase(unused, retired_.end());
-    return free;
+    return unused(0);
+}
+
+/// Of what was retired, from the given place on.
+std::vector<std::shared_ptr<const void>> SuffixIndex::unused(std::size_t from) {
+    const auto begin = retired_.begin() + static_cast<std::ptrdiff_t>(from);
+    const auto first = std::partition(begin, retired_.end(), [](const auto& one) { return one.use_count() > 1; });
+    std::vector<std::shared_ptr<const void>> out(std::make_move_iterator(first),
+                                                 std::make_move_iterator(retired_.end()));
+    retired_.erase(first, retired_.end());
+    return out;
 }
 
 /// The first of the runs before `end` that must merge with those behind it: runs shrink by `ratio_` each.
@@ -130,17 +143,54 @@ std::size_t SuffixIndex::cascade(std::size_t end, std::size_t begin, std::size_t
     return first;
 }
 
+/// Whether writing the log anew is worth the work: where pages cannot go by themselves, too many places are unneeded.
+bool SuffixIndex::rewrite_due() const {
+    const std::size_t size = log_->size(), living = size - log_->discarded() - removed_ - truncated_;
+    if (log_->can_discard()) {
+        return kRewriteShare * scattered_ > living + kSlack || (size > log_->capacity() / 2 && 4 * living < size);
+    }
+    // What is cut from a session often is soon there again.
+    return kRewriteShare * removed_ + truncated_ > living + kSlack;
+}
+
+/// Whether giving pages back is worth a look at all pieces.
+bool SuffixIndex::discard_due() const {
+    const std::size_t living = log_->size() - log_->discarded() - removed_ - truncated_;
+    return log_->can_discard() && kDeadShare * discardable() > living + kSlack;
+}
+
+/// Unneeded places that no run leads to, and that may be pages of their own.
+std::size_t SuffixIndex::discardable() const {
+    const std::size_t all = removed_ + truncated_, others = scattered_ + dead_in_runs();
+    return all - std::min(all, others);
+}
+
+std::size_t SuffixIndex::dead_in_runs() const {
+    std::size_t dead = 0;
+    for (const auto& run : *runs_) dead += run->dead();
+    return dead;
+}
+
+/// Bytes of removed text that work which is due, or under way, gives back.
+std::size_t SuffixIndex::reclaimable() const {
+    if (rewrite_due()) return dead_in_runs() * sizeof(Position) + (removed_ + truncated_) * sizeof(Token);
+    std::size_t dead = 0;
+    for (const auto& run : *runs_) dead += filter_due(*run) ? run->dead() : 0;
+    const bool paged = log_->can_discard();
+    return dead * (sizeof(Position) + (paged ? sizeof(Token) : 0)) +
+           (discard_due() ? discardable() * sizeof(Token) : 0);
+}
+
 SuffixIndex::Job SuffixIndex::next_job() const {
     if (merging_end_ > 0) return {};
-    const std::size_t removed = 8 * removed_ + truncated_;  // a session's text is often cut and soon there again
-    if (removed > log_->size() - removed_ - truncated_ + 8 * 1024) return {0, 0, true};
+    if (rewrite_due()) return {0, 0, true};
     for (std::size_t end = runs_->size(); end > 1; --end) {
         if (const std::size_t first = cascade(end, 0, ~std::size_t{0}); first + 1 < end) return {first, end};
     }
     for (std::size_t i = 0; i < runs_->size(); ++i) {
-        if (8 * (*runs_)[i]->dead() > (*runs_)[i]->size()) return {i, i + 1};
+        if (filter_due(*(*runs_)[i])) return {i, i + 1};
     }
-    return {};
+    return {.discard = retired_.empty() && discard_due()};
 }
 
 /// Begin to merge runs that are too large for one piece: the two smallest neighbours among them, or to filter one.
@@ -184,7 +234,7 @@ void SuffixIndex::go_on() {
     std::shared_ptr<const RunTable> table = no_table();
     const std::span<const Position> merged(merge_->merged->data(), size);
     if (rest.empty()) table = std::make_shared<RunTable>(log->data(), merged, account_);
-    std::vector<RunPart> parts{{merge_->merged, size, table}};
+    std::vector<RunPart> parts{merge_->run->parts()[0].until(size, table)};
     parts.insert(parts.end(), rest.begin(), rest.end());
     const auto run = std::make_shared<Run>(std::move(parts), merge_->run->oldest(), merge_->run->newest(), 0);
 
@@ -270,121 +320,6 @@ void SuffixIndex::add_run(Positions positions) {
         replace(first, end, run, dropped);
         if (!run) return;
     }
-}
-
-/// Write the living text into a new log, and exchange it for the old one together with all positions.
-void SuffixIndex::rewrite() {
-    std::shared_ptr<const Snapshot> from;
-    std::vector<Relocation::Piece> pieces;
-    std::size_t known, rest;
-    {
-        const Hold hold(*this);
-        rewriting_ = true;
-        buried_.clear();
-        from = snapshot_;
-        merging_end_ = runs_->size();  // with the runs that came since this job was chosen
-        known = pieces_.size();
-        rest = log_->size();
-        for (const Piece& piece : pieces_) {
-            if (piece.sequence) pieces.push_back({piece.begin, piece.end});
-        }
-        worked(known);
-    }
-    const std::size_t before = account_->bytes();
-    const auto count = [&] { transient_ = account_->bytes() - std::min(before, account_->bytes()); };
-    Relocation relocation(*from->log, pieces, deferred_ ? rest / 64 : 0, account_);
-    count();
-    Runs runs;
-    std::size_t looked_at = rest;
-    for (const auto& run : *from->runs) {
-        looked_at += run->size();
-        Positions positions = relocation.moved(run->positions());
-        if (positions.empty()) continue;
-        runs.push_back(std::make_shared<Run>(relocation.log()->data(), std::move(positions), account_));
-        count();
-    }
-    const Hold hold(*this);
-    work_.background += looked_at;
-    exchange(relocation, std::move(runs), pieces, known, rest);
-    publish();
-}
-
-/// Take what `relocation` has written, with what came and went since it began.
-void SuffixIndex::exchange(Relocation& relocation, Runs runs, std::span<const Relocation::Piece> moved,
-                           std::size_t known, std::size_t rest) {
-    relocation.append_rest(*log_, rest, account_);
-    worked(log_->size() - rest + pieces_.size() + tail_size_);
-    const std::shared_ptr<TokenLog> log = relocation.log();
-    const auto older = static_cast<std::ptrdiff_t>(runs.size());
-    for (std::size_t i = merging_end_; i < runs_->size(); ++i) {
-        const Run& run = *(*runs_)[i];
-        worked(run.size());
-        Positions positions = relocation.moved(run.positions());
-        if (!positions.empty()) runs.push_back(std::make_shared<Run>(log->data(), std::move(positions), account_));
-    }
-    auto tail = tail_ ? std::make_shared<Tail>(tail_limit_, account_) : nullptr;
-    std::size_t tail_size = 0;
-    for (const Position position : this->tail()) {
-        if (!log_->is_dead(position)) tail->set(tail_size++, *relocation.moved(position));
-    }
-    for (const Span& span : buried_) {
-        const Position to = *relocation.moved(span.begin);
-        log->bury(to, to + span.size());
-        for (auto run = runs.begin(); run != runs.begin() + older; ++run) {
-            const std::size_t from = std::max(to, (*run)->oldest());
-            const std::size_t end = std::min<std::size_t>(to + span.size(), std::size_t{(*run)->newest()} + 1);
-            if (from < end) (*run)->count_dead(end - from);
-        }
-    }
-    for (auto run = runs.begin() + older; run != runs.end(); ++run) {
-        const std::span<const Position> all = (*run)->positions();
-        (*run)->count_dead(std::count_if(all.begin(), all.end(), [&](Position p) { return log->is_dead(p); }));
-    }
-    move_pieces(relocation, moved, known);
-    retired_.insert(retired_.end(), runs_->begin(), runs_->end());
-    retired_.push_back(std::exchange(log_, log));
-    runs_ = std::make_shared<Runs>(std::move(runs));
-    tail_ = std::move(tail);
-    tail_size_ = tail_size;
-    find_starts();
-    merging_end_ = 0;
-    rewriting_ = false;
-    buried_ = {};
-    ++generation_;
-}
-
-/// Let pieces and sequences name the places in the new log. The first `known` pieces are those of `moved`, in order,
-/// and pieces that were forgotten before.
-void SuffixIndex::move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved,
-                              std::size_t known) {
-    std::vector<Piece> pieces;
-    for (const Piece& piece : pieces_) {
-        if (piece.sequence) piece.sequence->spans.clear();
-    }
-    for (std::size_t i = 0, next = 0; i < pieces_.size(); ++i) {
-        const Piece& piece = pieces_[i];
-        const bool copied = i < known && next < moved.size() && moved[next].begin == piece.begin;
-        if (copied) ++next;
-        if (!piece.sequence) continue;
-        const Position begin = copied ? relocation.place(next - 1) : *relocation.moved(piece.begin);
-        const Position end = begin + (piece.end - piece.begin);
-        pieces.push_back({begin, end, piece.sequence});
-        piece.sequence->spans.push_back({begin, end});
-    }
-    pieces_ = std::move(pieces);
-}
-
-/// Find anew what stands before pieces, and how much of the log nothing needs.
-void SuffixIndex::find_starts() {
-    starts_ = std::make_shared<StartSet>(pieces_.size() + pieces_.size() / 2 + 4, account_);
-    std::size_t needed = kPadding;
-    for (const Piece& piece : pieces_) {
-        const std::size_t prefix = context_before(log_->data(), piece.begin).size();
-        needed += 1 + prefix + (piece.end - piece.begin);
-        if (prefix > 0) starts_->add(pair_before(log_->data() + piece.begin));
-    }
-    removed_ = log_->size() - needed;
-    truncated_ = 0;
 }
 
 }  // namespace agentspec

@@ -9,6 +9,12 @@
 
 namespace agentspec {
 
+#ifdef AGENTSPEC_PAGED_BYTES
+inline constexpr std::size_t kPagedBytes = AGENTSPEC_PAGED_BYTES;  // small in tests
+#else
+inline constexpr std::size_t kPagedBytes = std::size_t{1} << 17;  // of an array that has pages of its own
+#endif
+
 /// A standard allocator. Arrays too small to have pages of their own come from the heap.
 template <class T>
 struct PageAllocator {
@@ -20,7 +26,7 @@ struct PageAllocator {
 
     T* allocate(std::size_t count) const {
         const std::size_t bytes = count * sizeof(T);
-        if (bytes < kLeast) return static_cast<T*>(::operator new(bytes));
+        if (bytes < kPagedBytes) return static_cast<T*>(::operator new(bytes));
         void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (pages == MAP_FAILED) throw std::bad_alloc();
         return static_cast<T*>(pages);
@@ -28,7 +34,7 @@ struct PageAllocator {
 
     void deallocate(T* array, std::size_t count) const noexcept {
         const std::size_t bytes = count * sizeof(T);
-        if (bytes < kLeast) {
+        if (bytes < kPagedBytes) {
             ::operator delete(array);
         } else {
             munmap(array, bytes);
@@ -36,9 +42,6 @@ struct PageAllocator {
     }
 
     bool operator==(const PageAllocator&) const = default;
-
-private:
-    static constexpr std::size_t kLeast = std::size_t{1} << 17;
 };
 
 }  // namespace agentspec

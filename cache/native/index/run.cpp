@@ -8,7 +8,6 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kPage = 1 << 14;  // a multiple of the pages of all systems
-constexpr std::size_t kPaged = 1 << 17;  // bytes of an array that has pages of its own
 
 /// Give pages back to the system, but keep their addresses.
 void discard(std::uintptr_t begin, std::uintptr_t end) {
@@ -56,7 +55,7 @@ void RunStorage::fill(std::size_t size) {
 
 void RunStorage::give_back(std::size_t end) {
     if (end <= given_back_) return;
-    if (!file_ && capacity_ * sizeof(Position) >= kPaged) {
+    if (!file_ && is_paged()) {
         const auto page = [&](std::size_t place) {
             const auto address = reinterpret_cast<std::uintptr_t>(data_ + place);
             return std::max(reinterpret_cast<std::uintptr_t>(data_), address / kPage * kPage);
@@ -67,9 +66,13 @@ void RunStorage::give_back(std::size_t end) {
     charge();
 }
 
-void RunStorage::charge() {
-    const bool whole = !file_ && capacity_ * sizeof(Position) < kPaged;  // from the heap
-    charge_.set((whole ? capacity_ : size_ - given_back_) * sizeof(Position));
+void RunStorage::charge() { charge_.set(bytes_of(size_ - given_back_)); }
+
+RunPart RunPart::until(std::size_t last, std::shared_ptr<const RunTable> table) const {
+    RunPart other(*this);
+    other.last_ = last;
+    other.table_ = std::move(table);
+    return other;
 }
 
 RunPart RunPart::behind(std::size_t count) const {
@@ -101,6 +104,12 @@ Run::Run(const Token* log, std::shared_ptr<const Mapping> file, std::span<const 
 Run::Run(std::vector<RunPart> parts, Position oldest, Position newest, std::size_t dead)
     : parts_(std::move(parts)), oldest_(oldest), newest_(newest), dead_(dead) {
     for (const RunPart& part : parts_) size_ += part.size();
+}
+
+std::size_t Run::memory_bytes() const {
+    std::size_t total = 0;
+    for (const RunPart& part : parts_) total += part.memory_bytes();
+    return total;
 }
 
 std::size_t Run::mapped_bytes() const {

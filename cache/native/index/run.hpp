@@ -33,12 +33,15 @@ public:
     const Position* data() const { return data_; }
     Position* room() { return room_; }
     bool is_mapped() const { return file_ != nullptr; }
+    /// What `size` of the positions take, without others that are merged or given back.
+    std::size_t bytes_of(std::size_t size) const { return (is_paged() ? size : capacity_) * sizeof(Position); }
     /// Count the first `size` positions as taken.
     void fill(std::size_t size);
     /// Nobody reads the positions before `end` any more.
     void give_back(std::size_t end);
 
 private:
+    bool is_paged() const { return file_ || capacity_ * sizeof(Position) >= kPagedBytes; }
     void charge();
 
     std::shared_ptr<const Mapping> file_;
@@ -62,13 +65,17 @@ public:
     std::uint32_t last() const { return static_cast<std::uint32_t>(last_); }
     std::size_t size() const { return last_ - first_; }
     std::span<const Position> positions() const { return {data() + first_, size()}; }
+    std::size_t memory_bytes() const { return storage_->bytes_of(size()) + table_->charged_bytes(); }
     std::size_t mapped_bytes() const { return storage_->is_mapped() ? size() * sizeof(Position) : 0; }
 
+    /// This part up to another place of its storage.
+    RunPart until(std::size_t last, std::shared_ptr<const RunTable> table) const;
     /// This part without its first `count` places. They are given back when no part that holds them is left.
     RunPart behind(std::size_t count) const;
 
 private:
-    /// What can be given back when nobody reads this part, nor any that began earlier.
+    /// What can be given back when nobody reads this part, nor any that began earlier. There is one for all parts that
+    /// begin at a place of a storage, or those of an older snapshot would not keep what they read.
     struct Beginning {
         Beginning(std::shared_ptr<RunStorage> from, std::size_t first) : storage(std::move(from)), behind(first) {}
         Beginning(const Beginning&) = delete;  // a copy that ends would give back what is still read
@@ -113,6 +120,7 @@ public:
     /// All positions lie between these two.
     Position oldest() const { return oldest_; }
     Position newest() const { return newest_; }
+    std::size_t memory_bytes() const;
     std::size_t mapped_bytes() const;
 
     /// How many of the positions are of forgotten tokens.

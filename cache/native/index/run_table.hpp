@@ -59,6 +59,8 @@ public:
     }
 
     std::size_t memory_bytes() const;
+    /// What it counts on its account.
+    std::size_t charged_bytes() const { return charge_ ? charge_->bytes() : 0; }
     bool operator==(const RunTable& other) const {
         return keys_ == other.keys_ && wide_ == other.wide_ && followers_ == other.followers_;
     }

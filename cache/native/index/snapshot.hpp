@@ -21,6 +21,7 @@ public:
           charge_(account, capacity * sizeof(Position) + sizeof(Tail)) {}
 
     std::size_t capacity() const { return capacity_; }
+    std::size_t memory_bytes() const { return charge_.bytes(); }
     std::span<const Position> first(std::size_t count) const { return {positions_.get(), count}; }
     void set(std::size_t place, Position position) { positions_[place] = position; }
 
@@ -38,6 +39,13 @@ struct Snapshot {
     std::shared_ptr<const StartSet> starts;
     std::uint64_t generation;  // of the log: positions of another mean other tokens
 
+    /// What its parts take, and nothing else that is on their account.
+    std::size_t memory_bytes() const {
+        std::size_t total =
+            log->memory_bytes() + (tail ? tail->memory_bytes() : 0) + (starts ? starts->memory_bytes() : 0);
+        for (const auto& run : *runs) total += run->memory_bytes();
+        return total;
+    }
     std::span<const Position> newest() const { return tail ? tail->first(tail_size) : std::span<const Position>(); }
 };
 

@@ -32,6 +32,7 @@ public:
         if (slots_[at] == kNone) ++size_;
         __atomic_store_n(&slots_[at], pair, __ATOMIC_RELAXED);
     }
+    std::size_t memory_bytes() const { return charge_.bytes(); }
     /// Whether the set is too full for one more.
     bool full() const { return 2 * (size_ + 1) > slots_.size(); }
     std::shared_ptr<StartSet> larger(const std::shared_ptr<Account>& account) const {

@@ -34,8 +34,10 @@ const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
 void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
     require_tokens(tokens);
     require_tokens(context);
+    std::vector<std::shared_ptr<const void>> outgrown;
     {
         const Hold hold(*this);
+        const std::size_t retired = retired_.size();
         if (log_->size() + tokens.size() + kPadding > std::numeric_limits<Position>::max()) {
             throw std::length_error("the index is full: 2^32 positions");
         }
@@ -53,6 +55,8 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
         add(sequence, tokens);
         work_.appended += tokens.size();
         publish();
+        outgrown = unused(retired);  // little, and so not left to merging
+        due_.store(is_due(), std::memory_order_release);
     }
     settle();
 }
@@ -103,7 +107,7 @@ void SuffixIndex::add(Sequence& sequence, std::span<const Token> tokens) {
         if (!log_->is_dead(position)) positions.push_back(position);
     }
     for (Position position = begin; position < end; ++position) positions.push_back(position);
-    tail_.reset();
+    retired_.push_back(std::exchange(tail_, nullptr));
     tail_size_ = 0;
     add_run(sort_positions(log_->data(), positions));
 }
@@ -115,14 +119,15 @@ void SuffixIndex::publish() {
         const std::lock_guard lock(publishing_);
         snapshot_.swap(next);
     }
+    next.reset();
     constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*) + 2 * sizeof(Span);
     catalogue_bytes_ = pieces_.capacity() * sizeof(Piece) + buried_.capacity() * sizeof(Span) +
                        sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
-    std::size_t dead = 0;
-    for (const auto& run : *runs_) dead += run->dead();
-    reclaimable_ = dead * sizeof(Position) + (removed_ + truncated_) * sizeof(Token);
-    due_.store(!retired_.empty() || merging_end_ > 0 || !next_job().none(), std::memory_order_release);
+    reclaimable_ = reclaimable();
+    due_.store(is_due(), std::memory_order_release);
 }
+
+bool SuffixIndex::is_due() const { return !retired_.empty() || merging_end_ > 0 || !next_job().none(); }
 
 std::shared_ptr<const Snapshot> SuffixIndex::snapshot() const {
     const std::lock_guard lock(publishing_);
@@ -195,10 +200,14 @@ std::size_t SuffixIndex::forget_piece(Position begin) {
     return 1 + context_before(log_->data(), begin).size();
 }
 
+/// The first piece that begins behind a position.
+std::vector<SuffixIndex::Piece>::iterator SuffixIndex::after_piece(Position position) {
+    return std::upper_bound(pieces_.begin(), pieces_.end(), position,
+                            [](Position p, const Piece& piece) { return p < piece.begin; });
+}
+
 std::vector<SuffixIndex::Piece>::iterator SuffixIndex::piece_of(Position position) {
-    const auto after = std::upper_bound(pieces_.begin(), pieces_.end(), position,
-                                        [](Position p, const Piece& piece) { return p < piece.begin; });
-    return std::prev(after);
+    return std::prev(after_piece(position));
 }
 
 /// Make a sequence the most recently used.
@@ -223,28 +232,30 @@ void SuffixIndex::record_hits(const Snapshot& of, std::span<const Position> posi
     const Hold hold(*this);
     if (of.generation != generation_) return;
     for (const Position position : positions) {
-        Sequence* sequence = piece_of(position)->sequence;
-        if (!sequence) continue;
+        const auto after = after_piece(position);
+        Sequence* sequence = after == pieces_.begin() ? nullptr : std::prev(after)->sequence;
+        if (!sequence || position >= std::prev(after)->end) continue;
         ++sequence->hits;
         use(*sequence);
     }
 }
 
-std::pair<std::shared_ptr<const TokenLog>, std::vector<SuffixIndex::Span>> SuffixIndex::places(SequenceId id) const {
+/// The spans of a sequence, in a snapshot that keeps their text readable if it is removed meanwhile.
+std::pair<std::shared_ptr<const Snapshot>, std::vector<SuffixIndex::Span>> SuffixIndex::places(SequenceId id) const {
     const Hold hold(*this);
-    return {log_, at(id).spans};
+    return {snapshot_, at(id).spans};
 }
 
 std::vector<Token> SuffixIndex::tokens(SequenceId sequence) const {
-    const auto [log, spans] = places(sequence);
+    const auto [seen, spans] = places(sequence);
     std::vector<Token> out;
-    for (const Span& span : spans) out.insert(out.end(), log->data() + span.begin, log->data() + span.end);
+    for (const Span& span : spans) out.insert(out.end(), seen->log->data() + span.begin, seen->log->data() + span.end);
     return out;
 }
 
 std::vector<Token> SuffixIndex::prefix(SequenceId sequence) const {
-    const auto [log, spans] = places(sequence);
-    const std::span<const Token> before = context_before(log->data(), spans.front().begin);
+    const auto [seen, spans] = places(sequence);
+    const std::span<const Token> before = context_before(seen->log->data(), spans.front().begin);
     return {before.begin(), before.end()};
 }
 
@@ -254,11 +265,11 @@ std::size_t SuffixIndex::length(SequenceId sequence) const {
 }
 
 std::size_t SuffixIndex::common_prefix(SequenceId sequence, std::span<const Token> tokens) const {
-    const auto [log, spans] = places(sequence);
+    const auto [seen, spans] = places(sequence);
     std::size_t shared = 0;
     for (const Span& span : spans) {
         const std::size_t size = std::min(span.size(), tokens.size() - shared);
-        const Token* mine = log->data() + span.begin;
+        const Token* mine = seen->log->data() + span.begin;
         const auto differs = std::mismatch(mine, mine + size, tokens.begin() + shared);
         shared += differs.first - mine;
         if (differs.first != mine + span.size()) break;
@@ -349,7 +360,10 @@ std::size_t SuffixIndex::memory_bytes() const {
     return sizeof(*this) + parts - std::min<std::size_t>(parts, transient_) + catalogue_bytes_;
 }
 
-std::size_t SuffixIndex::reclaimable_bytes() const { return reclaimable_; }
+std::size_t SuffixIndex::reclaimable_bytes() const {
+    const std::size_t needed = snapshot()->memory_bytes() + transient_, parts = account_->bytes();
+    return reclaimable_ + parts - std::min(parts, needed);
+}
 
 std::size_t SuffixIndex::mapped_bytes() const {
     const std::shared_ptr<const Snapshot> seen = snapshot();

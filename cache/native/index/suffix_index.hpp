@@ -80,9 +80,10 @@ class SuffixIndex {
 public:
     static constexpr std::size_t kTail = 128, kRatio = 8;
 #ifdef AGENTSPEC_MERGE_PIECE
-    static constexpr std::size_t kPiece = AGENTSPEC_MERGE_PIECE;  // small in tests
+    static constexpr std::size_t kPiece = AGENTSPEC_MERGE_PIECE, kSlack = AGENTSPEC_MERGE_PIECE;  // small in tests
 #else
     static constexpr std::size_t kPiece = std::size_t{1} << 16;  // positions merged at a time
+    static constexpr std::size_t kSlack = 8 * 1024;  // places that a log may hold in vain, however small it is
 #endif
 
     /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
@@ -127,7 +128,8 @@ public:
     std::size_t memory_bytes() const;
     /// Bytes that the rewriting of a log takes in addition, for as long as it lasts. Constant time.
     std::size_t transient_bytes() const { return transient_; }
-    /// Bytes of them that merge steps will give back. Constant time.
+    /// Bytes of them that merge steps which are due will give back. Removed text is among them once there is enough of
+    /// it to be worth the work; and what is being merged, or older snapshots still hold. Linear in the number of runs.
     std::size_t reclaimable_bytes() const;
     /// Bytes of the index in pages of a mapped file.
     std::size_t mapped_bytes() const;
@@ -168,7 +170,8 @@ private:
     struct Job {
         std::size_t first = 0, end = 0;  // runs to merge
         bool rewrite = false;  // the log, and so everything
-        bool none() const { return !rewrite && first == end; }
+        bool discard = false;  // pages of the log
+        bool none() const { return !rewrite && !discard && first == end; }
     };
     /// A merge of one or two runs in pieces: what is merged, and what is left of them.
     struct Merge {
@@ -197,6 +200,7 @@ private:
     const Sequence& at(SequenceId sequence) const;
     Sequence& at(SequenceId sequence);
     std::span<const Position> tail() const { return tail_ ? tail_->first(tail_size_) : std::span<const Position>(); }
+    std::vector<Piece>::iterator after_piece(Position position);
     std::vector<Piece>::iterator piece_of(Position position);
     void use(Sequence& sequence);
     void unlink(Sequence& sequence);
@@ -207,12 +211,21 @@ private:
     void bury(Span span);
     std::size_t forget_piece(Position begin);
     Job next_job() const;
+    bool is_due() const;
+    std::vector<std::shared_ptr<const void>> unused(std::size_t from);
+    bool rewrite_due() const;
+    bool discard_due() const;
+    std::size_t dead_in_runs() const;
+    std::size_t discardable() const;
+    void discard();
+    void discard_between(std::size_t begin, std::size_t end);
+    std::size_t reclaimable() const;
     std::size_t cascade(std::size_t end, std::size_t begin, std::size_t most) const;
     void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped);
     void exchange(Relocation& relocation, Runs runs, std::span<const Relocation::Piece> moved, std::size_t known,
                   std::size_t rest);
     void move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved, std::size_t known);
-    void find_starts();
+    std::size_t find_starts();
     void publish();
     void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
 
@@ -227,7 +240,7 @@ private:
 
     std::shared_ptr<const Run> merged(const TokenLog& log, std::span<const std::shared_ptr<const Run>> runs,
                                       std::size_t& dropped) const;
-    std::pair<std::shared_ptr<const TokenLog>, std::vector<Span>> places(SequenceId sequence) const;
+    std::pair<std::shared_ptr<const Snapshot>, std::vector<Span>> places(SequenceId sequence) const;
     template <class Visit>
     void visit_matches(std::span<const Token> context, Visit&& visit) const;
     void check_runs() const;
@@ -257,7 +270,8 @@ private:
     std::size_t tail_size_ = 0;
     std::shared_ptr<StartSet> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
     std::size_t live_ = 0;  // tokens of all sequences
-    std::size_t removed_ = 0, truncated_ = 0;  // places of the log that nothing needs any more
+    std::size_t removed_ = 0, truncated_ = 0;  // places of the log that nothing needs any more, in pages that are there
+    std::size_t scattered_ = 0;  // of them, those that no discard can give back: others in their pages are needed
     bool rewriting_ = false;
     std::vector<Span> buried_;  // since the rewriting of the log began
     std::vector<std::shared_ptr<const void>> retired_;  // given back once nobody reads it, and never by a reader

@@ -1,6 +1,7 @@
 #include "index/token_log.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cassert>
@@ -12,9 +13,11 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kHeapBytes = std::size_t{1} << 18;  // arrays up to this size come from the heap
+constexpr std::size_t kHeapBytes = 2 * kPagedBytes;  // arrays up to this size come from the heap
 constexpr std::size_t kMedium = std::size_t{1} << 26;     // tokens that most logs never exceed
-constexpr std::size_t kPage = 4096;
+const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+const std::size_t kPageTokens = kPage / sizeof(Token);
+const std::size_t kMarked = 8 * sizeof(Token);  // pages of tokens whose marks, a bit each, fill a page
 
 /// Zeroed memory that is taken page by page when it is written to.
 void* take(std::size_t bytes) {
@@ -33,6 +36,15 @@ void give_back(void* array, std::size_t bytes) {
     } else {
         munmap(array, bytes);
     }
+}
+
+/// Give whole pages back to the system, but keep their addresses, which read as zeros.
+void empty(void* pages, std::size_t bytes) {
+#ifdef __linux__
+    madvise(pages, bytes, MADV_DONTNEED);
+#else
+    madvise(pages, bytes, MADV_FREE);
+#endif
 }
 
 /// What an array of `capacity` bytes takes when `used` of them were written to.
@@ -80,7 +92,17 @@ std::shared_ptr<TokenLog> TokenLog::with_room(std::size_t needed, const std::sha
 
 std::shared_ptr<TokenLog> TokenLog::grown(std::size_t more, const std::shared_ptr<Account>& account) const {
     auto larger = with_room(size_ + more, account);
-    larger->append({data_, size_});
+    const std::size_t pages = (size_ + kPageTokens - 1) / kPageTokens;
+    for (std::size_t page = 0, next; page < pages; page = next) {
+        next = alike(page, pages);
+        const std::size_t begin = page * kPageTokens, end = std::min(size_, next * kPageTokens);
+        if (is_gone(page)) {
+            larger->size_ = end;
+            larger->let_go(page, next);
+        } else {
+            larger->append({data_ + begin, end - begin});
+        }
+    }
     for (std::size_t begin = 0; any_dead() && begin < size_; ++begin) {
         std::size_t end = begin;
         while (end < size_ && is_dead(end)) ++end;
@@ -113,9 +135,48 @@ void TokenLog::bury(std::size_t begin, std::size_t end) {
     }
 }
 
+bool TokenLog::can_discard() const { return !file_ && capacity_ * sizeof(Token) > kHeapBytes; }
+
+void TokenLog::discard(std::size_t begin, std::size_t end) {
+    if (!can_discard()) return;
+    const std::size_t last = end / kPageTokens;
+    for (std::size_t page = (begin + kPageTokens - 1) / kPageTokens, next; page < last; page = next) {
+        next = alike(page, last);
+        if (is_gone(page)) continue;
+        empty(data_ + page * kPageTokens, (next - page) * kPage);
+        let_go(page, next);
+    }
+    charge();
+}
+
+/// The end of the pages from this one on that are all gone, or all there.
+std::size_t TokenLog::alike(std::size_t page, std::size_t last) const {
+    const bool gone = is_gone(page);
+    while (++page < last && is_gone(page) == gone) {
+    }
+    return page;
+}
+
+/// Note that pages are gone. The marks of many pages lie in a page of their own, which then goes, too.
+void TokenLog::let_go(std::size_t first, std::size_t last) {
+    gone_.resize(std::max(gone_.size(), last));
+    std::fill(gone_.begin() + first, gone_.begin() + last, true);
+    discarded_ += (last - first) * kPageTokens;
+    for (std::size_t marks = first / kMarked; marks * kMarked < last; ++marks) {
+        if (!is_gone(marks * kMarked) || alike(marks * kMarked, (marks + 1) * kMarked) < (marks + 1) * kMarked)
+            continue;
+        gone_marks_ += kPage;
+        if (std::uint64_t* dead = dead_.load(); dead && dead_bytes() > kHeapBytes) {
+            empty(reinterpret_cast<std::byte*>(dead) + marks * kPage, kPage);
+        }
+    }
+}
+
 void TokenLog::charge() {
-    const std::size_t tokens = file_ ? size_ * sizeof(Token) : taken(size_ * sizeof(Token), capacity_ * sizeof(Token));
-    charge_.set(tokens + (any_dead() ? taken(size_ / 8, dead_bytes()) : 0));
+    std::size_t tokens = file_ ? size_ * sizeof(Token) : taken(size_ * sizeof(Token), capacity_ * sizeof(Token));
+    tokens -= discarded_ * sizeof(Token);
+    const std::size_t marks = any_dead() ? taken(size_ / 8, dead_bytes()) : 0;
+    charge_.set(tokens + marks - (marks > 0 && dead_bytes() > kHeapBytes ? gone_marks_ : 0));
 }
 
 }  // namespace agentspec

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "index/account.hpp"
 #include "index/sorted_run.hpp"
@@ -35,6 +36,7 @@ public:
     std::size_t capacity() const { return capacity_; }
     /// For the thread that appends; readers know how far they may read.
     std::size_t size() const { return size_; }
+    std::size_t memory_bytes() const { return charge_.bytes(); }
     std::size_t mapped_bytes() const { return mapped_ * sizeof(Token); }
 
     /// Append tokens, which must fit into the capacity.
@@ -42,6 +44,12 @@ public:
     void push_back(Token token) { append({&token, 1}); }
     /// Mark tokens as forgotten.
     void bury(std::size_t begin, std::size_t end);
+    /// Whether pages that nobody needs can go by themselves: not those of a file, nor a small array's from the heap.
+    bool can_discard() const;
+    /// Give those pages back to the system that lie inside. Nobody may read the tokens from `begin` to `end` any more.
+    void discard(std::size_t begin, std::size_t end);
+    /// How many tokens lay in pages that are given back.
+    std::size_t discarded() const { return discarded_; }
     /// Whether any token is forgotten.
     bool any_dead() const { return dead_.load(std::memory_order_acquire) != nullptr; }
     bool is_dead(std::size_t position) const {
@@ -52,11 +60,17 @@ public:
 private:
     std::size_t dead_bytes() const { return (capacity_ / 64 + 1) * sizeof(std::uint64_t); }
     void charge();
+    bool is_gone(std::size_t page) const { return page < gone_.size() && gone_[page]; }
+    std::size_t alike(std::size_t page, std::size_t last) const;
+    void let_go(std::size_t first, std::size_t last);
 
     std::shared_ptr<const Mapping> file_;
     Token* data_;
     std::size_t size_ = 0, capacity_;
     std::size_t mapped_ = 0;  // tokens that came from the file
+    std::vector<bool> gone_;  // the pages that are given back, as far as there are any
+    std::size_t discarded_ = 0;  // tokens that lay in them
+    std::size_t gone_marks_ = 0;  // bytes of their marks in pages that are given back, too
     std::atomic<std::uint64_t*> dead_{nullptr};  // a bit each; none before the first token is forgotten
     Charge charge_;
 };

@@ -186,7 +186,7 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
         index->runs_ = std::make_shared<Runs>(
             Runs{std::make_shared<Run>(parts.log.data(), parts.file, parts.run, index->account_)});
     }
-    index->find_starts();
+    index->removed_ = index->log_->size() - index->find_starts();
     index->live_ = parts.run.size();
     index->publish();
     return index;

@@ -16,12 +16,16 @@ from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.rows.pages import PIECE, RowPages
-from agentspec.cache.storage.schema import damaged, learned, namespaces, sequences
+from agentspec.cache.storage.schema import Kinds, damaged, is_sound, learned, namespaces, sequences
 from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
 from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
 
+_NAMESPACE: Kinds = (
+    *((name, str) for name in ("key", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")),
+    *((name, int) for name in ("sequences", "tokens", "bytes")),
+)
 _NONE: Sequence[sa.ColumnElement[bool]] = ()
 
 
@@ -66,7 +70,7 @@ class SequenceReader:
         columns = namespaces.c
         with self._reading() as connection:
             query = sa.select(namespaces).where(columns.sequences > 0).order_by(columns.last)
-            rows = connection.execute(query).all()
+            rows = [row for row in connection.execute(query) if is_sound(row, _NAMESPACE)]
         found = (
             StoredNamespace(
                 Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash),

@@ -265,6 +265,47 @@ void race(std::uint64_t seed, int outputs) {
     }
 }
 
+/// What a reader finds in a snapshot: every position with the tokens at it and before it.
+std::uint64_t digest(const Snapshot& seen) {
+    std::uint64_t sum = 0;
+    const auto add = [&](Position position) {
+        for (Position at = position - kDepth; at <= position; ++at) {
+            sum = 31 * sum + static_cast<std::uint64_t>((*seen.log)[at]);
+        }
+        sum = 31 * sum + position;
+    };
+    for (const auto& run : *seen.runs) {
+        for (const RunPart& part : run->parts()) std::for_each(part.positions().begin(), part.positions().end(), add);
+    }
+    std::for_each(seen.newest().begin(), seen.newest().end(), add);
+    return sum;
+}
+
+/// A snapshot stays what it is, however much is merged, removed and given back while it is held.
+void hold(std::uint64_t seed, int outputs) {
+    Random random(seed);
+    SuffixIndex index(32, 2, true);
+    std::vector<std::pair<std::shared_ptr<const Snapshot>, std::uint64_t>> held;
+    for (int number = 0; number < outputs; ++number) {
+        Tokens text(kLength);
+        for (Token& token : text) token = static_cast<Token>(random() % 5000);
+        const std::size_t step = 1 + random() % kLength;  // a text may lie in several runs
+        for (std::size_t at = 0; at < text.size(); at += step) {
+            index.append(number, std::span(text).subspan(at, std::min(step, text.size() - at)));
+        }
+        if (random() % 2 == 0) index.remove(index.oldest(random() % (2 * kLength)));
+        for (auto steps = random() % 8; steps > 0 && index.merge_step(); --steps) {
+        }
+        if (random() % 8 == 0) held.emplace_back(index.snapshot(), digest(*index.snapshot()));
+        if (held.size() < 2 || random() % 8 > 0) continue;
+        const auto one = held.begin() + static_cast<std::ptrdiff_t>(random() % held.size());
+        require(digest(*one->first) == one->second, "a snapshot has changed");
+        held.erase(one);
+    }
+    for (const auto& [seen, before] : held) require(digest(*seen) == before, "a snapshot has changed");
+    index.check_integrity();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -272,6 +313,7 @@ int main(int count, char** arguments) {
     const auto seed = std::strtoull(arguments[1], nullptr, 10);
     const int operations = std::atoi(arguments[2]), outputs = std::atoi(arguments[3]);
     for (std::uint64_t part = 0; part < 10; ++part) compare(10 * seed + part, operations / 10);
+    hold(seed, outputs);
     race(seed, outputs);
     std::printf("as the model says\n");
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,17 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
 from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore, StoredResponse
 from agentspec.cache.responses.table import DatabaseResponses
-from agentspec.cache.storage.migration import prepare
-from agentspec.cache.storage.sqlite import SqliteDatabase
+from agentspec.cache.storage.database import Database
 
 Open = Callable[..., Any]
 
 
-@pytest.fixture(params=["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+@pytest.fixture
+def store(database: Database | None) -> Open:
     """Open a store with these limits."""
-    if request.param == "memory":
-        yield lambda **limits: MemoryResponses(ResponseLimits(**limits))
-        return
-    if request.param == "postgres":
-        from agentspec.cache.storage.postgres import PostgresDatabase
-
-        database: Any = PostgresDatabase(request.getfixturevalue("postgres"))
-    else:
-        database = SqliteDatabase(tmp_path)
-        database.connect()
-    prepare(database)
-    yield lambda **limits: DatabaseResponses(database, ResponseLimits(**limits))
-    database.close()
+    if database is None:
+        return lambda **limits: MemoryResponses(ResponseLimits(**limits))
+    return lambda **limits: DatabaseResponses(database, ResponseLimits(**limits))
 
 
 def make(id: str, text: str = "hello", tenant: str = "a", **fields: Any) -> StoredResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
+from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import SqliteDatabase
 from agentspec.cache.tool_turns import MemoryToolTurns, StoredTurn, ToolTurnStore, new_turn
@@ -22,26 +23,14 @@ from agentspec.errors import CacheClosedError, CacheUnavailableError
 Open = Callable[..., Any]
 
 
-@pytest.fixture(params=["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+@pytest.fixture
+def store(database: Database | None) -> Open:
     """Open a store with these limits."""
-    if request.param == "memory":
-        yield lambda refuses=None, seconds=None, **_: MemoryToolTurns(refuses, seconds)
-        return
-    if request.param == "postgres":
-        from agentspec.cache.storage.postgres import PostgresDatabase
-
-        database: Any = PostgresDatabase(request.getfixturevalue("postgres"))
-    else:
-        database = SqliteDatabase(tmp_path)
-        database.connect()
-    prepare(database)
-    yield (
-        lambda refuses=None, seconds=None, total=1 << 20, tenant=1 << 20: DatabaseToolTurns(
-            database, refuses, seconds, total, tenant
-        )
+    if database is None:
+        return lambda refuses=None, seconds=None, **_: MemoryToolTurns(refuses, seconds)
+    return lambda refuses=None, seconds=None, total=1 << 20, tenant=1 << 20: DatabaseToolTurns(
+        database, refuses, seconds, total, tenant
     )
-    database.close()
 
 
 def made(tenant: str = "a", agent: str = "x", session: str = "s", body: str = "{}", age: float = 0.0) -> StoredTurn:

@@ -1,0 +1,96 @@
+"""A table beside those of the sequences: made at first use, whatever their version, and erased as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from agentspec.cache.storage.database import Database, reason
+from agentspec.errors import CacheUnavailableError
+
+_IDS_AT_ONCE = 500  # in one statement
+
+
+class SideTable:
+    """Access to one table whose key is `id`. Failures of the database raise `CacheUnavailableError` that says `what`
+    cannot be used.
+    """
+
+    def __init__(self, database: Database, table: sa.Table, what: str) -> None:
+        self.database = database
+        self._table = table
+        self._what = what
+        self._exists = False
+        self._erase_pending = False
+
+    def is_there(self, connection: sa.Connection) -> bool:
+        """Whether anything was ever stored."""
+        if not self._exists and sa.inspect(connection).has_table(self._table.name):
+            self._exists = True
+            self.database.include(self._table.name)
+        return self._exists
+
+    def create(self, connection: sa.Connection) -> None:
+        """Make the table unless it is there."""
+        if not self.is_there(connection):
+            self._table.metadata.create_all(connection)
+
+    @contextmanager
+    def reading(self) -> Iterator[sa.Connection | None]:
+        """A connection; None if nothing was ever stored."""
+        with self._named(), self.database.engine.connect() as connection:
+            yield connection if self.is_there(connection) else None
+
+    @contextmanager
+    def writing(self) -> Iterator[sa.Connection]:
+        """A write transaction, committed at the end."""
+        with self._named(), self.database.writing() as connection:
+            yield connection
+
+    @contextmanager
+    def changing(self) -> Iterator[sa.Connection | None]:
+        """A write transaction; None if nothing was ever stored."""
+        with self.reading() as connection:
+            there = connection is not None
+        if not there:
+            yield None
+            return
+        with self.writing() as changing:
+            yield changing
+
+    def in_batches(self, ids: Sequence[str]) -> Iterator[sa.ColumnElement[bool]]:
+        """Conditions that hold for rows of these ids, each for as many as a statement takes."""
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            yield self._table.c.id.in_(ids[start : start + _IDS_AT_ONCE])
+
+    def delete(self, connection: sa.Connection, ids: Sequence[str]) -> None:
+        """Delete the rows of these ids, and erase them later."""
+        for batch in self.in_batches(ids):
+            connection.execute(self._table.delete().where(batch))
+        self._deleted(len(ids))
+
+    def delete_where(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> int:
+        """Delete rows, and erase them later; returns how many."""
+        count = connection.execute(self._table.delete().where(*conditions)).rowcount
+        self._deleted(count)
+        return count
+
+    def erase(self) -> None:
+        """Leave nothing in the database's files of what was deleted since, as far as readers let it."""
+        if self._erase_pending:
+            with self._named():
+                self._erase_pending = not self.database.secure_erase(rewrite=False)
+
+    def _deleted(self, count: int) -> None:
+        self._erase_pending = self._erase_pending or count > 0
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (exc.DBAPIError, exc.TimeoutError) as error:
+            message = f"{self._what} in {self.database.name} cannot be used now: {reason(error)}"
+            raise CacheUnavailableError(message) from error
