@@ -41,10 +41,10 @@ class SessionShape:
     shared: tuple[Stretch, ...]
     calls: tuple[CallShape, ...]
     named: bool = True
+    shared_tokens: int = field(init=False)
 
-    @property
-    def shared_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.shared)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_tokens", sum(tokens for _, tokens in self.shared))
 
     @property
     def longest(self) -> int:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 ENTRY_BYTES = 224  # of one block's entry without its holders, as measured in CPython
 HOLDER_BYTES = 8
-MOST_HOLDERS = 16  # of one block that are remembered, the latest
+MOST_HOLDERS = 16  # of one block that are remembered, the newest
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest known prefix of a prompt in blocks, and the members that it was sent to, the latest first."""
+    """The longest known prefix of a prompt in blocks, and the members that it was sent to, the newest first."""
 
     blocks: int = 0
     holders: tuple[str, ...] = ()
@@ -61,8 +61,8 @@ class PrefixTable:
                 self._bytes += ENTRY_BYTES + HOLDER_BYTES
                 continue
             known.move_to_end(block)
-            if holders[0] != name:
-                self._replace(block, (name, *(one for one in holders if one != name))[:MOST_HOLDERS])
+            if name not in holders:
+                self._replace(block, (name, *holders[: MOST_HOLDERS - 1]))
         while self._bytes > self._max_bytes:
             _, holders = known.popitem(last=False)
             self._bytes -= ENTRY_BYTES + HOLDER_BYTES * len(holders)

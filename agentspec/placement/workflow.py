@@ -31,6 +31,7 @@ class WorkflowAffinity:
         self._stay = stay
         self._prefix = PrefixAffinity(bound=bound, table_bytes=table_bytes)
         self._ring = HashRing()
+        self._on_ring: Roster | None = None
         self._sessions: RecentlyUsed[str, str] = RecentlyUsed(MOST_NAMES)
         self._workflows: RecentlyUsed[str, str] = RecentlyUsed(MOST_NAMES)
 
@@ -51,6 +52,7 @@ class WorkflowAffinity:
     def removed(self, name: str) -> None:
         self._prefix.removed(name)
         self._ring.remove(name)
+        self._on_ring = None
 
     def _sibling(self, call: Call, roster: Roster) -> Member | None:
         """Where the workflow's latest call went, for a call whose prompt cannot be compared."""
@@ -66,9 +68,11 @@ class WorkflowAffinity:
         return self._by_hash(call.session, roster)
 
     def _by_hash(self, session: str, roster: Roster) -> Member:
-        if len(self._ring) > MOST_ABSENT * len(roster):
-            self._ring = HashRing()
-        self._ring.add({member.name: member.weight for member in roster})
+        if roster is not self._on_ring:  # else its members are known
+            if len(self._ring) > MOST_ABSENT * len(roster):
+                self._ring = HashRing()
+            self._ring.add({member.name: member.weight for member in roster})
+            self._on_ring = roster
         for name in self._ring.walk(session):
             member = roster.find(name)
             if member is not None and roster.has_room(member, AVERAGE):
