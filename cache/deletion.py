@@ -44,7 +44,10 @@ class Scope:
     def concerns(self, namespace: Namespace) -> bool:
         if self.tokenizer is not None and namespace.tokenizer_hash != self.tokenizer:
             return False
-        return self.tenant is None or self.tenant == _digest(self.salt, namespace.tenant)
+        return self.concerns_tenant(namespace.tenant)
+
+    def concerns_tenant(self, tenant: str) -> bool:
+        return self.tenant is None or self.tenant == _digest(self.salt, tenant)
 
     def covers(self, session: str | None, time_: float) -> bool:
         """Whether a sequence of this session (None: nameless) and time lies in the scope."""

@@ -105,7 +105,8 @@ class CacheRequest:
         if behind is not EMPTY:
             behind = as_tokens(behind, "behind")
             context = np.concatenate((context, behind))
-        if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
+        of_a_kind = isinstance(patience, int | float) and not isinstance(patience, bool)
+        if patience is not None and not (of_a_kind and patience >= 0):
             message = f"patience must be seconds, 0 or more, or None, not {patience!r}"
             raise InvalidRequestError(message, param="patience")
         if patience is None:

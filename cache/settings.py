@@ -44,6 +44,8 @@ def parse_location(value: object) -> object:
     """A database address as text, any other value as the path of a folder. Raises `ValueError` for neither."""
     if not isinstance(value, str | Path):
         raise ValueError("must be a folder, or the address of a database such as postgresql://user@host/name")
+    if value == "":
+        raise ValueError("must not be empty: name a folder, or leave it out for a cache in memory")
     if "://" not in str(value):
         return Path(value).expanduser()
     scheme = str(value).partition("://")[0]

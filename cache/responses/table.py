@@ -106,7 +106,8 @@ class DatabaseResponses:
         if not self._table.is_there(connection):
             return 0
         body = responses.c.body if selection.searched else sa.literal(b"").label("body")
-        query = sa.select(responses.c.id, responses.c.tenant, responses.c.session, responses.c.created_at, body)
+        columns = (responses.c.id, responses.c.tenant, responses.c.session, responses.c.created_at, body)
+        query: sa.Select[Any] = sa.select(*columns)
         if selection.tenant is not None:
             query = query.where(responses.c.tenant == selection.tenant)
         found: list[str] = []

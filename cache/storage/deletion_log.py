@@ -34,10 +34,17 @@ def last(connection: sa.Connection) -> int:
 def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
     """The deletions after `number`, oldest first."""
     query = sa.select(deletions).where(deletions.c.id > number).order_by(deletions.c.id)
-    return [
-        (row.id, Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, row.searched))
-        for row in connection.execute(query)
-    ]
+    return [(row.id, _scope(row)) for row in connection.execute(query)]
+
+
+def after(connection: sa.Connection, time_: float) -> list[tuple[float, Scope]]:
+    """When deletions were made since a time, in seconds since 1970, and their scopes."""
+    query = sa.select(deletions).where(deletions.c.created_at >= time_)
+    return [(row.created_at, _scope(row)) for row in connection.execute(query)]
+
+
+def _scope(row: sa.Row[Any]) -> Scope:
+    return Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, row.searched)
 
 
 def search(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Selection
+from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
 from agentspec.cache.storage.side_table import SideTable
@@ -155,9 +156,10 @@ class DatabaseToolTurns:
                 self._table.create(connection)
                 with self._lock:  # what is forgotten from now on is forgotten in a later transaction
                     turns = list(self._waiting.values())
-                rows = [_row(turn) for turn in turns]
-                insert = self._table.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
-                connection.execute(insert, rows)
+                if rows := [_row(turn) for turn in _left(connection, turns)]:
+                    insert = self._table.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
+                    connection.execute(insert, rows)
+            self.generation += len(rows) < len(turns)
             with self._lock:
                 for turn in turns:
                     self._waiting.pop(turn.id, None)
@@ -207,6 +209,19 @@ class DatabaseToolTurns:
         if self._closed:
             raise CacheClosedError("the cache that holds what was learned about tools is closed")
         return self._table
+
+
+def _left(connection: sa.Connection, turns: Sequence[StoredTurn]) -> list[StoredTurn]:
+    """The turns without those that a process, perhaps another, has forgotten since: they waited where it cannot see."""
+    forgotten = deletion_log.after(connection, min((turn.created_at for turn in turns), default=time.time()))
+    return [
+        turn
+        for turn in turns
+        if not any(
+            turn.created_at <= at and scope.concerns_tenant(turn.tenant) and scope.covers(turn.session, turn.created_at)
+            for at, scope in forgotten
+        )
+    ]
 
 
 def _row(turn: StoredTurn) -> dict[str, object]:

@@ -411,6 +411,35 @@ def test_text_is_forgotten_before_it_is_merged_away() -> None:
     index.check_integrity()
 
 
+def test_only_what_merging_takes_out_counts_as_reclaimable() -> None:
+    index = merged(filled(100, 100))
+    full = index.memory_bytes()
+    index.remove([0])
+    assert not index.merging_due
+    assert (index.reclaimable_bytes(), index.memory_bytes() >= full) == (0, True)
+    index.remove(range(1, 50))
+    assert index.merging_due
+    assert index.reclaimable_bytes() > 0
+
+
+def test_pages_of_removed_text_are_given_back_without_a_rewriting() -> None:
+    index = merged(filled(100, 2000))
+    texts = {number: index.tokens(number) for number in (0, 19, 70, 99)}
+    full, before = index.memory_bytes(), index.work().background
+    index.remove(range(20, 70))
+    merged(index)
+    assert (
+        index.work().background - before < 1.5 * 100 * 2000
+    )  # one pass over the run; a rewriting takes three times that
+    assert index.memory_bytes() < 0.6 * full
+    index.check_integrity()
+    for number, text in texts.items():
+        np.testing.assert_array_equal(index.tokens(number), text)
+        assert index.count(text[:500]) == 1
+    index.append(200, texts[0])
+    assert index.count(texts[0][:500]) == 2
+
+
 def test_merges_wait_for_steps_and_change_no_answer() -> None:
     waiting, done = filled(400, 400), filled(400, 400, deferred=False)
     assert waiting.merging_due and not done.merging_due

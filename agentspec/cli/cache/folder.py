@@ -17,8 +17,9 @@ PathOption = Annotated[str | None, typer.Option(help="The cache's folder or addr
 def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> Path | str:
     """The folder or database at `path`, or the configured one.
 
-    Raises `ConfigurationError` if neither is set, and for a missing folder unless `create` is true.
+    Raises `ConfigurationError` if neither is set, and for a folder without a cache unless `create` is true.
     """
+    from agentspec.cache.storage.sqlite import DATABASE
     from agentspec.errors import ConfigurationError
 
     chosen = settings.cache if path is None else settings.cache.model_copy(update={"path": _location(path)})
@@ -28,7 +29,7 @@ def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> 
             "the cache is in memory only, so there is no folder to use: give --path FOLDER, or set cache.path in"
             " agentspec.toml"
         )
-    if isinstance(folder, Path) and not (create or folder.is_dir()):
+    if isinstance(folder, Path) and not (create or (folder / DATABASE).is_file()):  # else one would be made there
         raise ConfigurationError(f"there is no cache at {str(folder)!r}; a server with this cache.path creates it")
     return folder
 

@@ -185,3 +185,21 @@ def test_a_database_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     opened.maintain()
     assert kept(opened) == [turn]
     database.close()
+
+
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
+def test_what_waits_is_forgotten_by_another_process_too(location: str | Path) -> None:
+    with SuffixCache.open(location) as one, SuffixCache.open(location) as other:
+        stop(one)
+        put = [made(session=session) for session in ("s1", "s1", "s2")]
+        assert all(one.tool_turns.put(turn) for turn in put)
+        other.forget(session="s1")
+        one.tool_turns.put(later := made(session="s1"))
+        one.flush()
+        assert kept(other.tool_turns) == [put[2], later]
+
+
+def stop(cache: SuffixCache) -> None:
+    """Write only what is asked for."""
+    assert cache._maintenance is not None
+    cache._maintenance.close()

@@ -40,6 +40,16 @@ def test_without_a_folder_there_is_nothing_to_look_into(program, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
+@pytest.mark.parametrize("command", ["stats", "repair", "compact"])
+def test_no_cache_is_made_in_a_folder_without_one(program, tmp_path, command):
+    (tmp_path / "other").mkdir()
+    result = program("cache", command, "--path", tmp_path / "other")
+    assert (result.exit_code, "no cache at" in result.stderr) == (2, True)
+    result = program("cache", command, "--path", "")
+    assert (result.exit_code, "--path must not be empty" in result.stderr) == (2, True)
+    assert not list((tmp_path / "other").iterdir())
+
+
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
     with SuffixCache.open(tmp_path / "cache") as cache:
