@@ -31,6 +31,8 @@ from agentspec.proxy.streaming.pacing import paced
 from agentspec.types import Delta
 
 T = TypeVar("T")
+UNENFORCED = "x-agentspec-unenforced"
+"""Names the fields for forms of tools' inputs that the model is told, and not held to."""
 
 
 @dataclass(slots=True)
@@ -56,8 +58,8 @@ class ResponsesEndpoint(GenerationEndpoint):
         history = await self._history(exchange, request)
         answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, self.settings.max_messages)
         first = await self._run_on(exchange, history, answer.whole)
-        if isinstance(backend, AddsHeaders):
-            exchange.record.response_headers = backend.response_headers(first)
+        added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
+        exchange.record.response_headers = {**added, **_unenforced(request)}
         exchange.release()
         await self._send_answer(exchange, request, answer.deltas(first))
 
@@ -122,7 +124,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             asked = with_policy(backend, chat, exchange.caller.policy)
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
             body = await self._run_on(exchange, history, encode, chat)
-        record.response_headers = TRANSLATED
+        record.response_headers = TRANSLATED | _unenforced(request)
         counter = prediction_counter(backend, exchange.route.upstream_model, chat)
         deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record, counter)
         exchange.release()
@@ -201,3 +203,7 @@ class ResponsesEndpoint(GenerationEndpoint):
                 )
 
         return keep
+
+
+def _unenforced(request: ResponsesRequest) -> dict[str, str]:
+    return {UNENFORCED: ", ".join(request.unenforced)} if request.unenforced else {}

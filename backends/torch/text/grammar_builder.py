@@ -88,8 +88,9 @@ def _strict(
     strict = any(tool["function"].get("strict") for tool in request.tools)
     if format is None or format.bare or not strict or request.tool_choice != "auto":
         return None
-    complexity, several = _measured_tools(request.tools), request.parallel_tool_calls
-    calls = format.grammar(request.tools, parallel=several and format.listed, symbol=symbol, opened=True)
+    tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
+    complexity = _measured_tools(tools)
+    calls = format.grammar(tools, parallel=several and format.listed, symbol=symbol, opened=True)
     opening, again = symbol(format.opening), "*" if several else "?"
     if opening == lark_string(format.opening):
         literal = re.escape(format.opening).replace("/", "\\/")
@@ -99,6 +100,12 @@ def _strict(
     thoughts, rules = _thoughts(expected, symbol)
     lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
     return GrammarSource(lark, complexity, TOOLS)
+
+
+def _as_strict(tool: Tool) -> Tool:
+    """The tool as it is, or, if nobody asked to hold its calls to its parameters, as one that takes any object."""
+    function = tool["function"]
+    return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
 
 
 def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:

@@ -14,7 +14,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.messages import parse_message
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import Item, parse_input
-from agentspec.protocol.openai_responses.request import own_name
+from agentspec.protocol.openai_responses.request import parse_responses
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -188,10 +188,17 @@ def test_media_are_for_upstreams() -> None:
         ("messages", "input"),
         ("max_tokens", "max_output_tokens"),
         ("response_format.json_schema.schema", "text.format.schema"),
-        ("tools[3].function.name", "tools[3].name"),
+        ("tools[0].function.name", "tools[0].name"),
+        ("tools[2].function.name", "tools[1].tools[1].name"),
+        ("tools[3].function.parameters", "tools[2].format"),
+        ("tools", "tools"),
         ("temperature", "temperature"),
         (None, None),
     ],
 )
 def test_the_names_of_a_chats_fields(chat: str | None, own: str | None) -> None:
-    assert own_name(chat, [-1, 0, 3], 2) == own
+    function = {"type": "function", "name": "f"}
+    space = {"type": "namespace", "name": "n", "description": "", "tools": [function, function]}
+    body = {"input": "hi", "tools": [function, space, {"type": "custom", "name": "c"}]}
+    request = parse_responses(body, max_messages=9, local=True)
+    assert request.own_name(chat, [-1, 0, 3], 2) == own
