@@ -44,6 +44,7 @@ class RequestRecord:
     body_ended: bool = False
     anthropic: bool = False
     labels: Labels = field(default_factory=Labels)
+    prediction_refused: bool = False  # by the upstream, which then got the request without it
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod

@@ -134,7 +134,9 @@ def _check(request: GenerateRequest) -> None:
     """Raises `InvalidRequestError` for request fields whose meaning would change from round to round."""
     for name in REFUSED:
         if _given(getattr(request.sampling, name), getattr(_DEFAULTS, name)) or _asked(request.extra, name):
-            raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
+            form = request.sampling.structured_outputs
+            asked = form.param if form and name == "structured_outputs" else name
+            raise InvalidRequestError(f"a model with retrieval answers without {asked}", param=asked)
     if request.tools or _asked(request.extra, "tools") or _asked(request.extra, "functions"):
         raise InvalidRequestError("a model with retrieval calls no tools", param="tools")
     if _asked(request.extra, "response_format"):

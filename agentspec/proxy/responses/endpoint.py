@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
-from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.counts import count_reasoning
@@ -21,7 +21,7 @@ from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.forwarding.policy import with_policy
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
@@ -117,16 +117,16 @@ class ResponsesEndpoint(GenerationEndpoint):
         if request.truncation == "auto":
             message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
             raise InvalidRequestError(message, param="truncation")
+        record.response_headers = TRANSLATED | _unenforced(request)
         history = await self._history(exchange, request)
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
             asked = with_policy(backend, chat, exchange.caller.policy)
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
-            body = await self._run_on(exchange, history, encode, chat)
-        record.response_headers = TRANSLATED | _unenforced(request)
-        counter = prediction_counter(backend, exchange.route.upstream_model, chat)
-        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record, counter)
+            predicted = await self._predicted(exchange, backend, chat)
+            encoded, model = partial(self._run_on, exchange, history, encode), exchange.route.upstream_model
+            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted)
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 

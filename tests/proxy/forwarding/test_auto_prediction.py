@@ -35,19 +35,22 @@ class Hosted:
     def __init__(self, upstream: Any, owner: str = "openai") -> None:
         self.text, self.status, self.owner = TEXT, 200, owner
         self.usage: dict[str, Any] = {"prompt_tokens": 2, "completion_tokens": 9}
-        self.finish = "stop"
+        self.finish, self.refusal = "stop", "no"
+        self.knows = False  # whether it refuses predictions alone
         self.server = upstream(self._answer)
 
     @property
     def sent(self) -> list[dict[str, Any]]:
-        return [request.json for request in self.server.requests if request.method == "POST"]
+        return [request.json for request in self.server.requests if request.target == "/v1/chat/completions"]
 
     def _answer(self, request: Any) -> None:
         if request.method == "GET":
             listed = {"data": [{"id": "m", "owned_by": self.owner}]}
             return request.answer(json.dumps(listed).encode(), status=200 if request.target == "/v1/models" else 404)
-        if self.status != 200:
-            return request.answer(b'{"error": {"message": "no"}}', status=self.status)
+        if request.target != "/v1/chat/completions":
+            return request.answer(b"{}", status=404)
+        if self.status != 200 and ("prediction" in request.json or not self.knows):
+            return request.answer(json.dumps({"error": {"message": self.refusal}}).encode(), status=self.status)
         if not request.json.get("stream"):
             choice = {"index": 0, "message": {"content": self.text}, "finish_reason": self.finish}
             return request.answer(json.dumps({"choices": [choice], "usage": self.usage}).encode())
@@ -227,6 +230,58 @@ def test_an_upstream_that_refuses_predictions_gets_no_more(gateway: Any, upstrea
     assert ask(running).status_code == 400
     hosted.status = 200
     assert ask(running).status_code == 200
+    assert ["prediction" in sent for sent in hosted.sent[-2:]] == [True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_prediction_is_refused_goes_again_without(gateway: Any, upstream: Any, stream: bool) -> None:
+    hosted = Hosted(upstream)
+    running = gateway({}, settings(hosted.server.url))
+    warm(running)
+    hosted.status, hosted.knows, hosted.refusal = 422, True, "Unrecognized request argument: prediction"
+    answer = ask(running, stream=stream)
+    assert answer.status_code == 200 and HEADER not in answer.headers and "speculation" not in answer.text
+    assert [sent.get("prediction") for sent in hosted.sent[-2:]] == [PREDICTION, None]
+    assert {**hosted.sent[-2], "prediction": None} == {**hosted.sent[-1], "prediction": None}
+    assert running.metric("agentspec_auto_predictions_refused_total", model="m") == 1
+    asked = len(hosted.sent)
+    ask(running)
+    assert len(hosted.sent) == asked + 1, "the refusal is remembered"
+
+
+def test_a_second_refusal_is_the_clients(gateway: Any, upstream: Any) -> None:
+    hosted = Hosted(upstream)
+    running = gateway({}, settings(hosted.server.url))
+    warm(running)
+    hosted.status, hosted.refusal = 400, "prediction or not: no"
+    asked = len(hosted.sent)
+    answer = ask(running)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == hosted.refusal
+    assert len(hosted.sent) == asked + 2
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/responses", {"input": "tell me"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 99}),
+    ],
+)
+def test_translated_requests_are_predicted_too(gateway: Any, upstream: Any, route: str, body: Any) -> None:
+    hosted = Hosted(upstream)
+    running = gateway({}, settings(hosted.server.url))
+
+    def told() -> Any:
+        answer = httpx.post(f"{running.url}{route}", json={"model": "m", **body}, timeout=60)
+        assert answer.status_code == 200 and TEXT in answer.text
+        running.metric("agentspec_requests_in_flight")
+        return answer.headers
+
+    assert not any(HEADER in told() for _ in range(MIN_SEEN + 1))
+    assert told()[HEADER] == "1.00" and hosted.sent[-1]["prediction"] == PREDICTION
+    hosted.status, hosted.knows, hosted.refusal = 400, True, "unknown field: prediction"
+    headers = told()
+    assert HEADER not in headers and headers["x-agentspec-translated"] == "chat.completions"
     assert ["prediction" in sent for sent in hosted.sent[-2:]] == [True, False]
 
 

@@ -97,6 +97,26 @@ def test_a_custom_tool_with_a_grammar(client: openai.OpenAI, form: Any, fitting:
     assert call.name == "steer" and re.fullmatch(fitting, call.input)
 
 
+BAD = {"type": "nothing"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": BAD}}}, "text.format.schema"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": BAD}], "tool_choice": "required"},
+         "tools[0].parameters"),
+        ({"tools": [{"type": "namespace", "name": "n", "description": "", "tools": [
+            {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex", "definition": "(a"}}]}],
+          "tool_choice": "required"}, "tools[0].tools[0].format"),
+    ],
+)  # fmt: skip
+def test_a_wrong_form_is_refused_by_the_clients_own_field(client: openai.OpenAI, fields: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **fields)
+    assert refused.value.param == param
+
+
 def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
     items = [{"role": "user", "content": "x" * 400} for _ in range(8)]
     with pytest.raises(openai.BadRequestError) as refused:
