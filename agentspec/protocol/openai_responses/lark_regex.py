@@ -46,7 +46,8 @@ _COMMON = {
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 # What only some engines know, or what means something else inside a longer expression.
 _UNSUITED = re.compile(r"\(\?[=!<P]|\\[1-9AbBzZGkK]|[$^]")
-_CLASS_OR_ESCAPE = re.compile(r"\\[^1-9AbBzZGkK]|\[\^?\]?(?:[^\]\\]|\\.)*+\]")
+# A class that does not end goes on to the end of the text: to look for its end again at every bracket takes long.
+_CLASS_OR_ESCAPE = re.compile(r"\\[^1-9AbBzZGkK]|\[\^?\]?(?:[^\]\\]|\\.)*+\]?")
 
 Token = tuple[str, str]  # a group of `_TOKEN`, and its text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from contextlib import suppress
 
 import pytest
@@ -71,6 +72,18 @@ def test_the_same_texts_fit(grammar: str, fitting: list[str], others: list[str])
 def test_what_has_no_expression(grammar: str, why: str) -> None:
     with pytest.raises(NotRegularError, match=re.escape(why)):
         lark_regex(grammar)
+
+
+HOSTILE = ["[" * 18_000, "(" * 18_000, "\\[" * 9_000, "[^]" * 6_000, "[a]" * 6_000, "$" * 18_000, "{1," * 6_000]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("quote", ["/", '"', ""])
+def test_reading_takes_time_in_proportion(text: str, quote: str) -> None:
+    before = time.process_time()
+    with suppress(NotRegularError):
+        lark_regex(f"start: {quote}{text}{quote}\n" + "a: start\n" * 100)
+    assert time.process_time() - before < 0.5  # quadratic work takes seconds
 
 
 words = st.lists(
