@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -48,6 +49,22 @@ def test_a_turn_of_the_model_is_one_message() -> None:
     assert [(one["tool_call_id"], one["content"]), (two["tool_call_id"], two["content"])] == [("a", "1"), ("b", "2")]
     assert then == {"role": "assistant", "content": "done", "reasoning_content": "t"}
     assert last == {"role": "assistant", "content": "really"}
+
+
+@given(texts, texts)
+def test_calls_of_custom_tools_are_calls_of_functions(written: str, result: str) -> None:
+    head = {"call_id": "a", "name": "edit", "namespace": "disk"}
+    value = [
+        {"type": "custom_tool_call", **head, "input": written},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": result, "name": "edit"},
+    ]
+    items = parse_input(value, most=9, media=False)
+    for item in items:
+        ITEM.validate_python(item)
+    assert parse_input(items, most=9, media=False) == items
+    [call], output = messages(value)[0]["tool_calls"], messages(value)[1]
+    assert call["function"]["name"] == "disk__edit" and json.loads(call["function"]["arguments"]) == {"input": written}
+    assert output == {"role": "tool", "tool_call_id": "a", "content": result}
 
 
 def test_system_messages_at_the_beginning_are_one() -> None:
@@ -149,6 +166,9 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments"),
     ([{"type": "function_call_output", "call_id": "c", "output": 5}], "input[0].output"),
     ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "f", "arguments": "{}"}], "input[0].input"),
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "namespace": 5}], "input[0].namespace"),
+    ([{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
     ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}], "input[0].encrypted_content"),
     ([{"type": "reasoning", "summary": "x"}], "input[0].summary"),
     ([{"role": "user", "content": "\ud800"}], "input[0].content[0].text"),
