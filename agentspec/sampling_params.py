@@ -14,10 +14,11 @@ MAX_CHOICES = 128
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """The form an answer must have; exactly one field is given. The names are vLLM's.
+    """The form an answer must have; exactly one kind of form is given. The names are vLLM's.
 
     `json` is a JSON schema, `json_object` allows any JSON object, `regex` matches the whole answer, `choice` lists the
     allowed answers, `grammar` is a context-free grammar in Lark's or GBNF's notation with the rule `start` or `root`.
+    `param` is the request's field that asks for it.
     """
 
     json: Mapping[str, Any] | bool | None = None
@@ -25,19 +26,23 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    param: str = field(default="structured_outputs", kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(self)]
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
-            listed = ", ".join(names)
-            raise InvalidRequestError(
-                f"structured_outputs needs exactly one of {listed}, not {given or 'none'}", param="structured_outputs"
-            )
+        if len(self.given) != 1:
+            listed = ", ".join(one.name for one in fields(self) if one.name != "param")
+            message = f"structured_outputs needs exactly one of {listed}, not {[*self.given] or 'none'}"
+            raise InvalidRequestError(message, param=self.param)
         if self.json_object is False:
-            raise InvalidRequestError("structured_outputs.json_object must be true", param="structured_outputs")
+            raise InvalidRequestError("structured_outputs.json_object must be true", param=self.param)
         if self.choice is not None and not all(self.choice or ("",)):
-            raise InvalidRequestError("structured_outputs.choice must hold answers", param="structured_outputs")
+            raise InvalidRequestError(f"{self.param} must hold answers, none of them empty", param=self.param)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kind of form that is given, with its value."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "param"}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

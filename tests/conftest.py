@@ -25,6 +25,7 @@ TINY_TEMPLATE = (
     "{% for m in messages %}<|{{ 'assistant' if m['role'] == 'assistant' else 'user' }}|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER_WORDS = "[PAD] [UNK] [CLS] [SEP] cat dog bird fish tree house river stone the a".split()
 
 
@@ -97,10 +98,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=len(fast),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **TINY,
         num_key_value_heads=2,
         max_position_embeddings=2048,
         initializer_range=0.3,
@@ -127,10 +125,7 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
     config = BertConfig(
         vocab_size=len(ENCODER_WORDS),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
+        **TINY,
         max_position_embeddings=40,
         initializer_range=0.5,
     )

@@ -62,7 +62,7 @@ def _response_format(name: str, wanted: Mapping[str, Any]) -> StructuredOutputs 
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json_object=True, param=f"{name}.type")
     if kind != "json_schema":
         raise InvalidRequestError(f"{name}.type must be text, json_object or json_schema", param=f"{name}.type")
     described = validated(_OBJECT, wanted.get("json_schema"), f"{name}.json_schema")
@@ -74,4 +74,4 @@ def _of_kind(kind: str, name: str, value: Any) -> StructuredOutputs:
         raise InvalidRequestError(f"{name} is not supported by this model", param=name)
     form = validated(_KINDS[kind], value, name)
     check_json(form, name)
-    return StructuredOutputs(**{kind: form})
+    return StructuredOutputs(**{kind: form}, param=name)

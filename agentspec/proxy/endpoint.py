@@ -40,6 +40,7 @@ from agentspec.proxy.forwarding.auto_prediction import AutoPredictions, Predicte
 from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
+from agentspec.proxy.forwarding.predicted_chat import without_prediction
 from agentspec.proxy.forwarding.prediction_usage import PredictionUsage
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
@@ -207,35 +208,40 @@ class GenerationEndpoint:
         await self._run(exchange, self._check, exchange.fields, backend)
         fields, model = exchange.fields, exchange.route.upstream_model
         async with exchange.deadline.limit():
-            predicted = await self._predicted(exchange, backend)
+            predicted = await self._predicted(exchange, backend, fields) if self.path == CHAT else None
             added = await added_fields(backend, self.path, fields, exchange.caller, model)
-            added |= predicted.fields if predicted else {}
-            body = await with_fields(exchange.body, fields, added)
+            body = plain = await with_fields(exchange.body, fields, added)
+            if predicted and predicted.text is not None:
+                exchange.account(len(plain))
+                body = await with_fields(exchange.body, fields, {**added, **predicted.fields})
         counter = prediction_counter(backend, model, {**fields, **added})
         inspector = StreamInspector(expected_choices(self.path, fields))
         del fields, added
         exchange.release()
         edits = predicted or (PredictionUsage(counter) if counter else None)
-        scope, send, account = exchange.scope, exchange.send, exchange.account
+        again = without_prediction(predicted, plain, exchange.record) if predicted else None
+        del plain
+        options: dict[str, Any] = {"account": exchange.account, "edits": edits, "again": again}
+        scope, send, deadline = exchange.scope, exchange.send, exchange.deadline
         try:
-            await pass_through(
-                scope, send, backend, self.path, body, exchange.deadline, inspector, account=account, edits=edits
-            )
+            await pass_through(scope, send, backend, self.path, body, deadline, inspector, **options)
         finally:  # a client that has its answer may have left
             if predicted:
                 await predicted.finish(exchange.record.status)
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
-    async def _predicted(self, exchange: Exchange, backend: Forwards) -> PredictedAnswer | None:
-        """The answer as it may be predicted, where the operator wants that."""
-        if self.path != CHAT or backend.settings.auto_prediction is None:
+    async def _predicted(
+        self, exchange: Exchange, backend: Forwards, chat: Mapping[str, Any]
+    ) -> PredictedAnswer | None:
+        """The answer to a chat with the fields `chat` as it may be predicted, where the operator wants that."""
+        if backend.settings.auto_prediction is None:
             return None
         self._predictions = self._predictions or AutoPredictions(self.runtime)
         name, model = exchange.route.backend_name, exchange.route.upstream_model
-        predicted = await self._predictions.begin(backend, name, model, exchange.fields, exchange.caller)
+        predicted = await self._predictions.begin(backend, name, model, chat, exchange.caller)
         if predicted:
             predicted.tells = self.settings.speculation_object
-            exchange.record.response_headers = predicted.headers
+            exchange.record.response_headers = {**exchange.record.response_headers, **predicted.headers}
         return predicted
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:

@@ -111,6 +111,8 @@ class GatewayMiddleware:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             counts = {"drafted": done.drafted, "accepted": done.accepted, "steps": done.steps}
             metrics.speculation(record.model, **counts, failed_roles=failed)
+        if record.prediction_refused:
+            metrics.prediction_refused(record.model)
         if self.logs_requests:
             logger.log(_level(record), "request", **_log_fields(record))
 

@@ -50,6 +50,7 @@ class RequestRecord:
     anthropic: bool = False
     labels: Labels = field(default_factory=Labels)
     attempt: Attempt | None = None  # at one of several servers
+    prediction_refused: bool = False  # by the upstream, which then got the request without it
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod

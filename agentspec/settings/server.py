@@ -138,6 +138,13 @@ class ServerSettings(BaseModel):
         allow_inf_nan=False,
         description="Seconds of silence after which one of several processes is killed and started again; 0: never",
     )
+    load_timeout: float = Field(
+        default=3600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that one of several processes may load, downloads included, before it is started again;"
+        " 0: without end",
+    )
 
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:

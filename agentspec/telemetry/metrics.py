@@ -74,6 +74,12 @@ class Metrics:
             ("model", "reason"),
             registry=registry,
         )
+        self._unpredicted = Counter(
+            "agentspec_auto_predictions_refused",
+            "Requests that an upstream refused with a prediction and got again without",
+            model,
+            registry=registry,
+        )
         self.in_flight = Gauge("agentspec_requests_in_flight", "Requests being answered", registry=registry)
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
@@ -112,6 +118,9 @@ class Metrics:
         self._drafted.labels(label).inc(drafted)
         self._accepted.labels(label).inc(accepted)
         self._steps.labels(label).inc(steps)
+
+    def prediction_refused(self, model: str | None) -> None:
+        self._unpredicted.labels(self._label(model)).inc()
 
     def _child(self, metric: T, *labels: str) -> T:
         """The sample of these labels, remembered: looking it up by `labels` costs several times as much."""

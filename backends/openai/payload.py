@@ -63,8 +63,7 @@ def _form(form: StructuredOutputs) -> dict[str, Any]:
     if isinstance(form.json, Mapping):
         described = {"name": "answer", "schema": dict(form.json)}
         return {"response_format": {"type": "json_schema", "json_schema": described}}
-    given = {field.name: getattr(form, field.name) for field in fields(form)}
-    return {"structured_outputs": {name: value for name, value in given.items() if value is not None}}
+    return {"structured_outputs": form.given}
 
 
 def _sampling(sampling: SamplingParams, *, chat: bool) -> dict[str, Any]:

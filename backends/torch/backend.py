@@ -294,11 +294,12 @@ class TorchBackend:
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
+        most = self._max_tokens(request, len(prompt))  # before a grammar is compiled for a prompt that does not fit
         output = self._structured_outputs.build(request, text, may_wait=may_wait, compiled=compiled)
         first = EngineRequest(
             original=request,
             prompt=prompt,
-            max_tokens=self._max_tokens(request, len(prompt)),
+            max_tokens=most,
             stop_ids=(frozenset() if sampling.ignore_eos else self._stop_ids) | set(sampling.stop_token_ids),
             prediction=None if request.prediction is None else self._tokenizer.encode(request.prediction),
             deliver=lambda item: None,

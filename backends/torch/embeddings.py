@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel
 
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
@@ -28,7 +29,8 @@ Vectors = NDArray[np.float32]
 
 MAX_TOKENS = 256
 BATCH = 32
-TOKENIZED_AT_ONCE = 1_000_000  # characters, unless one text has more: their tokens take a hundred times as many bytes
+TOKENIZED_AT_ONCE = 1 << 20  # bytes, unless one text has more: all tokens of a text, which take a hundred times as
+# many, are made before it is cut
 CLOSED = "the embedding model is closed"
 
 
@@ -89,30 +91,37 @@ class SentenceEncoder:
         """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
         self._tasks.close()
 
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text that are read."""
+        read: list[list[int]] = []
+        for some in _in_groups(texts, TOKENIZED_AT_ONCE):
+            read += self._tokenizer(some, truncation=True, max_length=self.max_tokens)["input_ids"]
+        return read
+
     def _submit(self, texts: Sequence[str]) -> Future[Vectors]:
         return self._tasks.submit(lambda: self._vectors(texts))
 
     def _vectors(self, texts: Sequence[str]) -> Vectors:
-        rows = self._tokenizer(
-            list(texts), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
-        )
-        rows = rows.to(self._model.device)
-        hidden: Tensor = self._model(**rows).last_hidden_state
-        mask = rows["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        rows = [torch.tensor(ids, dtype=torch.long) for ids in self._tokens(texts)]
+        padded = pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id or 0)
+        read = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self._model.device)
+        hidden: Tensor = self._model(padded.to(self._model.device), attention_mask=read).last_hidden_state
+        mask = read.unsqueeze(-1).to(hidden.dtype)
         means = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         vectors: Vectors = torch.nn.functional.normalize(means, dim=1).float().cpu().numpy()
         return vectors
 
 
-def _in_groups(texts: Sequence[str], characters: int) -> Iterator[list[str]]:
-    """The texts in order, in groups of at most so many characters, or of one text."""
+def _in_groups(texts: Sequence[str], most: int) -> Iterator[list[str]]:
+    """The texts in order, in groups of at most so many bytes, or of one text."""
     group: list[str] = []
-    room = characters
+    room = most
     for text in texts:
-        if group and len(text) > room:
+        size = len(text.encode("utf-8", "replace"))
+        if group and size > room:
             yield group
-            group, room = [], characters
+            group, room = [], most
         group.append(text)
-        room -= len(text)
+        room -= size
     if group:
         yield group

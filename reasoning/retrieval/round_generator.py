@@ -164,7 +164,8 @@ class WholeAnswer:
         if unread is None and isinstance(backend, ContinuesAnswers):
             return None if named is None else cls(backend, backend.answer_reader(request))
         if named or unread:
-            name = unread or named
+            form = request.sampling.structured_outputs
+            name = unread or (form.param if form and named == "structured_outputs" else named)
             message = f"a model with retrieval answers without {name}, unless the model is a local one"
             raise InvalidRequestError(message, param=name)
         return None

@@ -88,7 +88,7 @@ def test_raw_completions_are_answered_too(gateway: Any, corpus: Path) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"n": 2}, "n"),
-        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"presence_penalty": 1}, "presence_penalty"),
     ],
 )

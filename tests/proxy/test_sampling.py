@@ -116,14 +116,20 @@ def test_any_json_object(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        ({"guided_regex": "(a"}, "structured_outputs"),
-        ({"guided_regex": "a\\"}, "structured_outputs"),
-        ({"guided_grammar": "start: nothing"}, "structured_outputs"),
-        ({"guided_json": {"type": "nothing"}}, "structured_outputs"),
-        ({"guided_json": {"$ref": "http://elsewhere/x"}}, "structured_outputs"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json"),
+        ({"structured_outputs": {"json": {"$ref": "http://elsewhere/x"}}}, "structured_outputs.json"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+         "response_format.json_schema.schema"),
+        ({"tools": [TOOLS[0], {"type": "function", "function": {"name": "g", "parameters": {"type": "nothing"}}}],
+          "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tools[1].function.parameters"),
     ],
-)
-def test_a_wrong_form_is_refused(client: openai.OpenAI, extra: dict[str, Any], param: str) -> None:
+)  # fmt: skip
+def test_a_wrong_form_is_refused_by_the_clients_own_field(
+    client: openai.OpenAI, extra: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, extra_body=extra)
     assert caught.value.param == param

@@ -166,7 +166,7 @@ def main(examples: int) -> None:
                     break
             counted[f"{kind} accepted"] += 1
         except InvalidRequestError as error:
-            assert error.param in ("structured_outputs", "tools") and len(error.message) < 700
+            assert error.param in ("structured_outputs", "tools[0].function.parameters") and len(error.message) < 700
             assert "<state>" not in error.message and "backtrace" not in error.message
             counted[f"{kind} refused"] += 1
 

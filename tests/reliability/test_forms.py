@@ -77,6 +77,9 @@ REFUSED: dict[str, Json] = {
     "repetitions that overlap": {"guided_regex": "(a|aa){5000}"},
     "repetitions of repetitions": {"guided_regex": "((a{999}){999}){999}"},
     "many optional parts": {"guided_regex": "a?b*" * 2500},
+    "29 expressions at once": {
+        "guided_grammar": "start: T\nT: " + " & ".join(f"/(.*a.{{{count}}})/" for count in range(1, 30))
+    },
     "alternatives that multiply": schema(
         {"allOf": [{"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(7)]}
     ),

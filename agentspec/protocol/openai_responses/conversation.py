@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.items import Item
+from agentspec.protocol.openai_responses.items import CALL_OUTPUTS, CALLS, Item
+from agentspec.protocol.openai_responses.tool_input import as_arguments
+from agentspec.protocol.openai_responses.tools import chat_name
 
 _SYSTEM = ("system", "developer")
 
@@ -27,7 +29,7 @@ class Conversation:
         """
         for position, item in enumerate(items):
             kind = item["type"]
-            if kind == "function_call_output":
+            if kind in CALL_OUTPUTS:
                 self._add_output(item, position, position - first_new)
             elif kind != "message" or item["role"] == "assistant":
                 self._add_written(item, position)
@@ -51,7 +53,7 @@ class Conversation:
     def _add_output(self, item: Item, position: int, index: int) -> None:
         if item["call_id"] not in self._called:
             name = f"input[{index}].call_id"
-            raise InvalidRequestError(f"{name} names no function call of this conversation", param=name)
+            raise InvalidRequestError(f"{name} names no tool call of this conversation", param=name)
         self._add({"role": "tool", "tool_call_id": item["call_id"], "content": _joined(item["output"])}, position)
 
     def _add_written(self, item: Item, position: int) -> None:
@@ -67,8 +69,7 @@ class Conversation:
         elif item["type"] == "reasoning":
             turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item)
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
+            call = {"id": item["call_id"], "type": "function", "function": _function(item)}
             turn.setdefault("tool_calls", []).append(call)
             self._called.add(item["call_id"])
 
@@ -82,9 +83,15 @@ class Conversation:
 
 def _begins_anew(kind: str, turn: dict[str, Any]) -> bool:
     """Whether an item of this kind cannot belong to the turn: a turn is thoughts, then text, then calls."""
-    if kind == "function_call":
+    if kind in CALLS:
         return False
     return turn["content"] is not None or "tool_calls" in turn
+
+
+def _function(item: Item) -> dict[str, Any]:
+    """A call as chats have it."""
+    arguments = as_arguments(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
+    return {"name": chat_name(item["name"], item.get("namespace")), "arguments": arguments}
 
 
 def _thoughts(item: Item) -> str:

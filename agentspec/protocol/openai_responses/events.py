@@ -11,6 +11,7 @@ from agentspec.protocol.openai_responses.counts import responses_usage
 from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.output_items import (
     CallItem,
+    CustomCallItem,
     Event,
     MessageItem,
     OutputItem,
@@ -39,7 +40,7 @@ class EventWriter:
     _places: dict[str, int] = field(default_factory=dict)  # item id -> its place in the output
     _ended: dict[str, str] = field(default_factory=dict)  # item id -> its final status
     _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
-    _calls: dict[int, CallItem] = field(default_factory=dict)
+    _calls: dict[int, CallItem | CustomCallItem] = field(default_factory=dict)
     _finish: str | None = None
     _usage: Usage | None = None
     _speculation: Speculation | None = None
@@ -112,11 +113,19 @@ class EventWriter:
         call = self._calls.get(index)
         if call is None:
             yield from self._end_text()
-            call = CallItem(str(piece.get("id") or new_id("call")), str(function.get("name") or ""))
+            call = self._called(str(piece.get("id") or new_id("call")), str(function.get("name") or ""))
             self._calls[index] = call
             yield from self._open(call)
         if arguments := function.get("arguments"):
             yield from self._place(call, call.add(str(arguments)))
+
+    def _called(self, id: str, name: str) -> CallItem | CustomCallItem:
+        """A call by the name that the tool has in the chat."""
+        tool = next((one for one in self.request.tools if one.function.get("name") == name), None)
+        if tool is None:
+            return CallItem(id, name)
+        kind = CustomCallItem if tool.kind == "custom" else CallItem
+        return kind(id, str(tool.name), tool.namespace)
 
     def _next(self, item: MessageItem | ThoughtItem) -> Iterator[Event]:
         yield from self._end_text()

@@ -14,12 +14,15 @@ from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, 
 
 MAX_ID = 128
 Item = dict[str, Any]
+CALLS = ("function_call", "custom_tool_call")
+CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ROLES = ("user", "system", "developer", "assistant")
 _Id = Annotated[Text, must(lambda text: 0 < len(text) <= MAX_ID, f" must have 1 to {MAX_ID} characters")]
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
 _TEXT: TypeAdapter[str] = TypeAdapter(Text)
 _STORED_ID = re.compile(r"[!-~]{1,128}")
-_INERT = {"id", "status", "type"}
+# The last is Codex' own note of the turn that an item belongs to.
+_INERT = {"id", "status", "type", "internal_chat_message_metadata_passthrough"}
 
 
 def is_id(value: object) -> TypeGuard[str]:
@@ -48,9 +51,19 @@ class _FunctionCallItem(Model):
     arguments: Text = REQUIRED
 
 
-class _FunctionOutputItem(Model):
+class _CustomCallItem(Model):
+    call_id: _Id = REQUIRED
+    name: Text = REQUIRED
+    input: Text = REQUIRED
+
+
+class _CallOutputItem(Model):
     call_id: _Id = REQUIRED
     output: Any = REQUIRED
+
+
+class _Grouped(Model):
+    namespace: Text | None = None
 
 
 class _Thought(Model):
@@ -88,13 +101,13 @@ def _item(value: Any, name: str, media: bool) -> Item:
     kind = value.get("type") or ("message" if "role" in value else None)
     if kind == "message":
         return _message(value, name, media)
-    if kind == "function_call":
-        return _function_call(value, name)
-    if kind == "function_call_output":
-        return _function_output(value, name, media)
+    if kind in CALLS:
+        return _call(value, kind, name)
+    if kind in CALL_OUTPUTS:
+        return _call_output(value, kind, name)
     if kind == "reasoning":
         return _reasoning(value, name)
-    known = "message, function_call, function_call_output, reasoning"
+    known = ", ".join(("message", *CALLS, *CALL_OUTPUTS, "reasoning"))
     shown = shown_name(kind) if isinstance(kind, str) else kind_of(kind)
     raise InvalidRequestError(f"{name}.type {shown!r} is not supported here; known: {known}", param=f"{name}.type")
 
@@ -152,15 +165,18 @@ def _medium(value: Mapping[str, Any], kind: str, name: str) -> Item:
     return {"type": kind, **({"detail": "auto"} if kind == "input_image" else {}), **given}
 
 
-def _function_call(value: Mapping[str, Any], name: str) -> Item:
-    call = _FunctionCallItem.parse(value, name)
-    _refuse_others(value, name, {"call_id", "name", "arguments"})
-    head = {"id": _id_of(value, name, "fc"), "type": "function_call", "status": "completed"}
-    return head | {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+def _call(value: Mapping[str, Any], kind: str, name: str) -> Item:
+    custom = kind == "custom_tool_call"
+    call = (_CustomCallItem if custom else _FunctionCallItem).parse(value, name)
+    fields = call.model_dump()
+    _refuse_others(value, name, {*fields, "namespace"})
+    namespace = _Grouped.parse(value, name).namespace
+    head = {"id": _id_of(value, name, "ctc" if custom else "fc"), "type": kind, "status": "completed"}
+    return {**head, **fields, **({"namespace": namespace} if namespace else {})}
 
 
-def _function_output(value: Mapping[str, Any], name: str, media: bool) -> Item:
-    given = _FunctionOutputItem.parse(value, name)
+def _call_output(value: Mapping[str, Any], kind: str, name: str) -> Item:
+    given = _CallOutputItem.parse(value, name)
     _refuse_others(value, name, {"call_id", "output", "name"})
     output = given.output
     if isinstance(output, list):
@@ -169,7 +185,8 @@ def _function_output(value: Mapping[str, Any], name: str, media: bool) -> Item:
         output = validated(_TEXT, output, f"{name}.output")
     else:
         raise wrong_type(f"{name}.output", "a string or an array of parts", output)
-    head = {"id": _id_of(value, name, "fco"), "type": "function_call_output", "status": "completed"}
+    prefix = "ctco" if kind == "custom_tool_call_output" else "fco"
+    head = {"id": _id_of(value, name, prefix), "type": kind, "status": "completed"}
     return head | {"call_id": given.call_id, "output": output}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentspec.protocol.openai_responses.items import Item, new_id
+from agentspec.protocol.openai_responses.tool_input import InputReader
 from agentspec.protocol.responses import clamped
 from agentspec.types import TokenLogprob
 
@@ -98,6 +99,7 @@ class CallItem:
 
     call_id: str
     name: str
+    namespace: str | None = None
     id: str = field(default_factory=lambda: new_id("fc"))
     arguments: list[str] = field(default_factory=list)
 
@@ -113,8 +115,43 @@ class CallItem:
         yield {"type": "response.function_call_arguments.done", **whole}
 
     def item(self, status: str) -> Item:
-        head = {"id": self.id, "type": "function_call", "status": status}
-        return {**head, "call_id": self.call_id, "name": self.name, "arguments": "".join(self.arguments)}
+        called = _called(self.id, "function_call", status, self)
+        return {**called, "arguments": "".join(self.arguments)}
+
+
+@dataclass(slots=True)
+class CustomCallItem:
+    """A call of one of the client's custom tools, whose input is text."""
+
+    call_id: str
+    name: str
+    namespace: str | None = None
+    id: str = field(default_factory=lambda: new_id("ctc"))
+    input: list[str] = field(default_factory=list)
+    _reader: InputReader = field(default_factory=InputReader)
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.output_item.added", "item": self.item("in_progress")}
+
+    def add(self, arguments: str) -> Iterator[Event]:
+        yield from self._add(self._reader.feed(arguments))
+
+    def end(self, status: str) -> Iterator[Event]:
+        yield from self._add(self._reader.finish())
+        yield {"type": "response.custom_tool_call_input.done", "input": "".join(self.input)}
+
+    def item(self, status: str) -> Item:
+        return {**_called(self.id, "custom_tool_call", status, self), "input": "".join(self.input)}
+
+    def _add(self, text: str) -> Iterator[Event]:
+        if text:
+            self.input.append(text)
+            yield {"type": "response.custom_tool_call_input.delta", "delta": text}
+
+
+def _called(id: str, kind: str, status: str, call: CallItem | CustomCallItem) -> Item:
+    named = {"namespace": call.namespace} if call.namespace else {}
+    return {"id": id, "type": kind, "status": status, "call_id": call.call_id, "name": call.name, **named}
 
 
 def _logprob(token: TokenLogprob, *, encoded: bool) -> Item:

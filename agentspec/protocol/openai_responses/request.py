@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
-from agentspec.protocol.openai_responses.tools import chat_choice, chat_tools
+from agentspec.protocol.openai_responses.tools import ClientTool, allowed_tools, chat_tools, client_tools
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, shown_name, wrong_type
@@ -40,7 +40,7 @@ _RENAMED = {
     "messages": "input",
 }
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
-_NESTED = re.compile(r"(tools\[\d+\])\.function\b")
+_TOOL = re.compile(r"tools\[(\d+)\](?:\.function\b)?(.*)")
 
 
 def _refuse(advice: str) -> Any:
@@ -142,12 +142,13 @@ class ResponsesRequest:
     """A request that was read. `items` is its own input; `fields` are the parts that the answer repeats.
 
     `store` and `previous` (an id) are what the client wishes; `chat` has the fields of the chat request besides its
-    messages.
+    messages; `tools` are those in it, as the client names them.
     """
 
     items: list[Item]
     fields: Mapping[str, Any]
     chat: Mapping[str, Any]
+    tools: Sequence[ClientTool]
     instructions: str | None
     previous: str | None
     stream: bool
@@ -166,6 +167,30 @@ class ResponsesRequest:
             raise InvalidRequestError("input must hold at least one item", param="input")
         return made
 
+    @property
+    def unenforced(self) -> list[str]:
+        """The fields for forms that the model is told, and not held to."""
+        return [f"{tool.param}.format" for tool in self.tools if not tool.enforced]
+
+    def own_name(self, param: str | None, origins: Sequence[int], first_new: int) -> str | None:
+        """The name in this request of the field that its chat calls `param`.
+
+        `origins` and `first_new` tell which item each message came from; messages of earlier responses have no name.
+        """
+        if param is None:
+            return None
+        if found := _MESSAGE.fullmatch(param):
+            index = int(found[1])
+            origin = origins[index] if index < len(origins) else first_new
+            return "instructions" if origin < 0 else f"input[{origin - first_new}]" if origin >= first_new else "input"
+        if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self.tools):
+            tool = self.tools[int(found[1])]
+            custom = tool.kind == "custom" and found[2].startswith(".parameters")
+            return f"{tool.param}.format" if custom else tool.param + found[2]
+        param = param.replace("response_format.json_schema", "text.format")
+        head, dot, rest = param.partition(".")
+        return _RENAMED.get(head, head) + dot + rest
+
 
 def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) -> ResponsesRequest:
     """Parse a request. `local`: for a model that reads text alone and takes the effort as a template's argument.
@@ -183,12 +208,13 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
     if fields.top_logprobs and not logprobs:
         message = f"top_logprobs needs include = [{_LOGPROBS!r}]"
         raise InvalidRequestError(message, param="top_logprobs")
-    chat = _chat(fields, local, logprobs)
+    chat, tools = _chat(fields, local, logprobs)
     _ResponsesBody.finish(body)
     return ResponsesRequest(
         items=items,
         fields=_repeated(fields),
         chat=chat,
+        tools=tools,
         instructions=fields.instructions,
         previous=fields.previous_response_id,
         stream=fields.stream,
@@ -199,17 +225,20 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
     )
 
 
-def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]:
+def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> tuple[dict[str, Any], list[ClientTool]]:
     chat: dict[str, Any] = {"model": fields.model, **fields.given(*_AS_IN_CHATS)}
     if fields.max_output_tokens is not None:
         chat["max_tokens"] = fields.max_output_tokens
     if logprobs:
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
-    tools = chat_tools(fields.tools or [])
+    tools = client_tools(fields.tools or [], enforce=local)
+    if len(tools) > MAX_TOOLS:
+        message = f"tools has {len(tools)} entries, those of namespaces counted; {MAX_TOOLS} are allowed"
+        raise InvalidRequestError(message, param="tools")
     if fields.tool_choice is not None:
-        chat["tool_choice"], tools = chat_choice(fields.tool_choice, tools)
+        chat["tool_choice"], tools = allowed_tools(fields.tool_choice, tools)
     if tools:
-        chat["tools"] = tools
+        chat["tools"] = chat_tools(tools)
     elif chat.get("tool_choice") in ("auto", "none"):
         del chat["tool_choice"]  # without tools it says nothing, and chats refuse it
     text = _nested(_TextConfig, fields.text, "text")
@@ -220,7 +249,7 @@ def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]
     effort = _nested(_Reasoning, fields.reasoning, "reasoning").effort
     if effort is not None:
         chat["reasoning_effort"] = _STRONGEST if local and effort not in CHAT_EFFORTS else effort
-    return chat
+    return chat, tools
 
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -271,19 +300,3 @@ def _repeated(fields: _ResponsesBody) -> dict[str, Any]:
         "truncation": fields.truncation,
         "user": fields.user,
     }
-
-
-def own_name(param: str | None, origins: Sequence[int], first_new: int) -> str | None:
-    """The name in a Responses request of the field that a chat request calls `param`.
-
-    `origins` and `first_new` tell which item each message came from; messages of earlier responses have no name here.
-    """
-    if param is None:
-        return None
-    if found := _MESSAGE.fullmatch(param):
-        index = int(found[1])
-        origin = origins[index] if index < len(origins) else first_new
-        return "instructions" if origin < 0 else f"input[{origin - first_new}]" if origin >= first_new else "input"
-    param = _NESTED.sub(r"\1", param).replace("response_format.json_schema", "text.format")
-    head, dot, rest = param.partition(".")
-    return _RENAMED.get(head, head) + dot + rest

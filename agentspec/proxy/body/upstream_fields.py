@@ -36,7 +36,7 @@ TEMPLATE_ARGUMENTS = frozenset(
 _TEXT_FIELDS = frozenset(
     "model suffix stop bad_words user safety_identifier prompt_cache_key response_format guided_json guided_regex"
     " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
-    " grammar stop_regex documents logit_bias instructions stop_sequences output_config output_format".split()
+    " grammar stop_regex logit_bias instructions stop_sequences output_config output_format".split()
 )
 # Servers written in Go read names in any case: "N" must not pass where "n" is bounded.
 _SPELLINGS = {
@@ -45,7 +45,8 @@ _SPELLINGS = {
         *_TEXT_FIELDS,
         *COUNTED_FIELDS,
         *"prompt input system prediction metadata chat_template_kwargs stream stream_options".split(),
-        *"vllm_xargs cache_salt text store background conversation previous_response_id".split(),
+        *"documents query queries text_1 text_2 vllm_xargs cache_salt text".split(),
+        *"store background conversation previous_response_id".split(),
     )
 }
 _CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema", "input_examples"})
@@ -80,6 +81,8 @@ _ITEMS = replace(
     skipped=_CALLS | {"annotations", "action", "results"},
     text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id"},
 )
+# Of rerankers, and of chats about documents: texts, or parts as messages have them, with media that vLLM fetches.
+_RANKED = frozenset("documents query queries text_1 text_2".split())
 _REGIONS = {
     "text": _Region(is_denied, skipped=frozenset({"schema"}), text=_TOOL_TEXT),
     "input": _ITEMS,
@@ -88,6 +91,7 @@ _REGIONS = {
     "functions": _TOOLS,
     "messages": replace(_MESSAGES, skipped=_CALLS | {"input"}),  # of a `tool_use` block, its arguments
     **dict.fromkeys(("prompt", "prediction", "system"), _MESSAGES),
+    **dict.fromkeys(_RANKED, replace(_MESSAGES, text=_MESSAGE_TEXT | _RANKED)),
 }
 
 

@@ -13,6 +13,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from agentspec.proxy.forwarding.answer_edits import AnswerEdits, answer_object, 
 from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
 from agentspec.speculation.predicted_text import PredictedText
+from agentspec.types import Delta, Usage
 
 HEADER = "x-agentspec-auto-prediction"
 MIN_SEEN = 3  # answers of a kind that must have been compared before one is predicted
@@ -38,6 +40,9 @@ PATIENCE = 20.0  # seconds to keep an answer
 LOOKUP_SECONDS = 5.0  # for an earlier answer, after which the request goes on without
 _AT_ONCE = 4  # threads that look answers up or keep them
 _RATE_STEP = 0.2  # how far the newest answer moves the rate
+_REFUSALS = (400, 422)  # with which the upstream has not begun to answer
+_NAMED = re.compile(rb"prediction", re.IGNORECASE)
+_MAX_ERROR = 1 << 16  # bytes of an error answer that are searched
 _WORD = re.compile(r"\s*\w+|\s*[^\w\s]|\s+")
 # Fields with which OpenAI refuses a prediction, or which make several answers of one.
 _EXCLUDING = (
@@ -158,12 +163,13 @@ class AutoPredictions:
 class PredictedAnswer(AnswerEdits):
     """One answer: predicted if that is likely to pay, and compared with what could have been predicted.
 
-    `text` is the prediction, None where none is sent.
+    `text` is the prediction, None where none is sent; `withdrawn`: one was sent, and the upstream refused it.
     """
 
     def __init__(self, predictions: AutoPredictions, scope: Scope, caller: Caller, ids: Mapping[str, str]) -> None:
         self.text: str | None = None
         self.expected = 0.0
+        self.withdrawn = False
         self.tells = True  # in `speculation`
         self._predictions = predictions
         self._scope = scope
@@ -173,7 +179,7 @@ class PredictedAnswer(AnswerEdits):
         self._earlier: dict[str, str] = {}
         self._pieces: list[str] = []
         self._room = MAX_CHARACTERS
-        self._counts: Mapping[str, Any] = {}
+        self._usage: Usage | None = None
         self._whole = False
 
     async def find(self, threshold: float) -> None:
@@ -201,6 +207,12 @@ class PredictedAnswer(AnswerEdits):
     def _speculation(self) -> dict[str, Any]:
         return {"auto_prediction": True, "expected_acceptance": round(self.expected, 4)}
 
+    def follow(self, delta: Delta) -> None:
+        """Follow an answer that comes in deltas."""
+        self._add(delta.text)
+        self._whole = self._whole or delta.finish_reason == "stop"
+        self._usage = delta.usage or self._usage
+
     async def edits(self, answer: dict[str, Any], *, whole: bool) -> dict[str, Any]:
         """Follow the answer; one that was predicted says so in its `speculation`."""
         choices = answer.get("choices")
@@ -210,15 +222,23 @@ class PredictedAnswer(AnswerEdits):
                 self._add(choice_text(choice))
                 reason = choice.get("finish_reason") or reason
         self._whole = self._whole or reason == "stop"
-        self._counts = answer_object(answer.get("usage")) or self._counts
+        self._usage = _usage(answer.get("usage")) or self._usage
         given = answer.get("speculation")
         if self.text is None or not self.tells or not (whole or reason) or not isinstance(given, dict | None):
             return {}
         return {"speculation": {**(given or {}), **self._speculation}}
 
+    def withdraw(self, status: int, content: bytes) -> bool:
+        """Whether an error answer refuses the prediction; if so, there is none any more, and the rest may go again."""
+        if self.text is None or status not in _REFUSALS or not _NAMED.search(content[:_MAX_ERROR]):
+            return False
+        self.text, self.withdrawn = None, True
+        self._predictions.refused(self._scope)
+        return True
+
     async def finish(self, status: int) -> None:
         """Learn from the answer of this HTTP `status` and keep it, if it came whole, also where the client has left."""
-        if self.text is not None and status in (400, 422):
+        if self.text is not None and status in _REFUSALS:
             self._predictions.refused(self._scope)
         text = "".join(self._pieces)
         if self._whole and text and self._room > 0:
@@ -240,12 +260,18 @@ class PredictedAnswer(AnswerEdits):
 
     def _told(self, share: float) -> float:
         """The share of right tokens as the upstream counted them, else `share`."""
+        usage = self._usage or Usage(0, 0)
         try:
-            usage = read_usage(self._counts)
             accepted, rejected = usage.accepted_prediction_tokens or 0, usage.rejected_prediction_tokens or 0
             return accepted / (accepted + rejected)
-        except (ArithmeticError, AttributeError, TypeError, ValueError):
+        except (ArithmeticError, TypeError):
             return share
+
+
+def _usage(given: Any) -> Usage | None:
+    with suppress(AttributeError, OverflowError, TypeError, ValueError):
+        return read_usage(given) if answer_object(given) else None
+    return None
 
 
 async def _to_the_end(task: asyncio.Task[None]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 _KEYS = ("authorization", "x-api-key")
+Again = Callable[[int, bytes], bytes | None]
+"""The body to send instead of one that was refused with this status and content; None to pass the refusal on."""
 
 
 async def upstream_body(
@@ -75,34 +78,43 @@ async def pass_through(
     account: BodyAccount,
     above: bool = False,
     edits: AnswerEdits | None = None,
+    again: Again | None = None,
 ) -> None:
     """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
 
-    `edits` sets fields of the answer; all other bytes stay. `above`: `path` stands beside the upstream's /v1. A large
-    whole answer waits until `account` has room for it, and its upstream meanwhile. Raises `UpstreamError` and
-    `AnswerMemoryError` before anything is sent; a stream that fails later ends with an error event.
+    `edits` sets fields of the answer; all other bytes stay. `again` is asked once about an error answer. `above`:
+    `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and its
+    upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
+    later ends with an error event.
     """
     record = RequestRecord.of(scope)
     query = scope.get("query_string", b"").decode("latin-1")
     headers = request_headers(scope, record)
     async with AsyncExitStack() as stack:
         async with deadline.limit():
-            response = await stack.enter_async_context(
-                backend.forward(
-                    method, path, headers=headers, body=body, query=query, tenant=record.tenant, above=above
-                )
+            forward = partial(
+                backend.forward, method, path, headers=headers, query=query, tenant=record.tenant, above=above
             )
+            response = await stack.enter_async_context(forward(body=body))
             record.answer_arrived(response.status, response.headers)
-            record.stream = response.is_stream and response.status < 400
-            if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
-                raise refused_key(f"upstream {response.name}")
-            content = b"" if record.stream else await response.aread(room=account.wait_for)
+            content = await _content(response, record, account)
+            if again and response.status >= 400 and (other := again(response.status, content)) is not None:
+                response = await stack.enter_async_context(forward(body=other))  # at this server, whatever it answers
+                content = await _content(response, record, account)
         if not record.stream:
             await _send_whole(response, content, record, send, account, edits)
         elif response.is_encoded:
             await _send_encoded(response, record, send, deadline)
         else:
             await _send_stream(response, record, send, deadline, inspector, edits)
+
+
+async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
+    """All of an answer that does not come as a stream. Raises `AuthenticationError` where our key was refused."""
+    record.stream = response.is_stream and response.status < 400
+    if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
+        raise refused_key(f"upstream {response.name}")
+    return b"" if record.stream else await response.aread(room=account.wait_for)
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:

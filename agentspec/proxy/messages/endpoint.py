@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from agentspec.backends.base import CHAT, MESSAGES, AddsHeaders, Backend, Forwards
-from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
@@ -18,7 +18,7 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.messages.inspection import MessagesInspector
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer, chat_fields
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import MESSAGE_EVENTS, Framing
 from agentspec.types import GenerateRequest
@@ -52,16 +52,16 @@ class MessagesEndpoint(GenerationEndpoint):
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
-        record = exchange.record
+        record, model = exchange.record, exchange.route.upstream_model
         async with exchange.deadline.limit():
             request = await self._chat(exchange, backend)
-            chat = await chat_fields(backend, request, exchange.caller, exchange.route.upstream_model)
-            body = await self._run(exchange, encode, chat)
-        counter = prediction_counter(backend, exchange.route.upstream_model, chat)
+            record.stream, record.response_headers = request.stream, TRANSLATED
+            chat = await chat_fields(backend, request, exchange.caller, model)
+            predicted = await self._predicted(exchange, backend, chat)
+            encoded = partial(self._run, exchange, encode)
+            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted)
         del chat
         writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
-        record.stream, record.response_headers = request.stream, TRANSLATED
-        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record, counter)
         exchange.release()
         await self._answer(deltas, writer, record, exchange.send, exchange.deadline)
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, record.usage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 from starlette.types import Scope
 
 from agentspec.backends.base import CHAT, Forwards
-from agentspec.backends.openai.prediction import PredictionCounter
+from agentspec.backends.openai.prediction import PredictionCounter, prediction_counter
 from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.proxy.admission.auth import Caller
+from agentspec.proxy.forwarding.auto_prediction import PredictedAnswer
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.forwarding.policy import with_policy
+from agentspec.proxy.forwarding.predicted_chat import predicted_deltas, without_prediction
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Delta
 
@@ -49,6 +51,31 @@ def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     if key is not None:
         headers.setdefault("authorization", f"Bearer {key}")
     return {name: value for name, value in headers.items() if not name.startswith("anthropic-")}
+
+
+async def chat_answer(
+    backend: Forwards,
+    chat: dict[str, Any],
+    model: str,
+    encoded: Callable[[Mapping[str, Any]], Awaitable[bytes]],
+    scope: Scope,
+    record: RequestRecord,
+    predicted: PredictedAnswer | None,
+) -> AsyncGenerator[Delta]:
+    """Begin to ask `model` for the answer to `chat`, with the prediction of `predicted` if it has one.
+
+    `encoded` makes the bytes of a body.
+    """
+    headers, counter = chat_headers(scope, record), prediction_counter(backend, model, chat)
+    plain = await encoded(chat)
+
+    def ask(body: bytes) -> AsyncGenerator[Delta]:
+        return chat_deltas(backend, body, headers, record, counter)
+
+    if predicted is None:
+        return ask(plain)
+    body = plain if predicted.text is None else await encoded(chat | predicted.fields)
+    return predicted_deltas(predicted, ask, body, without_prediction(predicted, plain, record))
 
 
 async def chat_deltas(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
-from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.counts import count_reasoning
@@ -21,7 +21,7 @@ from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.forwarding.policy import with_policy
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
@@ -31,6 +31,8 @@ from agentspec.proxy.streaming.pacing import paced
 from agentspec.types import Delta
 
 T = TypeVar("T")
+UNENFORCED = "x-agentspec-unenforced"
+"""Names the fields for forms of tools' inputs that the model is told, and not held to."""
 
 
 @dataclass(slots=True)
@@ -56,8 +58,8 @@ class ResponsesEndpoint(GenerationEndpoint):
         history = await self._history(exchange, request)
         answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, self.settings.max_messages)
         first = await self._run_on(exchange, history, answer.whole)
-        if isinstance(backend, AddsHeaders):
-            exchange.record.response_headers = backend.response_headers(first)
+        added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
+        exchange.record.response_headers = {**added, **_unenforced(request)}
         exchange.release()
         await self._send_answer(exchange, request, answer.deltas(first))
 
@@ -118,16 +120,16 @@ class ResponsesEndpoint(GenerationEndpoint):
         if request.truncation == "auto":
             message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
             raise InvalidRequestError(message, param="truncation")
+        record.response_headers = TRANSLATED | _unenforced(request)
         history = await self._history(exchange, request)
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
             asked = with_policy(backend, chat, exchange.caller.policy)
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
-            body = await self._run_on(exchange, history, encode, chat)
-        record.response_headers = TRANSLATED
-        counter = prediction_counter(backend, exchange.route.upstream_model, chat)
-        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record, counter)
+            predicted = await self._predicted(exchange, backend, chat)
+            encoded, model = partial(self._run_on, exchange, history, encode), exchange.route.upstream_model
+            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted)
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 
@@ -204,3 +206,7 @@ class ResponsesEndpoint(GenerationEndpoint):
                 )
 
         return keep
+
+
+def _unenforced(request: ResponsesRequest) -> dict[str, str]:
+    return {UNENFORCED: ", ".join(request.unenforced)} if request.unenforced else {}

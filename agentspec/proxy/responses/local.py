@@ -10,7 +10,7 @@ from typing import Any
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import Item
-from agentspec.protocol.openai_responses.request import ResponsesRequest, own_name
+from agentspec.protocol.openai_responses.request import ResponsesRequest
 from agentspec.protocol.requests import parse_chat
 from agentspec.proxy.admission.auth import Caller
 from agentspec.runtime import Runtime
@@ -58,7 +58,7 @@ class LocalAnswer:
 
     def _renamed(self, error: InvalidRequestError) -> InvalidRequestError:
         origins = self._made.origins if self._made else ()
-        error.param = own_name(error.param, origins, len(self.history))
+        error.param = self.request.own_name(error.param, origins, len(self.history))
         return error
 
 

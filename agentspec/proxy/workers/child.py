@@ -28,7 +28,8 @@ class Life:
     """A process from its start to its end. `places` and `recipient` are a worker's.
 
     `ready`: it has loaded everything; `ending`: it takes no more connections. `failure`: the class and the message of
-    the error that it reported. `silence`: seconds since its last message, by the parent's ticks.
+    the error that it reported. `silence`: seconds since its last message, and `loading`: until it was ready, both by
+    the parent's ticks.
     """
 
     process: subprocess.Popen[bytes]
@@ -40,6 +41,7 @@ class Life:
     ready: bool = False
     ending: bool = False
     silence: float = 0.0
+    loading: float = 0.0
     gone: float | None = None  # when its channel was closed
     failure: tuple[str, str] | None = None
 
@@ -117,9 +119,11 @@ class Child:
         self._decide(life, now)
         return life
 
-    def watch(self, seconds: float, patience: float) -> None:
-        """Count a tick of `seconds` without a message, and kill a loaded process after `patience`; 0 is without end.
+    def watch(self, seconds: float, *, hang_timeout: float, load_timeout: float) -> None:
+        """Count a tick of `seconds`, and kill a process that has not loaded in `load_timeout`, or that has and was
+        silent for `hang_timeout`; 0 is without end.
 
+        Loading does not hang while it downloads, and it may be silent while it reads a model: nothing but time tells.
         Ticks are counted and not the clock, so that a machine or a terminal that stops all processes kills none.
         """
         life = self.life
@@ -128,10 +132,17 @@ class Child:
         life.silence += seconds
         if life.recipient is not None:
             life.recipient.late = life.silence > LATE_SECONDS
-        if patience and life.ready and life.silence > patience:
-            logger.error("process does not answer and is killed", process=self.name, seconds=patience)
-            life.silence = 0.0
-            life.process.kill()
+        if not life.ready:
+            life.loading += seconds
+        if hang_timeout and life.ready and life.silence > hang_timeout:
+            self._kill(life, "process does not answer and is killed", hang_timeout)
+        elif load_timeout and not life.ready and life.loading > load_timeout:
+            self._kill(life, "process has not loaded in time (server.load_timeout) and is killed", load_timeout)
+
+    def _kill(self, life: Life, why: str, seconds: float) -> None:
+        logger.error(why, process=self.name, seconds=seconds)
+        life.silence = life.loading = 0.0
+        life.process.kill()
 
     def _heard(self, message: Message, received: Callable[[Child, Message], None]) -> None:
         if self.life is not None:

@@ -166,8 +166,9 @@ class Supervisor:
                 self._ended(child, life)
         if self._draining_since is not None:
             return self._drained(now)
+        server = self._reloader.settings.server
         for child in self._children():
-            child.watch(TICK_SECONDS, self._reloader.settings.server.hang_timeout)
+            child.watch(TICK_SECONDS, hang_timeout=server.hang_timeout, load_timeout=server.load_timeout)
             if child.life is None and now >= child.restart_at and self._failure is None:
                 await self._start(child)
         before = self._reloader.settings

@@ -68,6 +68,7 @@ class GrammarCompiler:
             self._refuse(key, message)
             raise InvalidRequestError(message, param=param) from None
         except InvalidRequestError as error:
+            error.param = error.param or param
             self._refuse(key, error.message)
             raise
         self._keep(key, grammar, size if grammar.quick else 2 * size)  # with its spare
@@ -119,8 +120,7 @@ class GrammarCompiler:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not self.end_ids:
             raise InvalidRequestError(
-                "this model's answers cannot be constrained: that needs a fast tokenizer and an end token",
-                param="response_format",
+                "this model's answers cannot be constrained: that needs a fast tokenizer and an end token"
             )
         size = max(self.vocab_size, len(self._tokenizer))
         return {"tokenizer": backend.to_str(), "vocab_size": size, "end_ids": list(self.end_ids)}

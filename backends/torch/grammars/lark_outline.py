@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from agentspec.backends.torch.grammars.complexity import MAX_DEPTH, MAX_REPEATS, Complexity, measure_regex, satisfiable
 from agentspec.backends.torch.grammars.schema_outline import measure_schema
@@ -26,6 +27,8 @@ _TOKEN = re.compile(
 )
 MAX_TOKENS = 200_000
 _AFTER_HEAD = frozenset({":", "::", ".", "{", "["})
+# Rules with parameters, and texts that fit several expressions at once. "~" is "not", or before a number a count.
+_MULTIPLYING = frozenset({"::", "&"})
 _WITH_JSON = frozenset({"%json", "%regex", "%llguidance"})
 Token = tuple[str, str]  # a group of `_TOKEN`, or "json" with a JSON text, and its text
 
@@ -41,7 +44,7 @@ def measure_lark(text: str, param: str) -> Complexity:
         Complexity(depth=outline.nesting).check(param)
     found = Complexity(len(text), outline.nesting + outline.chain(), len(outline.conditions), outline.repeats())
     nested = False
-    for kind, token in (token for body in bodies.values() for token in body):
+    for (kind, token), (after, _) in (pair for body in bodies.values() for pair in pairwise([*body, ("end", "")])):
         if kind == "regex":
             one = measure_regex(token)
             found += Complexity(0, one.depth, one.parts, one.repeats)
@@ -51,8 +54,8 @@ def measure_lark(text: str, param: str) -> Complexity:
             found += _measure_json(token, param)
         elif token == "%lark":  # a grammar inside the grammar: only a compiler can tell
             nested, found = True, found + Complexity(repeats=MAX_REPEATS)
-        elif token == "::":  # rules with parameters: as above
-            found += Complexity(repeats=MAX_REPEATS)
+        elif kind == "mark" and (token in _MULTIPLYING or (token == "~" and after != "number")):
+            found += Complexity(repeats=MAX_REPEATS)  # as above
         elif kind == "special" and token[0] == "@":
             message = f"the grammar refers to {token[:80]}, and there is no other grammar in a request"
             raise InvalidRequestError(message, param=param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
 from agentspec.types import GenerateRequest, StructuredOutputs
 
-FORM: Final = "structured_outputs"
 TOOLS: Final = "tools"
 MAX_REGEX: Final = 20_000  # characters
 Symbol = Callable[[str], str]
@@ -54,20 +53,22 @@ def grammar_of(
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": top}]
     if "@form" in options and form is not None:
         entry, complexity = _form(form)
-        complexity.check(FORM)
+        complexity.check(form.param)
         grammars.append({"name": "form", **entry})
         whole += complexity
-    return GrammarSource(json.dumps({"grammars": grammars}), whole, TOOLS if form is None else FORM)
+    param = form.param if "@form" in options and form is not None else _tools_param(request)
+    return GrammarSource(json.dumps({"grammars": grammars}), whole, param)
 
 
-def _measured_tools(tools: Sequence[Tool]) -> Complexity:
-    """The complexity of all tools' parameters side by side."""
+def _measured_tools(tools: Mapping[int, Tool]) -> Complexity:
+    """The complexity of all tools' parameters side by side. The tools come by their places in the request."""
     whole = Complexity()
-    for tool in tools:
+    for index, tool in tools.items():
+        param = _parameters(index)
         name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
         if not isinstance(parameters, Mapping):
-            raise InvalidRequestError(f"the parameters of the tool {name!r} must be an object", param=TOOLS)
-        whole += _measured(parameters, f"the parameters of the tool {name!r}", TOOLS)
+            raise InvalidRequestError(f"the parameters of the tool {name!r} must be an object", param=param)
+        whole += _measured(parameters, f"the parameters of the tool {name!r}", param)
     whole.check(TOOLS)
     return whole
 
@@ -75,10 +76,31 @@ def _measured_tools(tools: Sequence[Tool]) -> Complexity:
 def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> tuple[str | None, Complexity]:
     if format is None or request.tool_choice == "none":
         return None, Complexity()
-    named = [tool for tool in request.tools if tool["function"]["name"] == request.tool_choice]
-    tools, parallel = named or request.tools, request.parallel_tool_calls and not named
+    named, tools = _named(request), _callable(request)
     complexity = _measured_tools(tools)
-    return format.grammar(tools, parallel=parallel, symbol=symbol), complexity
+    parallel = request.parallel_tool_calls and not named
+    return format.grammar([*tools.values()], parallel=parallel, symbol=symbol), complexity
+
+
+def _named(request: GenerateRequest) -> dict[int, Tool]:
+    """The tool that `tool_choice` names, by its place in the request; empty if it names none."""
+    tools = enumerate(request.tools)
+    return {index: tool for index, tool in tools if tool["function"]["name"] == request.tool_choice}
+
+
+def _callable(request: GenerateRequest) -> dict[int, Tool]:
+    """The tools that may be called, by their places in the request."""
+    return _named(request) or dict(enumerate(request.tools))
+
+
+def _tools_param(request: GenerateRequest) -> str:
+    """The field that is at fault if the calls' grammar is refused; of several tools only a compiler knows which."""
+    tools = _callable(request)
+    return _parameters(next(iter(tools))) if len(tools) == 1 else TOOLS
+
+
+def _parameters(index: int) -> str:
+    return f"{TOOLS}[{index}].function.parameters"
 
 
 def _strict(
@@ -88,8 +110,9 @@ def _strict(
     strict = any(tool["function"].get("strict") for tool in request.tools)
     if format is None or format.bare or not strict or request.tool_choice != "auto":
         return None
-    complexity, several = _measured_tools(request.tools), request.parallel_tool_calls
-    calls = format.grammar(request.tools, parallel=several and format.listed, symbol=symbol, opened=True)
+    tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
+    complexity = _measured_tools(dict(enumerate(tools)))
+    calls = format.grammar(tools, parallel=several and format.listed, symbol=symbol, opened=True)
     opening, again = symbol(format.opening), "*" if several else "?"
     if opening == lark_string(format.opening):
         literal = re.escape(format.opening).replace("/", "\\/")
@@ -98,7 +121,13 @@ def _strict(
         free = [f"free: text ({opening} calls text){again}"]
     thoughts, rules = _thoughts(expected, symbol)
     lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
-    return GrammarSource(lark, complexity, TOOLS)
+    return GrammarSource(lark, complexity, _tools_param(request))
+
+
+def _as_strict(tool: Tool) -> Tool:
+    """The tool as it is, or, if nobody asked to hold its calls to its parameters, as one that takes any object."""
+    function = tool["function"]
+    return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
 
 
 def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
@@ -119,27 +148,29 @@ def _form(form: StructuredOutputs) -> tuple[dict[str, Any], Complexity]:
     if form.json_object:
         return {"json_schema": closed_schema({"type": "object"})}, Complexity()
     if form.json is False:
-        raise InvalidRequestError("the schema is false, which no value fits", param=FORM)
+        raise InvalidRequestError("the schema is false, which no value fits", param=form.param)
     if form.json is not None:
         schema = form.json if isinstance(form.json, Mapping) else {}
-        complexity = _measured(schema, "the schema", FORM)
+        complexity = _measured(schema, "the schema", form.param)
         return {"json_schema": closed_schema(schema)}, complexity
     if form.regex is not None:
-        _check_text(form.regex, MAX_REGEX)
+        _check_text(form.regex, MAX_REGEX, form.param)
         if (len(form.regex) - len(form.regex.rstrip("\\"))) % 2:  # the compiler would leave it out
-            raise InvalidRequestError("the regular expression ends in a backslash that escapes nothing", param=FORM)
+            raise InvalidRequestError(
+                "the regular expression ends in a backslash that escapes nothing", param=form.param
+            )
         complexity = measure_regex(form.regex)
-        complexity.check(FORM)
+        complexity.check(form.param)
         return {"lark_grammar": f"start: {lark_regex(form.regex)}"}, complexity
     if form.choice is not None:
         for choice in form.choice:
-            _check_text(choice, MAX_LITERAL)
+            _check_text(choice, MAX_LITERAL, form.param)
         written = " | ".join(map(lark_string, form.choice))
         return {"lark_grammar": f"start: CHOICE\nCHOICE: {written}"}, Complexity(len(written), 1, len(form.choice))
     assert form.grammar is not None
-    _check_text(form.grammar, MAX_CHARACTERS)
-    lark = as_lark(form.grammar, FORM)
-    return {"lark_grammar": lark}, measure_lark(lark, FORM)
+    _check_text(form.grammar, MAX_CHARACTERS, form.param)
+    lark = as_lark(form.grammar, form.param)
+    return {"lark_grammar": lark}, measure_lark(lark, form.param)
 
 
 def _measured(schema: Mapping[str, Any], name: str, param: str) -> Complexity:
@@ -150,8 +181,8 @@ def _measured(schema: Mapping[str, Any], name: str, param: str) -> Complexity:
     return complexity
 
 
-def _check_text(text: str, most: int) -> None:
+def _check_text(text: str, most: int, param: str) -> None:
     if len(text) > most:
         message = f"a regular expression, choice or grammar of {len(text):,} characters; {most:,} are allowed"
-        raise InvalidRequestError(message, param=FORM)
-    check_json(text, "the required form", param=FORM)
+        raise InvalidRequestError(message, param=param)
+    check_json(text, "the required form", param=param)

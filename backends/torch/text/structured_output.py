@@ -11,7 +11,7 @@ from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.chat_template import template_of, tool_format
-from agentspec.backends.torch.text.grammar_builder import GrammarSource, grammar_of
+from agentspec.backends.torch.text.grammar_builder import TOOLS, GrammarSource, grammar_of
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation, expectation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -70,7 +70,12 @@ class StructuredOutputBuilder:
         called = bool(request.tools) and request.tool_choice != "none"
         format = tool_format(self._tokenizer.tokenizer) if called else None
         expected = expectation(prompt, thinks=chat and self._thinks)
-        source = grammar_of(request, format, expected, self._grammars.symbol)
+        try:
+            source = grammar_of(request, format, expected, self._grammars.symbol)
+        except InvalidRequestError as error:  # of a tokenizer that cannot be constrained by anything
+            form = request.sampling.structured_outputs
+            error.param = error.param or (form.param if form else TOOLS)
+            raise
         return StructuredOutput(
             parser_spec=OutputParserSpec.of(request, format, expected),
             grammar=None if source is None else compiled or self._compiled(source, may_wait),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.messages import parse_message
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import Item, parse_input
-from agentspec.protocol.openai_responses.request import own_name
+from agentspec.protocol.openai_responses.request import parse_responses
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -48,6 +49,22 @@ def test_a_turn_of_the_model_is_one_message() -> None:
     assert [(one["tool_call_id"], one["content"]), (two["tool_call_id"], two["content"])] == [("a", "1"), ("b", "2")]
     assert then == {"role": "assistant", "content": "done", "reasoning_content": "t"}
     assert last == {"role": "assistant", "content": "really"}
+
+
+@given(texts, texts)
+def test_calls_of_custom_tools_are_calls_of_functions(written: str, result: str) -> None:
+    head = {"call_id": "a", "name": "edit", "namespace": "disk"}
+    value = [
+        {"type": "custom_tool_call", **head, "input": written},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": result, "name": "edit"},
+    ]
+    items = parse_input(value, most=9, media=False)
+    for item in items:
+        ITEM.validate_python(item)
+    assert parse_input(items, most=9, media=False) == items
+    [call], output = messages(value)[0]["tool_calls"], messages(value)[1]
+    assert call["function"]["name"] == "disk__edit" and json.loads(call["function"]["arguments"]) == {"input": written}
+    assert output == {"role": "tool", "tool_call_id": "a", "content": result}
 
 
 def test_system_messages_at_the_beginning_are_one() -> None:
@@ -149,6 +166,9 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments"),
     ([{"type": "function_call_output", "call_id": "c", "output": 5}], "input[0].output"),
     ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "f", "arguments": "{}"}], "input[0].input"),
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "namespace": 5}], "input[0].namespace"),
+    ([{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
     ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}], "input[0].encrypted_content"),
     ([{"type": "reasoning", "summary": "x"}], "input[0].summary"),
     ([{"role": "user", "content": "\ud800"}], "input[0].content[0].text"),
@@ -188,10 +208,17 @@ def test_media_are_for_upstreams() -> None:
         ("messages", "input"),
         ("max_tokens", "max_output_tokens"),
         ("response_format.json_schema.schema", "text.format.schema"),
-        ("tools[3].function.name", "tools[3].name"),
+        ("tools[0].function.name", "tools[0].name"),
+        ("tools[2].function.name", "tools[1].tools[1].name"),
+        ("tools[3].function.parameters", "tools[2].format"),
+        ("tools", "tools"),
         ("temperature", "temperature"),
         (None, None),
     ],
 )
 def test_the_names_of_a_chats_fields(chat: str | None, own: str | None) -> None:
-    assert own_name(chat, [-1, 0, 3], 2) == own
+    function = {"type": "function", "name": "f"}
+    space = {"type": "namespace", "name": "n", "description": "", "tools": [function, function]}
+    body = {"input": "hi", "tools": [function, space, {"type": "custom", "name": "c"}]}
+    request = parse_responses(body, max_messages=9, local=True)
+    assert request.own_name(chat, [-1, 0, 3], 2) == own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -79,6 +81,21 @@ def test_every_event_is_valid_and_tells_the_whole(deltas: list[Delta]) -> None:
         "incomplete" if deltas[-1].finish_reason in ("length", "content_filter") else "completed"
     )
     assert whole["status"] in found[-1]["type"] and output
+
+
+@given(texts, st.lists(st.integers(0, 60), max_size=5))
+def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int]) -> None:
+    arguments = json.dumps({"input": written})
+    ends = [0, *sorted(one % (len(arguments) + 1) for one in at), len(arguments)]
+    pieces = [call(0, arguments[begin:end]) for begin, end in pairwise(ends)]
+    tools = [{"type": "namespace", "name": "disk", "description": "", "tools": [{"type": "custom", "name": "edit"}]}]
+    deltas = [call(0, "", id="a", name="disk__edit"), *pieces, Delta(finish_reason="tool_calls")]
+    found = events(deltas, tools=tools)
+    told = "".join(event["delta"] for event in found if event["type"] == "response.custom_tool_call_input.delta")
+    [done] = [event for event in found if event["type"] == "response.custom_tool_call_input.done"]
+    [item] = found[-1]["response"]["output"]
+    assert told == done["input"] == item["input"] == written
+    assert (item["type"], item["name"], item["namespace"]) == ("custom_tool_call", "edit", "disk")
 
 
 def test_an_answer_of_nothing_is_an_empty_message() -> None:

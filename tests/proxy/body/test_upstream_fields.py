@@ -129,6 +129,9 @@ def test_messages_and_inputs_of_any_form_are_searched() -> None:
         {"input": [{"text": "http://fine", "image": "http://x"}]},
         {"input": {"messages": [{"content": [{"video_url": {"url": "http://x"}}]}]}},
         {"prompt": [{"image": "http://x"}]},
+        {"documents": [{"image_url": {"url": "http://x"}}]},
+        {"documents": {"content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}},
+        {"query": {"content": [{"type": "video_url", "video_url": {"url": "http://x"}}]}},
     ):
         with pytest.raises(InvalidRequestError, match="data: URL"):
             check(fields)
@@ -151,6 +154,8 @@ def test_text_and_schemas_may_speak_of_addresses() -> None:
             "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
             "prompt": "http://x",
             "input": ["http://x", "file:///x"],
+            "query": "http://x",
+            "documents": ["http://x", {"title": "http://x", "text": "file:///x"}],
             "stop": ["http://"],
             "user": "https://people/1",
             "metadata": {"page": "http://x", "trace_url": "http://x"},

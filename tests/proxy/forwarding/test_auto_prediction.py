@@ -35,19 +35,22 @@ class Hosted:
     def __init__(self, upstream: Any, owner: str = "openai") -> None:
         self.text, self.status, self.owner = TEXT, 200, owner
         self.usage: dict[str, Any] = {"prompt_tokens": 2, "completion_tokens": 9}
-        self.finish = "stop"
+        self.finish, self.refusal = "stop", "no"
+        self.knows = False  # whether it refuses predictions alone
         self.server = upstream(self._answer)
 
     @property
     def sent(self) -> list[dict[str, Any]]:
-        return [request.json for request in self.server.requests if request.method == "POST"]
+        return [request.json for request in self.server.requests if request.target == "/v1/chat/completions"]
 
     def _answer(self, request: Any) -> None:
         if request.method == "GET":
             listed = {"data": [{"id": "m", "owned_by": self.owner}]}
             return request.answer(json.dumps(listed).encode(), status=200 if request.target == "/v1/models" else 404)
-        if self.status != 200:
-            return request.answer(b'{"error": {"message": "no"}}', status=self.status)
+        if request.target != "/v1/chat/completions":
+            return request.answer(b"{}", status=404)
+        if self.status != 200 and ("prediction" in request.json or not self.knows):
+            return request.answer(json.dumps({"error": {"message": self.refusal}}).encode(), status=self.status)
         if not request.json.get("stream"):
             choice = {"index": 0, "message": {"content": self.text}, "finish_reason": self.finish}
             return request.answer(json.dumps({"choices": [choice], "usage": self.usage}).encode())
@@ -70,6 +73,17 @@ def settings(url: str, *, share: float | None = 0.8, cache: Any = None, tenants:
     )
 
 
+@pytest.fixture
+def hosted(upstream: Any) -> Hosted:
+    return Hosted(upstream)
+
+
+@pytest.fixture
+def running(gateway: Any, hosted: Hosted) -> Any:
+    """A gateway that predicts for `hosted`."""
+    return gateway({}, settings(hosted.server.url))
+
+
 def ask(running: Any, *, headers: Any = None, tenant: str = "", **fields: Any) -> httpx.Response:
     key = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
     body = {"model": "m", "messages": MESSAGES, **fields}
@@ -86,9 +100,7 @@ def warm(running: Any, count: int = MIN_SEEN + 1, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_comes_back_again_and_again_is_predicted(gateway: Any, upstream: Any, stream: bool) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_what_comes_back_again_and_again_is_predicted(running: Any, hosted: Hosted, stream: bool) -> None:
     warm(running, stream=stream)
     answer = ask(running, stream=stream)
     assert answer.headers[HEADER] == "1.00"
@@ -108,9 +120,7 @@ def test_off_by_default(gateway: Any, upstream: Any) -> None:
 
 
 @pytest.mark.slow
-def test_answers_that_differ_are_not_predicted(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_answers_that_differ_are_not_predicted(running: Any, hosted: Hosted) -> None:
     for number in range(MIN_SEEN + 3):
         hosted.text = " ".join(f"w{number}x{place}" for place in range(30))
         assert HEADER not in ask(running).headers
@@ -118,9 +128,7 @@ def test_answers_that_differ_are_not_predicted(gateway: Any, upstream: Any) -> N
 
 
 @pytest.mark.slow
-def test_it_ends_when_the_upstream_counts_rejected_tokens(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_it_ends_when_the_upstream_counts_rejected_tokens(running: Any, hosted: Hosted) -> None:
     warm(running)
     details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 20}
     hosted.usage = {**hosted.usage, "completion_tokens_details": details}
@@ -128,9 +136,7 @@ def test_it_ends_when_the_upstream_counts_rejected_tokens(gateway: Any, upstream
     assert used[0] and not used[-1]
 
 
-def test_an_edit_is_predicted_from_the_steps_latest_answer(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_an_edit_is_predicted_from_the_steps_latest_answer(running: Any, hosted: Hosted) -> None:
     labels = {"x-agentspec-workflow": "w", "x-agentspec-step": "edit"}
     for number in range(MIN_SEEN + 1):  # other messages each time, and nearly the same answer
         hosted.text = f"{TEXT}, {number}"
@@ -167,9 +173,7 @@ REFUSED_BESIDE: list[dict[str, Any]] = [
 ]
 
 
-def test_a_request_that_allows_no_prediction_gets_none(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_a_request_that_allows_no_prediction_gets_none(running: Any, hosted: Hosted) -> None:
     warm(running)
     for fields in REFUSED_BESIDE:
         assert HEADER not in ask(running, **fields).headers
@@ -178,9 +182,7 @@ def test_a_request_that_allows_no_prediction_gets_none(gateway: Any, upstream: A
 
 
 @pytest.mark.slow
-def test_neither_do_clients_that_want_none(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_neither_do_clients_that_want_none(running: Any, hosted: Hosted) -> None:
     warm(running)
     assert HEADER not in ask(running, headers={"x-agentspec-speculation": "off"}).headers
     assert HEADER in ask(running).headers
@@ -202,31 +204,71 @@ def test_what_may_not_be_stored_is_not_predicted(gateway: Any, upstream: Any, ca
     assert not any("prediction" in sent for sent in hosted.sent)
 
 
-def test_what_is_forgotten_is_not_predicted(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_what_is_forgotten_is_not_predicted(running: Any, hosted: Hosted) -> None:
     warm(running)
     running.runtime.cache.forget(text="quick brown", decode=lambda ids: "")
     assert HEADER not in ask(running).headers
 
 
 @pytest.mark.slow
-def test_cut_answers_and_failures_teach_nothing(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
+def test_cut_answers_and_failures_teach_nothing(running: Any, hosted: Hosted) -> None:
     hosted.finish = "length"
-    running = gateway({}, settings(hosted.server.url))
     warm(running, MIN_SEEN + 3)
     assert not any("prediction" in sent for sent in hosted.sent)
 
 
-def test_an_upstream_that_refuses_predictions_gets_no_more(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_an_upstream_that_refuses_predictions_gets_no_more(running: Any, hosted: Hosted) -> None:
     warm(running)
     hosted.status = 400
     assert ask(running).status_code == 400
     hosted.status = 200
     assert ask(running).status_code == 200
+    assert ["prediction" in sent for sent in hosted.sent[-2:]] == [True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_prediction_is_refused_goes_again_without(running: Any, hosted: Hosted, stream: bool) -> None:
+    warm(running)
+    hosted.status, hosted.knows, hosted.refusal = 422, True, "Unrecognized request argument: prediction"
+    answer = ask(running, stream=stream)
+    assert answer.status_code == 200 and HEADER not in answer.headers and "speculation" not in answer.text
+    assert [sent.get("prediction") for sent in hosted.sent[-2:]] == [PREDICTION, None]
+    assert {**hosted.sent[-2], "prediction": None} == {**hosted.sent[-1], "prediction": None}
+    assert running.metric("agentspec_auto_predictions_refused_total", model="m") == 1
+    asked = len(hosted.sent)
+    ask(running)
+    assert len(hosted.sent) == asked + 1, "the refusal is remembered"
+
+
+def test_a_second_refusal_is_the_clients(running: Any, hosted: Hosted) -> None:
+    warm(running)
+    hosted.status, hosted.refusal = 400, "prediction or not: no"
+    asked = len(hosted.sent)
+    answer = ask(running)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == hosted.refusal
+    assert len(hosted.sent) == asked + 2
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/responses", {"input": "tell me"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 99}),
+    ],
+)
+def test_translated_requests_are_predicted_too(running: Any, hosted: Hosted, route: str, body: Any) -> None:
+
+    def told() -> Any:
+        answer = httpx.post(f"{running.url}{route}", json={"model": "m", **body}, timeout=60)
+        assert answer.status_code == 200 and TEXT in answer.text
+        running.metric("agentspec_requests_in_flight")
+        return answer.headers
+
+    assert not any(HEADER in told() for _ in range(MIN_SEEN + 1))
+    assert told()[HEADER] == "1.00" and hosted.sent[-1]["prediction"] == PREDICTION
+    hosted.status, hosted.knows, hosted.refusal = 400, True, "unknown field: prediction"
+    headers = told()
+    assert HEADER not in headers and headers["x-agentspec-translated"] == "chat.completions"
     assert ["prediction" in sent for sent in hosted.sent[-2:]] == [True, False]
 
 
@@ -238,9 +280,7 @@ def test_vllm_drafts_by_itself(gateway: Any, upstream: Any) -> None:
     assert not any("prediction" in sent for sent in hosted.sent)
 
 
-def test_stored_answers_are_no_stored_responses(gateway: Any, upstream: Any) -> None:
-    hosted = Hosted(upstream)
-    running = gateway({}, settings(hosted.server.url))
+def test_stored_answers_are_no_stored_responses(running: Any, hosted: Hosted) -> None:
     ask(running)
     [id] = [id for id in running.runtime.cache.responses._entries if id.startswith("predicted")]
     asked = len(hosted.server.requests)

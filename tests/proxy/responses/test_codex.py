@@ -1,4 +1,4 @@
-"""Codex by its wire format: what its HTTP client sends for two turns of work with a tool, and what it reads."""
+"""Codex by its wire format: what its HTTP client sends for two turns of work with its tools, and what it reads."""
 
 from __future__ import annotations
 
@@ -99,6 +99,69 @@ def sent_back(item: dict[str, Any]) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "encrypted_content": None} if item["type"] == "reasoning" else kept
 
 
+PATCHER = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files. Send the patch itself, not JSON.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin\\n" /[^*]+/ "*** End\\n"?'},
+}
+SERVER = {
+    "type": "namespace",
+    "name": "mcp__files",
+    "description": "Files of the project.",
+    "tools": [{"type": "function", "name": "read", "strict": False, "parameters": {"type": "object"}}, PATCHER],
+}
+PATCH = '*** Begin\n+"é" \\n\n*** End'
+
+
+def calls_of(*functions: tuple[str, str]) -> Any:
+    calls = [
+        {"index": index, "id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(functions)
+    ]
+    return Answer("", extra={"tool_calls": calls}, finish_reason="tool_calls")
+
+
+def test_custom_tools_and_namespaces(gateway: Any) -> None:
+    """Their calls come back as the client named the tools, and their results reach the model."""
+    arguments = json.dumps({"input": PATCH})
+    asked = [("apply_patch", arguments), ("mcp__files__read", "{}"), ("mcp__files__apply_patch", arguments)]
+    backend = FakeBackend(lambda request: "done" if len(request.messages or ()) > 3 else calls_of(*asked))
+    running = gateway({"fake": backend})
+    tools = [SHELL, PATCHER, SERVER]
+    done, response = turn(running, FIRST, tools=tools, parallel_tool_calls=True)
+    assert [(item["type"], item.get("namespace"), item["name"]) for item in done] == [
+        ("custom_tool_call", None, "apply_patch"),
+        ("function_call", "mcp__files", "read"),
+        ("custom_tool_call", "mcp__files", "apply_patch"),
+    ]
+    assert done[0]["input"] == done[2]["input"] == PATCH and response["tools"] == tools
+    results = [
+        {"type": item["type"] + "_output", "call_id": item["call_id"], "output": f"result {index}"}
+        for index, item in enumerate(done)
+    ]
+    results[0]["name"] = "apply_patch"
+    turn(running, [*FIRST, *map(sent_back, done), *results], tools=tools)
+    messages = list(backend.requests[-1].messages or ())
+    called = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert [(one["name"], json.loads(one["arguments"])) for one in called] == [
+        (name, json.loads(arguments)) for name, arguments in asked
+    ]
+    assert [one["content"] for one in messages if one["role"] == "tool"] == ["result 0", "result 1", "result 2"]
+    functions = [tool["function"] for tool in backend.requests[0].tools]
+    assert [one["name"] for one in functions] == ["shell", *(name for name, _ in asked)]
+    assert functions[2]["description"].startswith("Files of the project.") and functions[1]["strict"]
+
+
+def test_a_form_that_cannot_be_enforced_is_told(running: Any) -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
+    recursive = {**PATCHER, "name": "nest", "format": form}
+    space = {**SERVER, "tools": [PATCHER, recursive]}
+    body = {**BODY, "input": FIRST, "tools": [SHELL, space]}
+    answer = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
+    assert answer.status_code == 200 and answer.headers["x-agentspec-unenforced"] == "tools[1].tools[1].format"
+
+
 def test_two_turns(running: Any, backend: FakeBackend) -> None:
     done, response = turn(running, FIRST)
     assert [item["type"] for item in done] == ["reasoning", "function_call"]
@@ -142,6 +205,9 @@ RECORDED: dict[str, dict[str, Any]] = {
     },
     "remarks between calls": {
         "input": [*FIRST, said("assistant", "I look.", phase="commentary"), said("user", "go on")]
+    },
+    "notes of turns": {
+        "input": [*FIRST[:2], {**FIRST[2], "internal_chat_message_metadata_passthrough": {"turn_id": "0199a213"}}]
     },
     "a result in parts": {
         "input": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,44 @@ def test_a_forced_call(client: openai.OpenAI, choice: Any) -> None:
     answer = ask(client, tools=[tool], tool_choice=choice, max_output_tokens=200, parallel_tool_calls=False)
     [call] = [item for item in answer.output if item.type == "function_call"]
     assert call.name == "look" and json.loads(call.arguments)["at"] in ("here", "there")
+
+
+LARK = 'start: NAME ("=" /[0-9]{1,3}/ LF)~1..2\nNAME: "a".."c"\n%import common.LF'
+
+
+@pytest.mark.parametrize(
+    ("form", "fitting"),
+    [
+        ({"type": "grammar", "syntax": "regex", "definition": "(north|south) [0-9]{2}"}, r"(north|south) [0-9]{2}"),
+        ({"type": "grammar", "syntax": "lark", "definition": LARK}, r"[a-c](=[0-9]{1,3}\n){1,2}"),
+    ],
+)
+def test_a_custom_tool_with_a_grammar(client: openai.OpenAI, form: Any, fitting: str) -> None:
+    tool = {"type": "custom", "name": "steer", "format": form}
+    choice = {"type": "custom", "name": "steer"}
+    answer = ask(client, tools=[tool], tool_choice=choice, max_output_tokens=200)
+    [call] = [item for item in answer.output if item.type == "custom_tool_call"]
+    assert call.name == "steer" and re.fullmatch(fitting, call.input)
+
+
+BAD = {"type": "nothing"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": BAD}}}, "text.format.schema"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": BAD}], "tool_choice": "required"},
+         "tools[0].parameters"),
+        ({"tools": [{"type": "namespace", "name": "n", "description": "", "tools": [
+            {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex", "definition": "(a"}}]}],
+          "tool_choice": "required"}, "tools[0].tools[0].format"),
+    ],
+)  # fmt: skip
+def test_a_wrong_form_is_refused_by_the_clients_own_field(client: openai.OpenAI, fields: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **fields)
+    assert refused.value.param == param
 
 
 def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:

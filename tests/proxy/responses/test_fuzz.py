@@ -29,9 +29,14 @@ BODY: dict[str, Any] = {
          "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", "id": "fc_1"},
         {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "5"}]},
+        {"type": "custom_tool_call", "call_id": "c3", "name": "edit", "namespace": "disk", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c3", "output": "done"},
     ],
     "tools": [{"type": "function", "name": "look", "description": "Looks", "parameters": {"type": "object"},
-               "strict": True}],
+               "strict": True},
+              {"type": "namespace", "name": "disk", "description": "The disk", "tools": [
+                  {"type": "custom", "name": "edit", "description": "Edits",
+                   "format": {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z]+/"}}]}],
     "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]},
     "parallel_tool_calls": False,
     "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
@@ -52,9 +57,12 @@ ODD: list[Any] = [
     {"type": "input_text", "text": 1}, {"type": "function_call", "call_id": "c2", "name": "", "arguments": ""},
     {"type": "function", "name": "look"}, {"type": "web_search"}, {"role": "user"}, {"a": {"b": [1]}}, ["x"] * 70,
     "é\U0001f642", {"type": "json_object"}, {"effort": []}, {"type": "function_call_output", "call_id": "c1"},
+    {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "regex", "definition": "("}},
+    {"type": "namespace", "name": "look", "tools": [{"type": "function", "name": "look"}]}, "start: start",
 ]  # fmt: skip
 NAMES = [
-    *BODY, "type", "role", "content", "id", "call_id", "output", "arguments", "name", "format", "schema", "background",
+    *BODY, "namespace", "input", "definition", "syntax",
+    "type", "role", "content", "id", "call_id", "output", "arguments", "name", "format", "schema", "background",
     "conversation", "prompt", "stream_options", "seed", "stop", "n", "top_k", "logit_bias", "chat_template_kwargs",
     "prediction", "service_tier", "priority", "context_management", "prompt_cache_options", "max_tool_calls",
 ]  # fmt: skip

@@ -283,6 +283,31 @@ def test_a_chat_is_asked_of_an_upstream_without_the_route(gateway: Any, upstream
     }  # fmt: skip
 
 
+def test_custom_tools_and_namespaces_of_a_translated_upstream(gateway: Any, upstream: Any) -> None:
+    call = {"index": 0, "id": "c1", "function": {"name": "files_edit", "arguments": '{"input": "a\\nb"}'}}
+    answer = {"choices": [{"index": 0, "message": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}
+
+    def script(request: Any) -> None:
+        chat = request.target.startswith("/v1/chat/")
+        request.answer(json.dumps(answer).encode() if chat else b"{}", 200 if chat else 404)
+
+    server = upstream(script)
+    running = gateway({}, settings(server.url))
+    form = {"type": "grammar", "syntax": "regex", "definition": "[ab\\n]+"}
+    space = {"type": "namespace", "name": "files_", "description": "Of a project.",
+             "tools": [{"type": "custom", "name": "edit", "format": form}]}  # fmt: skip
+    choice = {"type": "custom", "name": "edit", "namespace": "files_"}
+    said = post(running, {"tools": [space], "tool_choice": choice})
+    assert said.headers["x-agentspec-unenforced"] == "tools[0].tools[0].format"
+    [item] = said.json()["output"]
+    assert item.items() >= {"type": "custom_tool_call", "name": "edit", "namespace": "files_", "input": "a\nb"}.items()
+    [request] = posted(server, "/v1/chat/completions")
+    [tool] = request.json["tools"]
+    assert tool["function"]["name"] == request.json["tool_choice"]["function"]["name"] == "files_edit"
+    argument = tool["function"]["parameters"]["properties"]["input"]
+    assert "[ab\\n]+" in argument["description"] and "pattern" not in argument
+
+
 def test_a_translated_stream_has_the_same_events(gateway: Any, upstream: Any) -> None:
     running = gateway({}, settings(upstream(chats_only()).url))
     answer = post(running, {"stream": True})

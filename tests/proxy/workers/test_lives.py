@@ -171,6 +171,28 @@ def test_a_process_that_hangs_is_killed_and_replaced(start_workers: Any, upstrea
     assert gateway.end() == 0
 
 
+def test_an_engine_that_never_loads_is_killed_and_replaced(start_workers: Any, upstream: Any, tmp_path: Path) -> None:
+    """It lives and answers, but its model does not come: here from a file that nobody writes."""
+    program = Streaming()
+    program.let.set()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    os.mkfifo(folder / "config.json")
+    local = f'[backends.local]\nkind = "torch"\nmodel = "{folder}"\n[models.m]\nbackend = "local"'
+    more = f'load_timeout = 8\n{local}\n[models.any]\nbackend = "up"'
+    gateway = start_workers(CONFIGURATION.format(url=upstream(program).url, drain=1, more=more))
+    for name in (1, 2):
+        gateway.said("ready", worker=name)
+    before = gateway.pid("engine")
+    gateway.said("has not loaded in time", process="engine", seconds=8.0)
+    gateway.said("process ended", process="engine", status=-signal.SIGKILL)
+    with gateway.client() as client:
+        assert client.post(COMPLETIONS, json=BODY).status_code == 200  # upstreams go on
+        assert client.get("/ready").status_code == 503
+    gateway.said("process started", 2, worker="engine")
+    assert gateway.pid("engine") != before
+
+
 def test_a_stop_of_all_processes_ends_none(start_workers: Any, upstream: Any) -> None:
     """As of a terminal, or of a machine that sleeps."""
     more = "hang_timeout = 8"  # long enough for a busy machine

@@ -1,0 +1,78 @@
+"""The input of a custom tool: plain text for its client, the only argument of a function in a chat."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+ARGUMENT = "input"
+
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_MAX_HEAD = 200  # characters in which the text must begin to be passed on as it comes
+# Characters of a JSON string; the third kind of escape is no JSON, but there is no better way to read it.
+_UNITS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])|\\[^u])*+', re.DOTALL)
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
+_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+_SHORT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+
+
+def as_arguments(text: str) -> str:
+    """The arguments of the function that stands for a custom tool."""
+    return json.dumps({ARGUMENT: text}, ensure_ascii=False)
+
+
+@dataclass(slots=True)
+class InputReader:
+    """Reads the input out of a call's arguments as they come. The joined text does not depend on how they were cut.
+
+    Models that are not held to the form may write something else. What is no object with the text `input` first is
+    read at the end: the only text of an object, or else all that was written.
+    """
+
+    _held: str = ""  # written and not passed on yet
+    _begun: bool = False
+    _ended: bool = False
+
+    def feed(self, arguments: str) -> str:
+        """The part of the input that `arguments` adds."""
+        if self._ended:
+            return ""
+        self._held += arguments
+        if not self._begun:
+            head = _HEAD.match(self._held) if len(self._held) - len(arguments) < _MAX_HEAD else None
+            if head is None:
+                return ""
+            self._begun, self._held = True, self._held[head.end() :]
+        return self._decoded()
+
+    def finish(self) -> str:
+        """What is left of the input when nothing more comes."""
+        whole, self._held = self._held, ""
+        if self._begun:
+            return ""  # half an escape
+        try:
+            read = json.loads(whole)
+        except (ValueError, RecursionError):
+            return _text(whole)
+        texts = [one for one in read.values() if isinstance(one, str)] if isinstance(read, dict) else []
+        return _text(texts[0] if len(texts) == 1 else whole)
+
+    def _decoded(self) -> str:
+        units = _UNITS.match(self._held)
+        end = units.end() if units else 0
+        self._ended = self._held[end : end + 1] == '"'
+        if not self._ended and (half := _HALF_PAIR.search(self._held, 0, end)):
+            end = half.start()
+        text, self._held = self._held[:end], self._held[end:]
+        return _text(_ESCAPE.sub(_unescaped, text))
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    code = escape[1]
+    return chr(int(code[1:], 16)) if len(code) > 1 else _SHORT.get(code, code)
+
+
+def _text(value: str) -> str:
+    """`value` with its surrogates joined to characters, and those that have no other half replaced."""
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

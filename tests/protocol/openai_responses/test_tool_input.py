@@ -1,0 +1,63 @@
+"""A custom tool's text out of a call's arguments: whole, in order, and the same however the arguments were cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.protocol.openai_responses.tool_input import InputReader, as_arguments
+
+
+def read(pieces: list[str]) -> str:
+    reader = InputReader()
+    return "".join([*map(reader.feed, pieces), reader.finish()])
+
+
+def cut(text: str, at: list[int]) -> list[str]:
+    ends = [0, *sorted(one % (len(text) + 1) for one in at), len(text)]
+    return [text[begin:end] for begin, end in pairwise(ends)]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@given(texts, st.lists(st.integers(0, 400), max_size=6), st.booleans())
+def test_the_text_arrives(text: str, at: list[int], ascii: bool) -> None:
+    written = json.dumps({"input": text}, ensure_ascii=ascii)
+    assert read(cut(written, at)) == text
+    assert read([as_arguments(text)]) == text
+
+
+@given(st.text('{"input: }\\u0d8a3n[]', max_size=30), st.lists(st.integers(0, 40), max_size=6))
+def test_what_is_no_such_object_is_text_too(written: str, at: list[int]) -> None:
+    whole = read([written])
+    assert read(cut(written, at)) == whole
+    whole.encode()  # halves of characters are replaced
+
+
+def test_it_comes_while_it_is_written() -> None:
+    reader = InputReader()
+    pieces = ['{"in', 'put": "a', "b\\", "nc", "\\ud83d", "\\ude00", '"', "}"]
+    assert [reader.feed(piece) for piece in pieces] == ["", "a", "b", "\nc", "", "\U0001f600", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ('{"patch": "x\\ny"}', "x\ny"),
+        ('{"a": "x", "b": "y"}', '{"a": "x", "b": "y"}'),
+        ("ls -l", "ls -l"),
+        ('{"input": "cut of', "cut of"),
+        ('{"input": "half \\u00', "half "),
+        ('{"input": "odd \\q \\u12"}', "odd q u12"),
+        ('{"input": "lone \\ud800 half"}', "lone \ufffd half"),
+        ("", ""),
+        ("[" * 5000, "[" * 5000),
+    ],
+)
+def test_models_that_keep_to_no_form(written: str, text: str) -> None:
+    assert read([written]) == text == read(list(written))

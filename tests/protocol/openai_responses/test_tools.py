@@ -1,0 +1,82 @@
+"""The client's tools as functions of a chat, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.openai_responses.tools import allowed_tools, chat_tools, client_tools
+
+FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+CUSTOM = {"type": "custom", "name": "write", "description": "Writes."}
+SPACE = {"type": "namespace", "name": "disk", "description": "The disk.", "tools": [FUNCTION, CUSTOM]}
+
+
+def test_functions_of_a_chat() -> None:
+    tools = client_tools([FUNCTION, CUSTOM, SPACE], enforce=True)
+    functions = [tool["function"] for tool in chat_tools(tools)]
+    assert [one["name"] for one in functions] == ["look", "write", "disk__look", "disk__write"]
+    assert functions[0] == {"name": "look", "parameters": {"type": "object"}, "strict": False}
+    assert functions[2]["description"] == "The disk." and functions[3]["description"] == "Writes."
+    assert functions[1]["parameters"]["required"] == ["input"] and all(tool.enforced for tool in tools)
+    assert [tool.param for tool in tools][2:] == ["tools[2].tools[0]", "tools[2].tools[1]"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen", "left"),
+    [
+        ("auto", "auto", 4),
+        ({"type": "custom", "name": "write"}, "write", 4),
+        ({"type": "function", "name": "look", "namespace": "disk"}, "disk__look", 4),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "write"}]}, "required", 1),
+    ],
+)
+def test_choices(choice: Any, chosen: str, left: int) -> None:
+    found, tools = allowed_tools(choice, client_tools([FUNCTION, CUSTOM, SPACE], enforce=True))
+    assert (found if isinstance(found, str) else found["function"]["name"]) == chosen and len(tools) == left
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "write"},
+        {"type": "custom", "name": "write", "namespace": "other"},
+        {"type": "custom"},
+        {"type": "allowed_tools", "tools": [{"type": "web_search"}]},
+        {"type": "web_search"},
+        "any",
+    ],
+)
+def test_choices_that_are_refused(choice: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        allowed_tools(choice, client_tools([FUNCTION, CUSTOM, SPACE], enforce=True))
+    assert refused.value.param == "tool_choice"
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        (5, "tools[0]"),
+        ({"type": "web_search"}, "tools[0].type"),
+        ({"type": "custom"}, "tools[0].name"),
+        ({**CUSTOM, "defer_loading": True}, "tools[0].defer_loading"),
+        ({**CUSTOM, "format": {"type": "json"}}, "tools[0].format.type"),
+        ({**CUSTOM, "format": {**GRAMMAR, "syntax": "ebnf"}}, "tools[0].format.syntax"),
+        ({**CUSTOM, "format": {"type": "grammar"}}, "tools[0].format.definition"),
+        ({**CUSTOM, "format": {**GRAMMAR, "flags": "i"}}, "tools[0].format.flags"),
+        ({**SPACE, "tools": [SPACE]}, "tools[0].tools[0].type"),
+        ({**SPACE, "tools": "all"}, "tools[0].tools"),
+        ({**SPACE, "tools": [{**FUNCTION, "name": 5}]}, "tools[0].tools[0].name"),
+        ({**SPACE, "tools": ["look"]}, "tools[0].tools[0]"),
+        ({"type": "namespace", "tools": []}, "tools[0].name"),
+    ],
+)
+def test_what_is_refused(tool: Any, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        client_tools([tool], enforce=True)
+    assert refused.value.param == param
