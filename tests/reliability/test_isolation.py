@@ -29,7 +29,13 @@ from agentspec.errors import AuthenticationError, EngineError
 from agentspec.proxy import create_app, logs
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.middleware import GatewayMiddleware
-from agentspec.reasoning.settings import STRATEGIES, SpecReasonSettings, StrategySettings, TraceSettings
+from agentspec.reasoning.settings import (
+    STRATEGIES,
+    LossyAcceptanceSettings,
+    SpecReasonSettings,
+    StrategySettings,
+    TraceSettings,
+)
 from agentspec.runtime import Runtime
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
@@ -529,9 +535,11 @@ def files(folder: Path) -> list[Path]:
 # I11: lossy modes.
 
 LOSSY = {name: kind for name, kind in STRATEGIES.items() if kind.lossy}
+PLAIN = ModelSettings(backend="local")
+DELEGATING = {name: kind for name, kind in LOSSY.items() if "small" in kind.model_fields}
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", DELEGATING)
 def test_i11_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
     model = ThinkingModel(lambda thinking: "step. Answer: 4\n</think>")
     strategy = LOSSY[name](base="large", small="tiny")  # type: ignore[call-arg]
@@ -546,6 +554,27 @@ def test_i11_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
         plain = httpx.post(url, json={**body, "model": "plain", "stream": stream})
         for lossless in (off, plain):
             assert "x-agentspec-lossy" not in lossless.headers and '"lossy":true' not in lossless.text
+
+
+def test_i11_lossily_accepted_answers_say_so(gateway: Any, tiny_model: Path) -> None:
+    assert LOSSY.keys() == {*DELEGATING, "lossy_acceptance"}
+    local = TorchSettings(model=str(tiny_model), draft_model=str(tiny_model), device="cpu")
+    fast = LossyAcceptanceSettings(base="local", tenants=("*",))
+    running = gateway({}, Settings(backends={"local": local}, models={"fast": fast, "plain": PLAIN}))
+    body = {"messages": [{"role": "user", "content": "Two plus two?"}], "max_tokens": 4, "seed": 1}
+    for stream in (False, True):
+        asked = {**body, "model": "fast", "stream": stream}
+        lossy = httpx.post(running.url + GENERATION[0], json=asked, timeout=60)
+        assert lossy.headers["x-agentspec-lossy"].startswith("lossy_acceptance") and '"lossy":true' in lossy.text
+        off = httpx.post(
+            running.url + GENERATION[0], json=asked, headers={"x-agentspec-speculation": "off"}, timeout=60
+        )
+        formed = {"structured_outputs": {"choice": ["four", "five"]}}
+        form = httpx.post(running.url + GENERATION[0], json={**asked, **formed}, timeout=60)
+        plain = httpx.post(running.url + GENERATION[0], json={**asked, "model": "plain"}, timeout=60)
+        for exact in (off, form, plain):
+            assert exact.status_code == 200
+            assert "x-agentspec-lossy" not in exact.headers and '"lossy":true' not in exact.text
 
 
 @pytest.mark.anyio

@@ -14,6 +14,7 @@ import torch
 from agentspec.backends.engine_plugin.cache_router import CacheRouter
 from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.backends.vllm.proposer import SALT
+from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens
@@ -137,6 +138,12 @@ class Late:
 
     def arrived(self, copy: SampledTokens) -> bool:
         return len(self._copies) - self._copies.index(copy) > self.steps
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a busy machine takes: here it matters what is found, not when."""
+    monkeypatch.setattr(retrieval, "PATIENCE", 60.0)
 
 
 @pytest.fixture
