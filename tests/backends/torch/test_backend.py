@@ -164,6 +164,12 @@ async def test_a_prediction_is_drafted_from(backend_of: Any) -> None:
         ({"token_ids": [1] * 512}, ContextLengthError, "prompt"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, ContextLengthError, "messages"),
         ({"token_ids": [1] * 500, "sampling": SamplingParams(max_tokens=13)}, ContextLengthError, "prompt"),
+        # Nothing is compiled for a prompt that does not fit: else the form would be at fault.
+        (
+            {"token_ids": [1] * 512, "sampling": SamplingParams(structured_outputs=StructuredOutputs(regex="("))},
+            ContextLengthError,
+            "prompt",
+        ),
     ],
 )
 async def test_what_cannot_be_generated_is_refused_by_name(
