@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
@@ -16,6 +15,7 @@ from langchain_core.tools import BaseTool, StructuredTool, Tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
+from agentspec.langchain.injected_arguments import by_model, takes_more
 from agentspec.langchain.labels import is_replayed
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolSession, ToolSpec, ToolSpeculator
@@ -179,7 +179,7 @@ class EarlyTools:
             server=server,
             read_only_hint=metadata.get("readOnlyHint") is True,
             needs_approval=any(bool(metadata.get(name)) for name in _APPROVAL),
-            injected=_takes_more(tool, schema) or tool.return_direct,
+            injected=takes_more(tool, schema) or tool.return_direct,
         )
 
 
@@ -191,14 +191,14 @@ class _AnsweredTool(BaseTool):
     message: ToolMessage
 
     def invoke(self, input: Any, config: Any = None, **kwargs: Any) -> Any:
-        if input.get("args") != self.expected:
+        if by_model(input.get("args")) != self.expected:
             return self.ran.invoke(input, config, **kwargs)
-        return super().invoke(input, config, **kwargs)
+        return super().invoke({**input, "args": self.expected}, config, **kwargs)
 
     async def ainvoke(self, input: Any, config: Any = None, **kwargs: Any) -> Any:
-        if input.get("args") != self.expected:
+        if by_model(input.get("args")) != self.expected:
             return await self.ran.ainvoke(input, config, **kwargs)
-        return await super().ainvoke(input, config, **kwargs)
+        return await super().ainvoke({**input, "args": self.expected}, config, **kwargs)
 
     def _run(self, **_: Any) -> tuple[Any, Any]:
         return self.message.content, self.message.artifact
@@ -254,22 +254,6 @@ def _usable(message: Any) -> _EarlyResult:
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         raise ValueError("not a plain text")
     return _EarlyResult(message)
-
-
-def _takes_more(tool: BaseTool, schema: Mapping[str, Any]) -> bool:
-    """Whether the tool's function has parameters that the model does not fill: state, a store, a runtime, a config."""
-    functions = (getattr(tool, "func", None), getattr(tool, "coroutine", None))
-    if not any(functions):
-        functions = (type(tool)._run, type(tool)._arun)  # noqa: SLF001  where a subclass says what it takes
-    filled = {*schema.get("properties", {}), "self", "run_manager"}
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    for function in functions:
-        if function is not None:
-            parameters = inspect.signature(function).parameters.values()
-            if any(one.kind in named and one.name not in filled for one in parameters):
-                return True
-    fields = getattr(tool.args_schema, "model_fields", None)
-    return fields is not None and not {*fields} <= filled
 
 
 def _tell(session: ToolSession, message: AnyMessage) -> None:
