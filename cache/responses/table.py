@@ -19,8 +19,8 @@ from agentspec.cache.responses.stored import (
     unpacked,
 )
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.rows.side_table import SideTable
 from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
-from agentspec.cache.storage.side_table import SideTable
 from agentspec.errors import CacheFormatError
 
 _STEP = 64  # the bounds are checked each time that a process has added 1/64 of them

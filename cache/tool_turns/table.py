@@ -13,8 +13,8 @@ import sqlalchemy as sa
 from agentspec.cache.deletion import Selection
 from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.rows.side_table import SideTable
 from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
-from agentspec.cache.storage.side_table import SideTable
 from agentspec.cache.tool_turns.turn import LARGEST, ROW, StoredTurn, is_covered
 from agentspec.errors import CacheClosedError, CacheFormatError
 
