@@ -15,7 +15,7 @@ from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.fleet.scenario import Scenario
+    from agentspec.fleet.scenario import Order, Scenario
     from agentspec.fleet.workload import SessionShape
 
 
@@ -58,7 +58,7 @@ def simulate(
     given = {"engines": engines, "sessions": sessions, **_parameters(set_ or [])}
     scenario = _scenario(given, costs)
     tried = [_checked(scenario, {"policy": one, "order": other}) for one in _names(policy) for other in _names(order)]
-    variants = [(one.policy, one.order) for one in tried]
+    variants: list[tuple[str, Order]] = [(one.policy, one.order) for one in tried]
     shapes = _shapes(files, format_, skip_bad, errors, single=single)
     scenario.require_room(shapes)
     with errors.status("starting") as status:

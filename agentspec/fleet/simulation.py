@@ -35,7 +35,7 @@ class Simulation:
         self._engines = {name: self._engine(name) for name in map("engine-{}".format, range(scenario.engines))}
         self._roster = Roster([Member(name) for name in self._engines])
         self._in_flight = dict.fromkeys(self._engines, 0)
-        self._scraped = dict.fromkeys(self._engines, (-inf, 0, 0.0))
+        self._scraped: dict[str, tuple[float, int, float]] = dict.fromkeys(self._engines, (-inf, 0, 0.0))
         self._shared_blocks = _shared_blocks(shapes, scenario.block_tokens)
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
         self._number = 0

@@ -42,12 +42,15 @@ class PlacementPolicy(Protocol):
 
     def choose(self, call: Call, members: Sequence[Member]) -> Member:
         """One of `members`, which are those that may take a call now: never empty."""
+        ...
 
     def placed(self, call: Call, member: Member) -> None:
         """The call has been sent to `member`, which may not be the one chosen."""
+        ...
 
     def removed(self, name: str) -> None:
         """The member left the pool or lost what it had cached."""
+        ...
 
 
 class _Stateless:

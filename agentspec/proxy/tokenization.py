@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from agentspec.backends.base import TOKENIZE, Forwards, SpellsTokens, Tokenization, is_forwarding, tokenization_of
+from agentspec.backends.base import (
+    TOKENIZE,
+    Backend,
+    Forwards,
+    SpellsTokens,
+    Tokenization,
+    is_forwarding,
+    tokenization_of,
+)
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
@@ -53,19 +61,19 @@ class TokenizationEndpoint(GenerationEndpoint):
     generates: ClassVar[bool] = False
 
     async def _respond(self, exchange: Exchange) -> None:
-        route = exchange.route
-        if not is_forwarding(route.backend):
-            route = await self._base_of(exchange.fields["model"])
-        if is_forwarding(route.backend):
-            await self._pass(exchange, route.backend, route.upstream_model)
+        asked = exchange.route
+        route = asked if is_forwarding(asked.backend) else await self._base_of(exchange.fields["model"])
+        backend = route.backend
+        if is_forwarding(backend):
+            await self._pass(exchange, backend, route.upstream_model)
             return
-        side = tokenization_of(route.backend)
+        side = tokenization_of(backend)
         if side is None:
             raise InvalidRequestError(f"the model {exchange.record.model!r} shows no tokenizer", param="model")
         check_amounts(exchange.fields, self.path, self.settings)
         async with exchange.deadline.limit():
             if self.path == TOKENIZE:
-                length = route.backend.capabilities.context_length
+                length = backend.capabilities.context_length
                 answer = {**await self._tokenize(side, exchange.fields, length), "max_model_len": length}
             else:
                 answer = await self._detokenize(side, exchange.fields)

@@ -106,8 +106,8 @@ class DatabaseResponses:
         if not self._table.is_there(connection):
             return 0
         body = responses.c.body if selection.searched else sa.literal(b"").label("body")
-        columns = (responses.c.id, responses.c.tenant, responses.c.session, responses.c.created_at, body)
-        query: sa.Select[Any] = sa.select(*columns)
+        columns: list[sa.ColumnElement[Any]] = [responses.c[name] for name in ("id", "tenant", "session", "created_at")]
+        query = sa.select(*columns, body)
         if selection.tenant is not None:
             query = query.where(responses.c.tenant == selection.tenant)
         found: list[str] = []
@@ -187,7 +187,7 @@ class DatabaseResponses:
         return freed
 
 
-def _is_covered(selection: Selection, row: sa.Row[Any]) -> bool:
+def _is_covered(selection: Selection, row: Any) -> bool:
     if not is_sound(row, _KINDS):
         return True  # it cannot be searched, and is of no use
     return covers(selection, row.tenant, row.session, row.created_at, row.body)

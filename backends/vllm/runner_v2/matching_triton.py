@@ -4,6 +4,7 @@ A place's score holds its match length and, below it, its rank among places with
 place is the maximum. Scores are int64; 0 is no match.
 """
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# pyright: reportMissingImports=false, reportIndexIssue=false
 # (Triton has no types for the arguments of a kernel.)
 
 from __future__ import annotations
