@@ -18,7 +18,7 @@ DEFAULT_AGE = 30.0
 class ToolSpec:
     """What is known of a tool. `schema` is the JSON schema of its arguments, `server` the MCP server that offers it.
 
-    `injected`: it takes state or a runtime besides the model's arguments.
+    `injected`: it takes state or a runtime besides the model's arguments, or nobody can tell.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ToolPolicy:
             return True
         if spec.name not in self._warned:
             self._warned.add(spec.name)
-            why = "needs approval" if spec.needs_approval else "takes injected state or a runtime"
+            why = "needs approval" if spec.needs_approval else "may depend on more than its arguments"
             _log.warning("the tool %s is read-only but %s: it does not run early", spec.name, why)
         return False
 
