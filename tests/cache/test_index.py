@@ -440,6 +440,18 @@ def test_pages_of_removed_text_are_given_back_without_a_rewriting() -> None:
     assert index.count(texts[0][:500]) == 2
 
 
+def test_pages_given_back_before_a_piece_leave_a_sound_index() -> None:
+    """The token before a piece without a context is another piece's: its page may go, and nothing may depend on it."""
+    kept = np.arange(20_000, dtype=np.int32)
+    index = SuffixIndex()
+    index.append(0, np.full(100 * 1024 - 67, 7, np.int32))  # the boundary behind it begins a page
+    index.append(1, kept)
+    index.remove([0])
+    index.check_integrity()
+    np.testing.assert_array_equal(index.tokens(1), kept)
+    assert index.successors(kept[:5]).most_recent == kept[5]
+
+
 def test_merges_wait_for_steps_and_change_no_answer() -> None:
     waiting, done = filled(400, 400), filled(400, 400, deferred=False)
     assert waiting.merging_due and not done.merging_due
