@@ -133,10 +133,13 @@ class SuffixIndex:
 
     Drafting waits for no change. Changes take work in proportion to their tokens; larger merges follow before they
     return or, if `deferred`, when `merge_step` is called. Queries know of a change when it returns, merged or not.
+
+    `capacity` positions (at most 2^32 - 1, the default) are handed out in all: one for each token, and a few for each
+    sequence. Merging takes those of removed sequences back before they run out.
     """
 
-    def __init__(self, *, tail: int = 128, ratio: int = 8, deferred: bool = False) -> None:
-        self.native = _native.SuffixIndex(tail, ratio, deferred)
+    def __init__(self, *, tail: int = 128, ratio: int = 8, deferred: bool = False, capacity: int = 2**32 - 1) -> None:
+        self.native = _native.SuffixIndex(tail, ratio, deferred, capacity)
 
     @classmethod
     def load(cls, file: int, offset: int, counts: PartCounts, sums: PartCounts, deferred: bool = False) -> SuffixIndex:

@@ -115,8 +115,8 @@ void extend_all(const std::vector<Extension>& asked) {
 void bind_index(nb::module_& m) {
     using Unlocked = nb::call_guard<Released>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
-        .def(nb::init<std::size_t, std::size_t, bool>(), "tail"_a = SuffixIndex::kTail, "ratio"_a = SuffixIndex::kRatio,
-             "deferred"_a = false)
+        .def(nb::init<std::size_t, std::size_t, bool, Position>(), "tail"_a = SuffixIndex::kTail,
+             "ratio"_a = SuffixIndex::kRatio, "deferred"_a = false, "capacity"_a = SuffixIndex::kCapacity)
         .def(
             "append",
             [](SuffixIndex& self, SequenceId sequence, const Input<Token>& tokens, const Input<Token>& context) {

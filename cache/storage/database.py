@@ -101,6 +101,34 @@ class Database(ABC):
         """Close the connections and stop being the writer. Idempotent."""
 
 
+class PendingErasure:
+    """Whether bytes of deleted rows may be left in the files of a database. Thread-safe.
+
+    What is deleted while an erasure runs may escape it, and stays pending.
+    """
+
+    def __init__(self, database: Database, *, pending: bool = False) -> None:
+        self._database = database
+        self._pending = pending
+
+    def __bool__(self) -> bool:
+        return self._pending
+
+    def mark(self) -> None:
+        """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them."""
+        self._pending = True
+
+    def finish(self, *, rewrite: bool = False) -> None:
+        """Erase them as `Database.secure_erase` does; they stay pending where it is prevented or raises."""
+        self._pending = False  # first: a mark that is set meanwhile stays
+        erased = False
+        try:
+            erased = self._database.secure_erase(rewrite=rewrite)
+        finally:
+            if not erased:
+                self._pending = True
+
+
 def reason(error: BaseException) -> str:
     """The database's error message, without the statement and its values."""
     original = error.orig if isinstance(error, exc.DBAPIError) else error

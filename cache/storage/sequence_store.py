@@ -21,7 +21,7 @@ from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, open_database, raise_unusable
-from agentspec.cache.storage.database import Database, reason
+from agentspec.cache.storage.database import Database, PendingErasure, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.rows.reader import SequenceReader
@@ -112,7 +112,8 @@ class SequenceStore(SequenceReader):
         )
         self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
-        self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
+        # A process killed after a deletion may have left bytes behind.
+        self._erasure = PendingErasure(database, pending=database.is_writer)
         with database.engine.connect() as connection:
             self.last_deletion = deletion_log.last(connection)  # the last deletion that this process has applied
         self.numbering = SequenceNumbers(database)
@@ -203,7 +204,8 @@ class SequenceStore(SequenceReader):
         before = self._database.is_writer
         self._database.renew_lease()
         elected = self._database.is_writer and not before
-        self._erase_pending = self._erase_pending or elected
+        if elected:
+            self._erasure.mark()
         return elected
 
     def enforce_budget(self) -> None:
@@ -229,7 +231,7 @@ class SequenceStore(SequenceReader):
                     forget(connection, selection)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
-        self._erase_pending = True
+        self._erasure.mark()
         return count
 
     def expire(self, selection: Selection) -> int:
@@ -247,7 +249,8 @@ class SequenceStore(SequenceReader):
         """(number, scope) of the deletions that this process has not applied to its memory yet."""
         with self._reading() as connection:
             found = deletion_log.since(connection, self.last_deletion)
-        self._erase_pending = self._erase_pending or bool(found)
+        if found:
+            self._erasure.mark()
         return found
 
     def finish_deletion(self, number: int, scope: Scope) -> None:
@@ -274,7 +277,7 @@ class SequenceStore(SequenceReader):
             # A row on a damaged page cannot be deleted.
             with contextlib.suppress(CacheFormatError), self._answering(), self._database.writing() as connection:
                 gone += connection.execute(sequences.delete().where(sequences.c.id == id_)).rowcount
-        self._erase_pending = True
+        self._erasure.mark()
         with contextlib.suppress(CacheError):  # bytes that cannot be erased now are by the next process that writes
             self.recheck()
             self.secure_erase(rewrite=True)
@@ -285,11 +288,10 @@ class SequenceStore(SequenceReader):
 
         If another process is reading meanwhile, or `CacheError` is raised, the next call finishes the erasure.
         """
-        if not (self._erase_pending or rewrite):
+        if not (self._erasure or rewrite):
             return
-        self._erase_pending = True
         try:
-            self._erase_pending = not self._database.secure_erase(rewrite=rewrite and self.disk_bytes() <= _REWRITTEN)
+            self._erasure.finish(rewrite=rewrite and self.disk_bytes() <= _REWRITTEN)
         except exc.DBAPIError as error:
             raise CacheError(
                 f"deleted, but bytes of it may be left in {self._database.name}: {reason(error)}"
@@ -300,7 +302,7 @@ class SequenceStore(SequenceReader):
         self.flush()
         for _ in range(_ATTEMPTS):
             self.secure_erase(rewrite=True)
-            if not self._erase_pending:
+            if not self._erasure:
                 return
         raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
 

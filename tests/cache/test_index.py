@@ -440,6 +440,42 @@ def test_pages_of_removed_text_are_given_back_without_a_rewriting() -> None:
     assert index.count(texts[0][:500]) == 2
 
 
+def test_pages_given_back_before_a_piece_leave_a_sound_index() -> None:
+    """The token before a piece without a context is another piece's: its page may go, and nothing may depend on it."""
+    kept = np.arange(20_000, dtype=np.int32)
+    index = SuffixIndex()
+    index.append(0, np.full(100 * 1024 - 67, 7, np.int32))  # the boundary behind it begins a page
+    index.append(1, kept)
+    index.remove([0])
+    index.check_integrity()
+    np.testing.assert_array_equal(index.tokens(1), kept)
+    assert index.successors(kept[:5]).most_recent == kept[5]
+
+
+def test_positions_of_removed_text_are_used_again() -> None:
+    """More than a quarter of them is alive throughout; handed out twice, they suffice at little more work."""
+    scarce, plenty, rng = SuffixIndex(capacity=150_000), SuffixIndex(), np.random.default_rng(0)
+    for number in range(60):
+        tokens = rng.integers(0, 1000, 5_000).astype(np.int32)
+        for index in (scarce, plenty):
+            index.append(number, tokens)
+            index.remove([number - 12])
+    assert scarce.token_count == 12 * 5_000
+    np.testing.assert_array_equal(scarce.tokens(50), plenty.tokens(50))
+    assert scarce.work().background < 1.2 * plenty.work().background
+    scarce.check_integrity()
+
+
+def test_a_full_index_takes_no_more_and_loses_nothing() -> None:
+    index = SuffixIndex(capacity=1100)
+    index.append(0, range(900))
+    with pytest.raises(InvalidRequestError, match="full: 1100 positions"):
+        index.append(1, range(200))
+    assert (index.token_count, index.tokens(0).tolist()) == (900, list(range(900)))
+    index.remove([0])
+    index.append(1, range(200))
+
+
 def test_merges_wait_for_steps_and_change_no_answer() -> None:
     waiting, done = filled(400, 400), filled(400, 400, deferred=False)
     assert waiting.merging_due and not done.merging_due

@@ -143,9 +143,11 @@ std::size_t SuffixIndex::cascade(std::size_t end, std::size_t begin, std::size_t
     return first;
 }
 
-/// Whether writing the log anew is worth the work: where pages cannot go by themselves, too many places are unneeded.
+/// Whether writing the log anew is worth the work: where pages cannot go by themselves, too many places are unneeded;
+/// where they can, their positions are not used again, and run out. The last eighth is for what comes meanwhile.
 bool SuffixIndex::rewrite_due() const {
     const std::size_t size = log_->size(), living = size - log_->discarded() - removed_ - truncated_;
+    if (size > capacity_ - capacity_ / 8 && kRewriteShare * (size - living) > living) return true;
     if (log_->can_discard()) {
         return kRewriteShare * scattered_ > living + kSlack || (size > log_->capacity() / 2 && 4 * living < size);
     }

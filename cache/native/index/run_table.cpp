@@ -19,7 +19,9 @@ RunTable::RunTable(const Token* log, std::span<const Position> run) {
     for (std::size_t place = 0; place < run.size(); place += stride_) {
         const std::size_t ahead = std::min(place + 16 * stride_, run.size() - 1);
         __builtin_prefetch(log + run[ahead] - 2);
-        keys_.push_back(order_key(log + run[place]));
+        // What stands before a boundary is another piece's, and becomes zeros when its page is given back.
+        const bool first = log[run[place] - 1] == kBoundary;
+        keys_.push_back(first ? lowest_key(kBoundary) : order_key(log + run[place]));
     }
     for (std::uint32_t begin = 0, end; begin < keys_.size(); begin = end) {
         const Token last = log[run[std::size_t{begin} * stride_] - 1];

@@ -13,8 +13,8 @@
 
 namespace agentspec {
 
-SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred)
-    : tail_limit_(tail), ratio_(ratio), deferred_(deferred) {
+SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred, Position capacity)
+    : tail_limit_(tail), ratio_(ratio), deferred_(deferred), capacity_(capacity) {
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
     log_ = TokenLog::with_room(kPadding, account_);
     log_->append(std::vector<Token>(kPadding, kBoundary));
@@ -38,8 +38,8 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
     {
         const Hold hold(*this);
         const std::size_t retired = retired_.size();
-        if (log_->size() + tokens.size() + kPadding > std::numeric_limits<Position>::max()) {
-            throw std::length_error("the index is full: 2^32 positions");
+        if (log_->size() + tokens.size() + kPadding > capacity_) {
+            throw std::length_error("the index is full: " + std::to_string(capacity_) + " positions");
         }
         const auto known = sequences_.find(id);
         const bool fresh = known == sequences_.end();

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -79,6 +80,7 @@ struct FrozenLayout {
 class SuffixIndex {
 public:
     static constexpr std::size_t kTail = 128, kRatio = 8;
+    static constexpr Position kCapacity = std::numeric_limits<Position>::max();
 #ifdef AGENTSPEC_MERGE_PIECE
     static constexpr std::size_t kPiece = AGENTSPEC_MERGE_PIECE, kSlack = AGENTSPEC_MERGE_PIECE;  // small in tests
 #else
@@ -88,12 +90,14 @@ public:
 
     /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
     /// Drafts depend on neither. Unless `deferred`, merging is done when a change returns; otherwise it waits for
-    /// `merge_step`. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
-    explicit SuffixIndex(std::size_t tail = kTail, std::size_t ratio = kRatio, bool deferred = false);
+    /// `merge_step`. The log takes `capacity` positions, those of removed text included until work that waits has taken
+    /// them back. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
+    explicit SuffixIndex(std::size_t tail = kTail, std::size_t ratio = kRatio, bool deferred = false,
+                         Position capacity = kCapacity);
 
     /// Add tokens at the end of a sequence, a new or an open one. `context` (new sequences only) holds the tokens
     /// before it, which are matched but never counted. Throws std::invalid_argument for a closed sequence or what is
-    /// no token, std::length_error when 2^32 positions are used up.
+    /// no token, std::length_error when all positions are used up.
     void append(SequenceId sequence, std::span<const Token> tokens, std::span<const Token> context = {});
     /// Refuse further tokens for a sequence. Like all methods below, throws std::out_of_range for an unknown sequence.
     void close(SequenceId sequence);
@@ -249,6 +253,7 @@ private:
 
     const std::size_t tail_limit_, ratio_;
     const bool deferred_;
+    const std::size_t capacity_;  // positions
     const std::shared_ptr<Account> account_ = std::make_shared<Account>();
     mutable std::mutex merging_;  // held by the one thread that merges, before the next
     mutable std::mutex changing_;  // held to change the index, for work in proportion to the tokens given

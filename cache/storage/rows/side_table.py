@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from agentspec.cache.storage.database import Database, reason
+from agentspec.cache.storage.database import Database, PendingErasure, reason
 from agentspec.errors import CacheUnavailableError
 
 _IDS_AT_ONCE = 500  # in one statement
@@ -24,7 +24,8 @@ class SideTable:
         self._table = table
         self._what = what
         self._exists = False
-        self._erase_pending = False
+        self._deletions = 0
+        self._erasure = PendingErasure(database)
 
     def is_there(self, connection: sa.Connection) -> bool:
         """Whether anything was ever stored."""
@@ -47,8 +48,13 @@ class SideTable:
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
         """A write transaction, committed at the end."""
-        with self._named(), self.database.writing() as connection:
-            yield connection
+        before = self._deletions
+        try:
+            with self._named(), self.database.writing() as connection:
+                yield connection
+        finally:
+            if self._deletions != before:
+                self._erasure.mark()
 
     @contextmanager
     def changing(self) -> Iterator[sa.Connection | None]:
@@ -67,25 +73,22 @@ class SideTable:
             yield self._table.c.id.in_(ids[start : start + _IDS_AT_ONCE])
 
     def delete(self, connection: sa.Connection, ids: Sequence[str]) -> None:
-        """Delete the rows of these ids, and erase them later."""
+        """Delete the rows of these ids, and erase them later if that is in a transaction of this table."""
         for batch in self.in_batches(ids):
             connection.execute(self._table.delete().where(batch))
-        self._deleted(len(ids))
+        self._deletions += len(ids)
 
     def delete_where(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> int:
-        """Delete rows, and erase them later; returns how many."""
+        """`delete` of all rows for which the conditions hold; returns how many."""
         count = connection.execute(self._table.delete().where(*conditions)).rowcount
-        self._deleted(count)
+        self._deletions += count
         return count
 
     def erase(self) -> None:
         """Leave nothing in the database's files of what was deleted since, as far as readers let it."""
-        if self._erase_pending:
+        if self._erasure:
             with self._named():
-                self._erase_pending = not self.database.secure_erase(rewrite=False)
-
-    def _deleted(self, count: int) -> None:
-        self._erase_pending = self._erase_pending or count > 0
+                self._erasure.finish()
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -265,12 +265,13 @@ void race(std::uint64_t seed, int outputs) {
     }
 }
 
-/// What a reader finds in a snapshot: every position with the tokens at it and before it.
+/// What a reader finds in a snapshot: every position with the tokens at it and before it, as far as its piece reaches.
 std::uint64_t digest(const Snapshot& seen) {
     std::uint64_t sum = 0;
     const auto add = [&](Position position) {
-        for (Position at = position - kDepth; at <= position; ++at) {
+        for (Position at = position; at >= position - kDepth; --at) {
             sum = 31 * sum + static_cast<std::uint64_t>((*seen.log)[at]);
+            if ((*seen.log)[at] == kBoundary) break;
         }
         sum = 31 * sum + position;
     };

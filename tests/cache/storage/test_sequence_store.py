@@ -254,3 +254,24 @@ def test_a_damaged_database_is_refused_and_the_lock_released(tmp_path: Path) -> 
     for _ in range(2):
         with pytest.raises(CacheFormatError, match="not a database"):
             SuffixCache.open(tmp_path, mode="writer")
+
+
+def test_what_is_forgotten_during_an_erasure_is_erased_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, erasures = opened(tmp_path), 0
+    erase = store.database.secure_erase
+
+    def forget_meanwhile(*, rewrite: bool) -> bool:
+        nonlocal erasures
+        erasures += 1
+        if erasures == 1:
+            store.forget(select(tenant="b"))
+        return erase(rewrite=rewrite)
+
+    store.forget(select(tenant="a"))
+    monkeypatch.setattr(store.database, "secure_erase", forget_meanwhile)
+    for _ in range(3):
+        store.secure_erase()
+    assert erasures == 2
+    store.close()
