@@ -10,10 +10,16 @@ ARGUMENT = "input"
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAX_HEAD = 200  # characters in which the text must begin to be passed on as it comes
-# Characters of a JSON string; the third kind of escape is no JSON, but there is no better way to read it.
-_UNITS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])|\\[^u])*+', re.DOTALL)
+# What of a JSON string can be read already: half of a surrogate pair waits for the other half. Escapes are told from the
+# left, since in `\\ud83d` the second backslash begins none. `\u` without four digits is no JSON, and reads as `u`.
+_UNITS = re.compile(
+    r"""(?:[^"\\]
+    |\\u(?![dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z)[0-9a-fA-F]{4}
+    |\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])
+    |\\[^u])*+""",
+    re.DOTALL | re.VERBOSE,
+)
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
-_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 _SHORT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -62,8 +68,6 @@ class InputReader:
         units = _UNITS.match(self._held)
         end = units.end() if units else 0
         self._ended = self._held[end : end + 1] == '"'
-        if not self._ended and (half := _HALF_PAIR.search(self._held, 0, end)):
-            end = half.start()
         text, self._held = self._held[:end], self._held[end:]
         return _text(_ESCAPE.sub(_unescaped, text))
 
