@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_GRAMMAR = 20_000  # characters
@@ -133,19 +133,24 @@ class _Writer:
         self._levels += 1
         if self._levels > _MAX_LEVELS:
             raise NotRegularError(f"more than {_MAX_LEVELS} levels")
-        options = [self._sequence(reader)]
-        while reader.takes("|"):
-            options.append(self._sequence(reader))
+        options, several = _joined(self._options(reader), "|")
         self._levels -= 1
-        return _bounded(options[0] if len(options) == 1 else f"(?:{'|'.join(options)})")
+        return f"(?:{options})" if several else options
+
+    def _options(self, reader: _Reader) -> Iterator[str]:
+        yield self._sequence(reader)
+        while reader.takes("|"):
+            yield self._sequence(reader)
 
     def _sequence(self, reader: _Reader) -> str:
-        parts: list[str] = []
-        while reader.next is not None and reader.next[1] not in ("|", ")", "]", "->"):
-            parts.append(_repeated(self._atom(reader), reader))
+        written, _ = _joined(self._parts(reader), "")
         if reader.takes("->"):
             reader.take("name")
-        return _bounded("".join(parts))
+        return written
+
+    def _parts(self, reader: _Reader) -> Iterator[str]:
+        while reader.next is not None and reader.next[1] not in ("|", ")", "]", "->"):
+            yield _repeated(self._atom(reader), reader)
 
     def _atom(self, reader: _Reader) -> str:
         if reader.takes("("):
@@ -232,16 +237,25 @@ def _range(first: str, last: str) -> str:
 
 
 def _literal(text: str) -> str:
+    quoted = text.removesuffix("i")
     try:
-        value = ast.literal_eval(text.removesuffix("i"))
+        value = ast.literal_eval(quoted) if "\\" in quoted else quoted[1:-1]  # the former takes long for many
         value.encode()
     except (ValueError, SyntaxError):
         raise NotRegularError(f"{text[:40]} is no string") from None
     return str(value)
 
 
-def _bounded(regex: str) -> str:
-    """Rules that each name another one twice double what is written."""
-    if len(regex) > MAX_REGEX:
-        raise NotRegularError(f"more than {MAX_REGEX} characters once written out")
-    return regex
+def _joined(parts: Iterable[str], between: str) -> tuple[str, bool]:
+    """`parts` as one text, and whether they are several.
+
+    What is written is bounded before it is copied: a few rules that each name another one twice grow without end.
+    """
+    taken: list[str] = []
+    size = 0
+    for part in parts:
+        taken.append(part)
+        size += len(part) + len(between)
+        if size > MAX_REGEX:
+            raise NotRegularError(f"more than {MAX_REGEX} characters once written out")
+    return between.join(taken), len(taken) > 1

@@ -232,9 +232,6 @@ def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> tuple[dict[str
     if logprobs:
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
     tools = client_tools(fields.tools or [], enforce=local)
-    if len(tools) > MAX_TOOLS:
-        message = f"tools has {len(tools)} entries, those of namespaces counted; {MAX_TOOLS} are allowed"
-        raise InvalidRequestError(message, param="tools")
     if fields.tool_choice is not None:
         chat["tool_choice"], tools = allowed_tools(fields.tool_choice, tools)
     if tools:

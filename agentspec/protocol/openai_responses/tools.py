@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.lark_regex import NotRegularError, lark_regex
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
+from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, wrong_type
 
 _CHOICES = ("none", "auto", "required")
@@ -66,9 +68,33 @@ def client_tools(tools: Sequence[Any], *, enforce: bool) -> list[ClientTool]:
     """The tools of a request, those of namespaces one by one.
 
     `enforce`: whether the model can be held to a form of its arguments. Raises `InvalidRequestError` for a tool that
-    the client does not run itself.
+    the client does not run itself, and for more than `MAX_TOOLS`.
     """
-    return [one for index, tool in enumerate(tools) for one in _tools(tool, f"tools[{index}]", enforce)]
+    each = (one for index, tool in enumerate(tools) for one in _tools(tool, f"tools[{index}]", enforce))
+    found = list(islice(each, MAX_TOOLS + 1))  # grammars take long to read: those of tools too many are not
+    if len(found) > MAX_TOOLS:
+        message = f"tools has more than {MAX_TOOLS} entries, those of namespaces counted"
+        raise InvalidRequestError(message, param="tools")
+    return found
+
+
+def grammar_characters(tools: Any) -> int:
+    """How many characters the grammars have among `tools`, which may be anything."""
+    size = 0
+    for tool in tools if isinstance(tools, list) else ():
+        match tool:
+            case {"type": "namespace", "tools": [*inside]}:
+                size += sum(map(_grammar_length, inside))
+            case _:
+                size += _grammar_length(tool)
+    return size
+
+
+def _grammar_length(tool: Any) -> int:
+    match tool:
+        case {"format": {"definition": str(grammar)}}:
+            return len(grammar)
+    return 0
 
 
 def chat_tools(tools: Iterable[ClientTool]) -> list[dict[str, Any]]:

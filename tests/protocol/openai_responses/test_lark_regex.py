@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import tracemalloc
 from contextlib import suppress
 
 import pytest
@@ -84,6 +85,18 @@ def test_reading_takes_time_in_proportion(text: str, quote: str) -> None:
     with suppress(NotRegularError):
         lark_regex(f"start: {quote}{text}{quote}\n" + "a: start\n" * 100)
     assert time.process_time() - before < 0.5  # quadratic work takes seconds
+
+
+@pytest.mark.parametrize("grammar", ["A " * 4_900, "A" + "|A" * 4_900, "(A A)* " * 1_300])
+def test_what_is_too_long_is_not_written(grammar: str) -> None:
+    """All references together are millions of characters."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotRegularError, match="written out"):
+            lark_regex(f'start: {grammar}\nA: "{"x" * 9_900}"')
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 words = st.lists(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
@@ -151,6 +153,21 @@ def test_custom_tools_and_namespaces(gateway: Any) -> None:
     functions = [tool["function"] for tool in backend.requests[0].tools]
     assert [one["name"] for one in functions] == ["shell", *(name for name, _ in asked)]
     assert functions[2]["description"].startswith("Files of the project.") and functions[1]["strict"]
+
+
+def test_long_grammars_are_read_in_a_thread(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take long for their size, and would hold up all other streams."""
+    readers: list[str] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return parse_responses(*given, **named)
+
+    monkeypatch.setattr("agentspec.proxy.responses.endpoint.parse_responses", noted)
+    for repeats in (1, 2000):
+        form = {"type": "grammar", "syntax": "lark", "definition": "start: " + '"a"' * repeats}
+        turn(running, FIRST, tools=[{**PATCHER, "format": form}])
+    assert ["agentspec-body" in name for name in readers] == [False, True]
 
 
 def test_a_form_that_cannot_be_enforced_is_told(running: Any) -> None:
