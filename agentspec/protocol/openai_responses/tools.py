@@ -38,6 +38,11 @@ class ClientTool:
     namespace: str | None = None
     enforced: bool = True
 
+    @property
+    def formed(self) -> bool:
+        """Whether `function` has the form of the input as a rule, which only some models can be held to."""
+        return self.kind == "custom" and "strict" in self.function
+
 
 class _Namespace(Model):
     name: Text = REQUIRED
@@ -95,6 +100,16 @@ def _grammar_length(tool: Any) -> int:
         case {"format": {"definition": str(grammar)}}:
             return len(grammar)
     return 0
+
+
+def without_form(tool: ClientTool) -> ClientTool:
+    """`tool` for a model that cannot be held to the form of its input: it is told the form alone."""
+    if not tool.formed:
+        return tool
+    parameters = tool.function["parameters"]
+    properties = {ARGUMENT: {key: one for key, one in parameters["properties"][ARGUMENT].items() if key != "pattern"}}
+    function = {key: one for key, one in tool.function.items() if key != "strict"}
+    return replace(tool, function=function | {"parameters": parameters | {"properties": properties}}, enforced=False)
 
 
 def chat_tools(tools: Iterable[ClientTool]) -> list[dict[str, Any]]:

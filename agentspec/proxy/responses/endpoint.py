@@ -58,12 +58,13 @@ class ResponsesEndpoint(GenerationEndpoint):
         await self._run(exchange, self._check_roles, exchange.fields, backend)
         request = await self._read(exchange, local=True)
         history = await self._history(exchange, request)
-        answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, self.settings.max_messages)
+        most = self.settings.max_messages
+        answer = LocalAnswer(self.runtime, backend, request, exchange.caller, history.items, most)
         first = await self._run_on(exchange, history, answer.whole)
         added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
-        exchange.record.response_headers = {**added, **_unenforced(request)}
+        exchange.record.response_headers = {**added, **_unenforced(answer.request)}
         exchange.release()
-        await self._send_answer(exchange, request, answer.deltas(first))
+        await self._send_answer(exchange, answer.request, answer.deltas(first))
 
     async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
         check_head(exchange.scope)

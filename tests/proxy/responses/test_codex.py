@@ -71,9 +71,18 @@ def script(request: GenerateRequest) -> Any:
     return Answer("", extra={"reasoning_content": "look first", "tool_calls": calls}, finish_reason="tool_calls")
 
 
+class Holding(FakeBackend):
+    """As a local model, whose calls are drawn by a grammar; in a free text only if `free`."""
+
+    free = True
+
+    def holds_calls(self, request: GenerateRequest) -> bool:
+        return self.free or request.tool_choice != "auto"
+
+
 @pytest.fixture(scope="module")
 def backend() -> FakeBackend:
-    return FakeBackend(script)
+    return Holding(script)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +137,7 @@ def test_custom_tools_and_namespaces(gateway: Any) -> None:
     """Their calls come back as the client named the tools, and their results reach the model."""
     arguments = json.dumps({"input": PATCH})
     asked = [("apply_patch", arguments), ("mcp__files__read", "{}"), ("mcp__files__apply_patch", arguments)]
-    backend = FakeBackend(lambda request: "done" if len(request.messages or ()) > 3 else calls_of(*asked))
+    backend = Holding(lambda request: "done" if len(request.messages or ()) > 3 else calls_of(*asked))
     running = gateway({"fake": backend})
     tools = [SHELL, PATCHER, SERVER]
     done, response = turn(running, FIRST, tools=tools, parallel_tool_calls=True)
@@ -177,6 +186,26 @@ def test_a_form_that_cannot_be_enforced_is_told(running: Any) -> None:
     body = {**BODY, "input": FIRST, "tools": [SHELL, space]}
     answer = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
     assert answer.status_code == 200 and answer.headers["x-agentspec-unenforced"] == "tools[1].tools[1].format"
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice", "enforced"),
+    [(FakeBackend, "required", False), (Holding, "auto", False), (Holding, "required", True)],
+)
+def test_a_form_is_told_where_the_model_is_not_held_to_it(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, kind: type[FakeBackend], choice: str, enforced: bool
+) -> None:
+    """As over strategies on endpoints, or in formats of calls that cannot be found in a free text."""
+    monkeypatch.setattr(Holding, "free", False)
+    backend = kind(script)
+    body = {**BODY, "input": FIRST, "tools": [SHELL, PATCHER], "tool_choice": choice}
+    answer = HTTP.post(f"{gateway({'fake': backend}).url}/v1/responses", json=body, headers=HEADERS)
+    assert answer.status_code == 200
+    assert answer.headers.get("x-agentspec-unenforced") == (None if enforced else "tools[1].format")
+    [_, function] = [tool["function"] for tool in backend.requests[0].tools]
+    text = function["parameters"]["properties"]["input"]
+    assert ("strict" in function, "pattern" in text) == (enforced, enforced)
+    assert PATCHER["format"]["definition"] in text["description"]
 
 
 def test_two_turns(running: Any, backend: FakeBackend) -> None:
