@@ -48,6 +48,8 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _UNSUITED = re.compile(r"\(\?[=!<P]|\\[1-9AbBzZGkK]|[$^]")
 # A class that does not end goes on to the end of the text: to look for its end again at every bracket takes long.
 _CLASS_OR_ESCAPE = re.compile(r"\\[^1-9AbBzZGkK]|\[\^?\]?(?:[^\]\\]|\\.)*+\]?")
+# One right behind the bracket that opens a class stands for itself.
+_BRACKET = re.compile(r"\\.|\[\^?\]?|[\]()]", re.DOTALL)
 
 Token = tuple[str, str]  # a group of `_TOKEN`, and its text
 
@@ -56,8 +58,32 @@ class NotRegularError(ValueError):
     """The grammar refers to itself, is too large, or has what a regular expression cannot express here."""
 
 
+class WrongGrammarError(NotRegularError):
+    """The grammar is none: whoever wrote it has to change it."""
+
+
+def check_balanced(regex: str) -> None:
+    """Raise `WrongGrammarError` for a regular expression that could leave the parentheses around it, as `a)|(b`."""
+    classes = groups = 0  # that are open; a class may stand in another one
+    for match in _BRACKET.finditer(regex):
+        bracket = match.group()
+        if bracket[0] == "[":
+            classes += 1
+        elif bracket == "]":
+            classes = max(0, classes - 1)
+        elif not classes and bracket in ("(", ")"):
+            groups += 1 if bracket == "(" else -1
+        if groups < 0:
+            break
+    if groups or classes:
+        raise WrongGrammarError("a regular expression has brackets that are not balanced")
+
+
 def lark_regex(grammar: str) -> str:
-    """A regular expression, without anchors, of the texts that fit `grammar`. Raises `NotRegularError`."""
+    """A regular expression, without anchors, of the texts that fit `grammar`.
+
+    Raises `NotRegularError`, for a mistake in the grammar itself `WrongGrammarError`.
+    """
     if len(grammar) > MAX_GRAMMAR:
         raise NotRegularError(f"more than {MAX_GRAMMAR} characters")
     return _Writer(_definitions(_tokens(grammar))).named("start")
@@ -83,17 +109,25 @@ def _definitions(tokens: Sequence[Token]) -> dict[str, list[Token]]:
     for line in _lines(tokens):
         marks = [text for _, text in line]
         if marks[:3] == ["%import", "common", "."] and len(line) == 4:
-            bodies[marks[3]] = [("common", marks[3])]
+            _defined(bodies, marks[3], [("common", marks[3])])
         elif line[0][0] == "keyword":
             raise NotRegularError(f"{line[0][1]} is not supported")
         elif line[0][0] == "name" and ":" in marks[:4]:
-            body = bodies.setdefault(marks[0].lstrip("!?"), [])
-            body += line[marks.index(":") + 1 :]  # a terminal's priority before it changes nothing here
+            # A terminal's priority before the colon changes nothing here.
+            body = _defined(bodies, marks[0].lstrip("!?"), line[marks.index(":") + 1 :])
         elif body is None:
             raise NotRegularError("the grammar does not begin with a rule")
         else:
             body += line
     return bodies
+
+
+def _defined(bodies: dict[str, list[Token]], name: str, body: list[Token]) -> list[Token]:
+    """`body`, which is now that of the rule `name`; the same terminal may be imported again."""
+    if name in bodies and not bodies[name] == body == [("common", name)]:
+        raise WrongGrammarError(f"{name} is defined more than once")
+    bodies[name] = body
+    return body
 
 
 def _lines(tokens: Sequence[Token]) -> list[list[Token]]:
@@ -219,6 +253,7 @@ def _common(name: str) -> str:
 def _regex(text: str) -> str:
     end = text.rindex("/")
     body, flags = text[1:end], text[end + 1 :]
+    check_balanced(body)
     if _UNSUITED.search(_CLASS_OR_ESCAPE.sub("", body)) or set(flags) - set("is"):
         raise NotRegularError(f"{text[:40]} is not supported")
     return f"(?{flags}:{body})"

@@ -12,7 +12,12 @@ from itertools import islice
 from typing import Annotated, Any, Literal
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.lark_regex import NotRegularError, lark_regex
+from agentspec.protocol.openai_responses.lark_regex import (
+    NotRegularError,
+    WrongGrammarError,
+    check_balanced,
+    lark_regex,
+)
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, wrong_type
@@ -163,7 +168,7 @@ def _custom(tool: dict[str, Any], param: str, enforce: bool) -> ClientTool:
     constrained = form.type == "grammar"
     if constrained and not form.definition:
         raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
-    pattern = _pattern(form) if constrained and enforce else None
+    pattern = _pattern(form, f"{param}.format.definition") if constrained and enforce else None
     parameters = {
         "type": "object",
         "properties": {ARGUMENT: {"type": "string", "description": _described(form)}},
@@ -184,10 +189,15 @@ def _described(form: _InputFormat) -> str:
     return f"{told} It fits this {_NAMED_SYNTAX[form.syntax]}:\n{form.definition}"
 
 
-def _pattern(form: _InputFormat) -> str | None:
-    """The regular expression of all that fits; None for a grammar that has none."""
+def _pattern(form: _InputFormat, param: str) -> str | None:
+    """The regular expression of all that fits; None for a grammar that has none. Raises `InvalidRequestError`."""
     try:
-        return f"^(?:{form.definition if form.syntax == 'regex' else lark_regex(form.definition)})$"
+        if form.syntax == "regex":
+            check_balanced(form.definition)
+            return f"^(?:{form.definition})$"
+        return f"^(?:{lark_regex(form.definition)})$"
+    except WrongGrammarError as error:
+        raise InvalidRequestError(f"{param} is no {_NAMED_SYNTAX[form.syntax]}: {error}", param=param) from None
     except NotRegularError:
         return None
 

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.protocol.openai_responses.lark_regex import MAX_GRAMMAR, NotRegularError, lark_regex
+from agentspec.protocol.openai_responses.lark_regex import (
+    MAX_GRAMMAR,
+    NotRegularError,
+    WrongGrammarError,
+    check_balanced,
+    lark_regex,
+)
 
 PATCH = r"""
 // changes to files, as coding agents write them
@@ -73,6 +79,39 @@ def test_the_same_texts_fit(grammar: str, fitting: list[str], others: list[str])
 def test_what_has_no_expression(grammar: str, why: str) -> None:
     with pytest.raises(NotRegularError, match=re.escape(why)):
         lark_regex(grammar)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ('start: "a"\nstart: "b"', "start is defined more than once"),
+        ("?start: a\na.2: /b/\n!a: /c/", "a is defined more than once"),
+        ('start: LF\n%import common.LF\nLF: "x"', "LF is defined more than once"),
+        ('start: LF\nLF: "x"\n%import common.LF', "LF is defined more than once"),
+        ("start: /a)|(b/", "not balanced"),
+        ("start: /a[(b/", "not balanced"),
+    ],
+)
+def test_mistakes_of_a_grammar(grammar: str, why: str) -> None:
+    with pytest.raises(WrongGrammarError, match=why):
+        lark_regex(grammar)
+
+
+def test_a_terminal_may_be_imported_again() -> None:
+    assert lark_regex("start: LF\n%import common.LF\n%import common.LF") == r"(?:\n)"
+
+
+@pytest.mark.parametrize(
+    "regex", ["", "a(b(c)?)*", r"\)\[", "[)(]", "[^])]", "[]()]", "[a[)]b(](c)", "[[:alpha:]](x)", "a]"]
+)
+def test_balanced(regex: str) -> None:
+    check_balanced(regex)
+
+
+@pytest.mark.parametrize("regex", ["a)|(b", "(", ")", "[", "[]", r"[\]", r"(\)", "[()]["])
+def test_not_balanced(regex: str) -> None:
+    with pytest.raises(WrongGrammarError):
+        check_balanced(regex)
 
 
 HOSTILE = ["[" * 18_000, "(" * 18_000, "\\[" * 9_000, "[^]" * 6_000, "[a]" * 6_000, "$" * 18_000, "{1," * 6_000]

@@ -70,6 +70,8 @@ GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
         ({**CUSTOM, "format": {**GRAMMAR, "syntax": "ebnf"}}, "tools[0].format.syntax"),
         ({**CUSTOM, "format": {"type": "grammar"}}, "tools[0].format.definition"),
         ({**CUSTOM, "format": {**GRAMMAR, "flags": "i"}}, "tools[0].format.flags"),
+        ({**CUSTOM, "format": {**GRAMMAR, "definition": "start: A\nA: /b/\nA: /c/"}}, "tools[0].format.definition"),
+        ({**CUSTOM, "format": {**GRAMMAR, "syntax": "regex", "definition": "a)|(b"}}, "tools[0].format.definition"),
         ({**SPACE, "tools": [SPACE]}, "tools[0].tools[0].type"),
         ({**SPACE, "tools": "all"}, "tools[0].tools"),
         ({**SPACE, "tools": [{**FUNCTION, "name": 5}]}, "tools[0].tools[0].name"),
