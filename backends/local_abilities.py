@@ -1,4 +1,6 @@
-"""What a local engine can do beside `Backend`, and an endpoint cannot: go on with an answer, accept drafts lossily."""
+"""What a local engine can do beside `Backend`, and an endpoint cannot: go on with an answer, accept drafts lossily,
+hold calls of tools to their parameters.
+"""
 
 from __future__ import annotations
 
@@ -51,3 +53,17 @@ class AcceptsLossily(Backend, Protocol):
     def prepare_acceptance(self, rule: LossyAcceptance) -> None:
         """Load what `rule` needs, before any request carries it. Raises `ConfigurationError` if it cannot be used."""
         ...
+
+
+@runtime_checkable
+class HoldsCalls(Protocol):
+    """A backend that draws the tokens of tool calls by a grammar, at least for some requests."""
+
+    def holds_calls(self, request: GenerateRequest) -> bool:
+        """Whether no call in the answer to `request` can break the parameters of a tool that is `strict`."""
+        ...
+
+
+def holds_calls(backend: Backend, request: GenerateRequest) -> bool:
+    """Whether `backend` is a `HoldsCalls` that does so for `request`."""
+    return isinstance(backend, HoldsCalls) and backend.holds_calls(request)

@@ -156,6 +156,10 @@ class TorchBackend:
         spec, shown = self._structured_outputs.reading(request)
         return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
 
+    def holds_calls(self, request: GenerateRequest) -> bool:
+        """Whether every call in the answer follows the parameters of its tool, if that is strict."""
+        return self._structured_outputs.holds_calls(request)
+
     async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
         """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
         inbox, choices = Inbox(), Choices(len(requests))
@@ -235,8 +239,7 @@ class TorchBackend:
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
         (first, *_), parser_spec = await self._prepared(request)
-        lend = self._engine.lend
-        return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser(), lend)
+        return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser(), self._engine.lend)
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
         """Copy `rows` [n, width] to the model's device, in float32."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_GRAMMAR = 20_000  # characters
@@ -48,6 +48,8 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _UNSUITED = re.compile(r"\(\?[=!<P]|\\[1-9AbBzZGkK]|[$^]")
 # A class that does not end goes on to the end of the text: to look for its end again at every bracket takes long.
 _CLASS_OR_ESCAPE = re.compile(r"\\[^1-9AbBzZGkK]|\[\^?\]?(?:[^\]\\]|\\.)*+\]?")
+# One right behind the bracket that opens a class stands for itself.
+_BRACKET = re.compile(r"\\.|\[\^?\]?|[\]()]", re.DOTALL)
 
 Token = tuple[str, str]  # a group of `_TOKEN`, and its text
 
@@ -56,8 +58,32 @@ class NotRegularError(ValueError):
     """The grammar refers to itself, is too large, or has what a regular expression cannot express here."""
 
 
+class WrongGrammarError(NotRegularError):
+    """The grammar is none: whoever wrote it has to change it."""
+
+
+def check_balanced(regex: str) -> None:
+    """Raise `WrongGrammarError` for a regular expression that could leave the parentheses around it, as `a)|(b`."""
+    classes = groups = 0  # that are open; a class may stand in another one
+    for match in _BRACKET.finditer(regex):
+        bracket = match.group()
+        if bracket[0] == "[":
+            classes += 1
+        elif bracket == "]":
+            classes = max(0, classes - 1)
+        elif not classes and bracket in ("(", ")"):
+            groups += 1 if bracket == "(" else -1
+        if groups < 0:
+            break
+    if groups or classes:
+        raise WrongGrammarError("a regular expression has brackets that are not balanced")
+
+
 def lark_regex(grammar: str) -> str:
-    """A regular expression, without anchors, of the texts that fit `grammar`. Raises `NotRegularError`."""
+    """A regular expression, without anchors, of the texts that fit `grammar`.
+
+    Raises `NotRegularError`, for a mistake in the grammar itself `WrongGrammarError`.
+    """
     if len(grammar) > MAX_GRAMMAR:
         raise NotRegularError(f"more than {MAX_GRAMMAR} characters")
     return _Writer(_definitions(_tokens(grammar))).named("start")
@@ -83,17 +109,25 @@ def _definitions(tokens: Sequence[Token]) -> dict[str, list[Token]]:
     for line in _lines(tokens):
         marks = [text for _, text in line]
         if marks[:3] == ["%import", "common", "."] and len(line) == 4:
-            bodies[marks[3]] = [("common", marks[3])]
+            _defined(bodies, marks[3], [("common", marks[3])])
         elif line[0][0] == "keyword":
             raise NotRegularError(f"{line[0][1]} is not supported")
         elif line[0][0] == "name" and ":" in marks[:4]:
-            body = bodies.setdefault(marks[0].lstrip("!?"), [])
-            body += line[marks.index(":") + 1 :]  # a terminal's priority before it changes nothing here
+            # A terminal's priority before the colon changes nothing here.
+            body = _defined(bodies, marks[0].lstrip("!?"), line[marks.index(":") + 1 :])
         elif body is None:
             raise NotRegularError("the grammar does not begin with a rule")
         else:
             body += line
     return bodies
+
+
+def _defined(bodies: dict[str, list[Token]], name: str, body: list[Token]) -> list[Token]:
+    """`body`, which is now that of the rule `name`; the same terminal may be imported again."""
+    if name in bodies and not bodies[name] == body == [("common", name)]:
+        raise WrongGrammarError(f"{name} is defined more than once")
+    bodies[name] = body
+    return body
 
 
 def _lines(tokens: Sequence[Token]) -> list[list[Token]]:
@@ -133,19 +167,24 @@ class _Writer:
         self._levels += 1
         if self._levels > _MAX_LEVELS:
             raise NotRegularError(f"more than {_MAX_LEVELS} levels")
-        options = [self._sequence(reader)]
-        while reader.takes("|"):
-            options.append(self._sequence(reader))
+        options, several = _joined(self._options(reader), "|")
         self._levels -= 1
-        return _bounded(options[0] if len(options) == 1 else f"(?:{'|'.join(options)})")
+        return f"(?:{options})" if several else options
+
+    def _options(self, reader: _Reader) -> Iterator[str]:
+        yield self._sequence(reader)
+        while reader.takes("|"):
+            yield self._sequence(reader)
 
     def _sequence(self, reader: _Reader) -> str:
-        parts: list[str] = []
-        while reader.next is not None and reader.next[1] not in ("|", ")", "]", "->"):
-            parts.append(_repeated(self._atom(reader), reader))
+        written, _ = _joined(self._parts(reader), "")
         if reader.takes("->"):
             reader.take("name")
-        return _bounded("".join(parts))
+        return written
+
+    def _parts(self, reader: _Reader) -> Iterator[str]:
+        while reader.next is not None and reader.next[1] not in ("|", ")", "]", "->"):
+            yield _repeated(self._atom(reader), reader)
 
     def _atom(self, reader: _Reader) -> str:
         if reader.takes("("):
@@ -214,6 +253,7 @@ def _common(name: str) -> str:
 def _regex(text: str) -> str:
     end = text.rindex("/")
     body, flags = text[1:end], text[end + 1 :]
+    check_balanced(body)
     if _UNSUITED.search(_CLASS_OR_ESCAPE.sub("", body)) or set(flags) - set("is"):
         raise NotRegularError(f"{text[:40]} is not supported")
     return f"(?{flags}:{body})"
@@ -232,16 +272,25 @@ def _range(first: str, last: str) -> str:
 
 
 def _literal(text: str) -> str:
+    quoted = text.removesuffix("i")
     try:
-        value = ast.literal_eval(text.removesuffix("i"))
+        value = ast.literal_eval(quoted) if "\\" in quoted else quoted[1:-1]  # the former takes long for many
         value.encode()
     except (ValueError, SyntaxError):
         raise NotRegularError(f"{text[:40]} is no string") from None
     return str(value)
 
 
-def _bounded(regex: str) -> str:
-    """Rules that each name another one twice double what is written."""
-    if len(regex) > MAX_REGEX:
-        raise NotRegularError(f"more than {MAX_REGEX} characters once written out")
-    return regex
+def _joined(parts: Iterable[str], between: str) -> tuple[str, bool]:
+    """`parts` as one text, and whether they are several.
+
+    What is written is bounded before it is copied: a few rules that each name another one twice grow without end.
+    """
+    taken: list[str] = []
+    size = 0
+    for part in parts:
+        taken.append(part)
+        size += len(part) + len(between)
+        if size > MAX_REGEX:
+            raise NotRegularError(f"more than {MAX_REGEX} characters once written out")
+    return between.join(taken), len(taken) > 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -15,7 +15,13 @@ from pydantic import AfterValidator, Field
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
-from agentspec.protocol.openai_responses.tools import ClientTool, allowed_tools, chat_tools, client_tools
+from agentspec.protocol.openai_responses.tools import (
+    ClientTool,
+    allowed_tools,
+    chat_tools,
+    client_tools,
+    without_form,
+)
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, shown_name, wrong_type
@@ -172,6 +178,11 @@ class ResponsesRequest:
         """The fields for forms that the model is told, and not held to."""
         return [f"{tool.param}.format" for tool in self.tools if not tool.enforced]
 
+    def without_forms(self) -> ResponsesRequest:
+        """This request for a model that cannot be held to the forms of tools' inputs."""
+        tools = [without_form(tool) for tool in self.tools]
+        return replace(self, tools=tools, chat={**self.chat, **({"tools": chat_tools(tools)} if tools else {})})
+
     def own_name(self, param: str | None, origins: Sequence[int], first_new: int) -> str | None:
         """The name in this request of the field that its chat calls `param`.
 
@@ -232,9 +243,6 @@ def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> tuple[dict[str
     if logprobs:
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
     tools = client_tools(fields.tools or [], enforce=local)
-    if len(tools) > MAX_TOOLS:
-        message = f"tools has {len(tools)} entries, those of namespaces counted; {MAX_TOOLS} are allowed"
-        raise InvalidRequestError(message, param="tools")
     if fields.tool_choice is not None:
         chat["tool_choice"], tools = allowed_tools(fields.tool_choice, tools)
     if tools:

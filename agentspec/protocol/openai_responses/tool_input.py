@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ARGUMENT = "input"
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAX_HEAD = 200  # characters in which the text must begin to be passed on as it comes
-# Characters of a JSON string; the third kind of escape is no JSON, but there is no better way to read it.
-_UNITS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])|\\[^u])*+', re.DOTALL)
+# What of a JSON string can be read already: half of a surrogate pair waits for the other half. Escapes are told from
+# the left, since in `\\ud83d` the second backslash begins none. `\u` without four digits is no JSON, and reads as `u`.
+_UNITS = re.compile(
+    r"""(?:[^"\\]
+    |\\u(?![dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z)[0-9a-fA-F]{4}
+    |\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])
+    |\\[^u])*+""",
+    re.DOTALL | re.VERBOSE,
+)
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
-_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 _SHORT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -26,11 +32,13 @@ def as_arguments(text: str) -> str:
 class InputReader:
     """Reads the input out of a call's arguments as they come. The joined text does not depend on how they were cut.
 
-    Models that are not held to the form may write something else. What is no object with the text `input` first is
-    read at the end: the only text of an object, or else all that was written.
+    Models that are not held to the form may write something else. What does not begin as an object with the text
+    `input` does, in its first 200 characters, is read at the end: the only text of an object, or else all that was
+    written. Reading takes time in proportion to what is written, however many pieces it comes in.
     """
 
-    _held: str = ""  # written and not passed on yet
+    _held: str = ""  # the beginning until it is known, then half an escape
+    _other: list[str] = field(default_factory=list)  # what follows a beginning of another form
     _begun: bool = False
     _ended: bool = False
 
@@ -38,9 +46,12 @@ class InputReader:
         """The part of the input that `arguments` adds."""
         if self._ended:
             return ""
+        if not self._begun and len(self._held) >= _MAX_HEAD:
+            self._other.append(arguments)
+            return ""
         self._held += arguments
         if not self._begun:
-            head = _HEAD.match(self._held) if len(self._held) - len(arguments) < _MAX_HEAD else None
+            head = _HEAD.match(self._held, 0, _MAX_HEAD)  # one that ends later never counts, however it comes
             if head is None:
                 return ""
             self._begun, self._held = True, self._held[head.end() :]
@@ -48,7 +59,8 @@ class InputReader:
 
     def finish(self) -> str:
         """What is left of the input when nothing more comes."""
-        whole, self._held = self._held, ""
+        whole = "".join([self._held, *self._other])
+        self._held, self._other = "", []
         if self._begun:
             return ""  # half an escape
         try:
@@ -62,8 +74,6 @@ class InputReader:
         units = _UNITS.match(self._held)
         end = units.end() if units else 0
         self._ended = self._held[end : end + 1] == '"'
-        if not self._ended and (half := _HALF_PAIR.search(self._held, 0, end)):
-            end = half.start()
         text, self._held = self._held[:end], self._held[end:]
         return _text(_ESCAPE.sub(_unescaped, text))
 

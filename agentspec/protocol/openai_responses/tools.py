@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.lark_regex import NotRegularError, lark_regex
+from agentspec.protocol.openai_responses.lark_regex import (
+    NotRegularError,
+    WrongGrammarError,
+    check_balanced,
+    lark_regex,
+)
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
+from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, wrong_type
 
 _CHOICES = ("none", "auto", "required")
@@ -35,6 +42,11 @@ class ClientTool:
     kind: Literal["function", "custom"] = "function"
     namespace: str | None = None
     enforced: bool = True
+
+    @property
+    def formed(self) -> bool:
+        """Whether `function` has the form of the input as a rule, which only some models can be held to."""
+        return self.kind == "custom" and "strict" in self.function
 
 
 class _Namespace(Model):
@@ -66,9 +78,43 @@ def client_tools(tools: Sequence[Any], *, enforce: bool) -> list[ClientTool]:
     """The tools of a request, those of namespaces one by one.
 
     `enforce`: whether the model can be held to a form of its arguments. Raises `InvalidRequestError` for a tool that
-    the client does not run itself.
+    the client does not run itself, and for more than `MAX_TOOLS`.
     """
-    return [one for index, tool in enumerate(tools) for one in _tools(tool, f"tools[{index}]", enforce)]
+    each = (one for index, tool in enumerate(tools) for one in _tools(tool, f"tools[{index}]", enforce))
+    found = list(islice(each, MAX_TOOLS + 1))  # grammars take long to read: those of tools too many are not
+    if len(found) > MAX_TOOLS:
+        message = f"tools has more than {MAX_TOOLS} entries, those of namespaces counted"
+        raise InvalidRequestError(message, param="tools")
+    return found
+
+
+def grammar_characters(tools: Any) -> int:
+    """How many characters the grammars have among `tools`, which may be anything."""
+    size = 0
+    for tool in tools if isinstance(tools, list) else ():
+        match tool:
+            case {"type": "namespace", "tools": [*inside]}:
+                size += sum(map(_grammar_length, inside))
+            case _:
+                size += _grammar_length(tool)
+    return size
+
+
+def _grammar_length(tool: Any) -> int:
+    match tool:
+        case {"format": {"definition": str(grammar)}}:
+            return len(grammar)
+    return 0
+
+
+def without_form(tool: ClientTool) -> ClientTool:
+    """`tool` for a model that cannot be held to the form of its input: it is told the form alone."""
+    if not tool.formed:
+        return tool
+    parameters = tool.function["parameters"]
+    properties = {ARGUMENT: {key: one for key, one in parameters["properties"][ARGUMENT].items() if key != "pattern"}}
+    function = {key: one for key, one in tool.function.items() if key != "strict"}
+    return replace(tool, function=function | {"parameters": parameters | {"properties": properties}}, enforced=False)
 
 
 def chat_tools(tools: Iterable[ClientTool]) -> list[dict[str, Any]]:
@@ -122,7 +168,7 @@ def _custom(tool: dict[str, Any], param: str, enforce: bool) -> ClientTool:
     constrained = form.type == "grammar"
     if constrained and not form.definition:
         raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
-    pattern = _pattern(form) if constrained and enforce else None
+    pattern = _pattern(form, f"{param}.format.definition") if constrained and enforce else None
     parameters = {
         "type": "object",
         "properties": {ARGUMENT: {"type": "string", "description": _described(form)}},
@@ -143,10 +189,15 @@ def _described(form: _InputFormat) -> str:
     return f"{told} It fits this {_NAMED_SYNTAX[form.syntax]}:\n{form.definition}"
 
 
-def _pattern(form: _InputFormat) -> str | None:
-    """The regular expression of all that fits; None for a grammar that has none."""
+def _pattern(form: _InputFormat, param: str) -> str | None:
+    """The regular expression of all that fits; None for a grammar that has none. Raises `InvalidRequestError`."""
     try:
-        return f"^(?:{form.definition if form.syntax == 'regex' else lark_regex(form.definition)})$"
+        if form.syntax == "regex":
+            check_balanced(form.definition)
+            return f"^(?:{form.definition})$"
+        return f"^(?:{lark_regex(form.definition)})$"
+    except WrongGrammarError as error:
+        raise InvalidRequestError(f"{param} is no {_NAMED_SYNTAX[form.syntax]}: {error}", param=param) from None
     except NotRegularError:
         return None
 

@@ -15,6 +15,7 @@ from agentspec.protocol.openai_responses.counts import count_reasoning
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
+from agentspec.protocol.openai_responses.tools import grammar_characters
 from agentspec.protocol.responses import encode
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import set_values
@@ -31,6 +32,7 @@ from agentspec.proxy.streaming.pacing import paced
 from agentspec.types import Delta
 
 T = TypeVar("T")
+GRAMMAR_COST = 16  # bytes of a body that take as long to read as one character of a grammar
 UNENFORCED = "x-agentspec-unenforced"
 """Names the fields for forms of tools' inputs that the model is told, and not held to."""
 
@@ -54,14 +56,15 @@ class ResponsesEndpoint(GenerationEndpoint):
             return
         self._check_answers(backend, exchange)
         await self._run(exchange, self._check_roles, exchange.fields, backend)
-        request = await self._run(exchange, self._read, exchange.fields, True)
+        request = await self._read(exchange, local=True)
         history = await self._history(exchange, request)
-        answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, self.settings.max_messages)
+        most = self.settings.max_messages
+        answer = LocalAnswer(self.runtime, backend, request, exchange.caller, history.items, most)
         first = await self._run_on(exchange, history, answer.whole)
         added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
-        exchange.record.response_headers = {**added, **_unenforced(request)}
+        exchange.record.response_headers = {**added, **_unenforced(answer.request)}
         exchange.release()
-        await self._send_answer(exchange, request, answer.deltas(first))
+        await self._send_answer(exchange, answer.request, answer.deltas(first))
 
     async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
         check_head(exchange.scope)
@@ -116,7 +119,7 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
         record = exchange.record
-        request = await self._run(exchange, self._read, exchange.fields, False)
+        request = await self._read(exchange, local=False)
         if request.truncation == "auto":
             message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
             raise InvalidRequestError(message, param="truncation")
@@ -143,8 +146,11 @@ class ResponsesEndpoint(GenerationEndpoint):
             message = f"the model {exchange.record.model!r} does not answer {RESPONSES}"
             raise InvalidRequestError(message, param="model")
 
-    def _read(self, fields: Any, local: bool) -> ResponsesRequest:
-        return parse_responses(fields, max_messages=self.settings.max_messages, local=local)
+    async def _read(self, exchange: Exchange, *, local: bool) -> ResponsesRequest:
+        """The request, read in a thread if it is large or its grammars take as long as a large one."""
+        read = partial(parse_responses, exchange.fields, max_messages=self.settings.max_messages, local=local)
+        size = len(exchange.body) + GRAMMAR_COST * grammar_characters(exchange.fields.get("tools"))
+        return await self.budget.run(exchange.record.tenant, size, read)
 
     def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
         """The request as a chat for an upstream."""

@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from agentspec.backends.base import Backend
+from agentspec.backends.local_abilities import holds_calls
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import Item
@@ -19,9 +21,13 @@ from agentspec.types import Delta, GenerateRequest
 
 @dataclass(slots=True)
 class LocalAnswer:
-    """Makes the answer to `request`, which continues the items of `history`."""
+    """Makes the answer of `backend` to `request`, which continues the items of `history`.
+
+    `whole` takes the forms of tools' inputs out of `request` if the backend cannot hold calls to them.
+    """
 
     runtime: Runtime
+    backend: Backend
     request: ResponsesRequest
     caller: Caller
     history: Sequence[Item]
@@ -31,7 +37,11 @@ class LocalAnswer:
     def whole(self) -> GenerateRequest:
         """The request for a backend, with the whole conversation. Raises `InvalidRequestError` with our own `param`."""
         self._made = self.request.conversation(self.history)
-        return self._generate_request(self._made.messages)
+        first = self._generate_request(self._made.messages)
+        if any(tool.formed for tool in self.request.tools) and not holds_calls(self.backend, first):
+            self.request = self.request.without_forms()
+            first = self._generate_request(self._made.messages)
+        return first
 
     async def deltas(self, first: GenerateRequest) -> AsyncGenerator[Delta]:
         """The answer to `first`; where it does not fit the model and that is wished, to its newest messages.

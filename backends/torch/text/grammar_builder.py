@@ -60,6 +60,15 @@ def grammar_of(
     return GrammarSource(json.dumps({"grammars": grammars}), whole, param)
 
 
+def holds_calls(request: GenerateRequest, format: ToolFormat) -> bool:
+    """Whether the grammar of `request` holds every call of a strict tool to its parameters.
+
+    Calls in a free text are found by their opening, which bare ones lack.
+    """
+    free = request.tool_choice == "auto" and request.sampling.structured_outputs is None
+    return not (free and format.bare)
+
+
 def _measured_tools(tools: Mapping[int, Tool]) -> Complexity:
     """The complexity of all tools' parameters side by side. The tools come by their places in the request."""
     whole = Complexity()
@@ -108,7 +117,7 @@ def _strict(
 ) -> GrammarSource | None:
     """The grammar of any text in which every call opening is followed by a call that the tools allow."""
     strict = any(tool["function"].get("strict") for tool in request.tools)
-    if format is None or format.bare or not strict or request.tool_choice != "auto":
+    if format is None or not strict or request.tool_choice != "auto" or not holds_calls(request, format):
         return None
     tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
     complexity = _measured_tools(dict(enumerate(tools)))

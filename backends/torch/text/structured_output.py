@@ -11,7 +11,7 @@ from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.chat_template import template_of, tool_format
-from agentspec.backends.torch.text.grammar_builder import TOOLS, GrammarSource, grammar_of
+from agentspec.backends.torch.text.grammar_builder import TOOLS, GrammarSource, grammar_of, holds_calls
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation, expectation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -89,6 +89,11 @@ class StructuredOutputBuilder:
         called = bool(request.tools) and request.tool_choice != "none"
         format = tool_format(self._tokenizer.tokenizer) if called else None
         return OutputParserSpec.of(request, format, "never"), self._shown(format)
+
+    def holds_calls(self, request: GenerateRequest) -> bool:
+        """Whether every call in the answer follows the parameters of its tool, if that is strict."""
+        format = tool_format(self._tokenizer.tokenizer, required=False)
+        return format is not None and holds_calls(request, format)
 
     async def compiled_in_turn(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
         """The compiled grammar, for which requests wait in turn: see `CompileQueue.result`. Raises also what

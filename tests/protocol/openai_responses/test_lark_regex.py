@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 import time
+import tracemalloc
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.protocol.openai_responses.lark_regex import MAX_GRAMMAR, NotRegularError, lark_regex
+from agentspec.protocol.openai_responses.lark_regex import (
+    MAX_GRAMMAR,
+    NotRegularError,
+    WrongGrammarError,
+    check_balanced,
+    lark_regex,
+)
 
 PATCH = r"""
 // changes to files, as coding agents write them
@@ -74,6 +81,39 @@ def test_what_has_no_expression(grammar: str, why: str) -> None:
         lark_regex(grammar)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ('start: "a"\nstart: "b"', "start is defined more than once"),
+        ("?start: a\na.2: /b/\n!a: /c/", "a is defined more than once"),
+        ('start: LF\n%import common.LF\nLF: "x"', "LF is defined more than once"),
+        ('start: LF\nLF: "x"\n%import common.LF', "LF is defined more than once"),
+        ("start: /a)|(b/", "not balanced"),
+        ("start: /a[(b/", "not balanced"),
+    ],
+)
+def test_mistakes_of_a_grammar(grammar: str, why: str) -> None:
+    with pytest.raises(WrongGrammarError, match=why):
+        lark_regex(grammar)
+
+
+def test_a_terminal_may_be_imported_again() -> None:
+    assert lark_regex("start: LF\n%import common.LF\n%import common.LF") == r"(?:\n)"
+
+
+@pytest.mark.parametrize(
+    "regex", ["", "a(b(c)?)*", r"\)\[", "[)(]", "[^])]", "[]()]", "[a[)]b(](c)", "[[:alpha:]](x)", "a]"]
+)
+def test_balanced(regex: str) -> None:
+    check_balanced(regex)
+
+
+@pytest.mark.parametrize("regex", ["a)|(b", "(", ")", "[", "[]", r"[\]", r"(\)", "[()]["])
+def test_not_balanced(regex: str) -> None:
+    with pytest.raises(WrongGrammarError):
+        check_balanced(regex)
+
+
 HOSTILE = ["[" * 18_000, "(" * 18_000, "\\[" * 9_000, "[^]" * 6_000, "[a]" * 6_000, "$" * 18_000, "{1," * 6_000]
 
 
@@ -84,6 +124,18 @@ def test_reading_takes_time_in_proportion(text: str, quote: str) -> None:
     with suppress(NotRegularError):
         lark_regex(f"start: {quote}{text}{quote}\n" + "a: start\n" * 100)
     assert time.process_time() - before < 0.5  # quadratic work takes seconds
+
+
+@pytest.mark.parametrize("grammar", ["A " * 4_900, "A" + "|A" * 4_900, "(A A)* " * 1_300])
+def test_what_is_too_long_is_not_written(grammar: str) -> None:
+    """All references together are millions of characters."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotRegularError, match="written out"):
+            lark_regex(f'start: {grammar}\nA: "{"x" * 9_900}"')
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 words = st.lists(

@@ -22,7 +22,7 @@ def cut(text: str, at: list[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(ends)]
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text('\\ud83e0"a', max_size=30)
 
 
 @given(texts, st.lists(st.integers(0, 400), max_size=6), st.booleans())
@@ -39,10 +39,41 @@ def test_what_is_no_such_object_is_text_too(written: str, at: list[int]) -> None
     whole.encode()  # halves of characters are replaced
 
 
+@given(st.integers(150, 250), st.lists(st.integers(0, 400), max_size=6))
+def test_a_late_beginning_counts_alike_however_it_comes(blanks: int, at: list[int]) -> None:
+    written = "{" + " " * blanks + '"input": "abc", "other": "x"}'
+    assert read(cut(written, at)) == read([written]) == ("abc" if blanks <= 189 else written)
+
+
+class Piece(str):
+    """Counts what is copied to append it to a text."""
+
+    copied = 0
+
+    def __radd__(self, before: str) -> str:
+        Piece.copied += len(before)
+        return f"{before}{self}"
+
+
+def test_another_form_is_held_without_copying_it_for_each_piece() -> None:
+    written = json.dumps({"patch": "x" * 10_000})
+    assert read([Piece(one) for one in written]) == "x" * 10_000
+    assert Piece.copied < 200 * 200
+
+
 def test_it_comes_while_it_is_written() -> None:
     reader = InputReader()
     pieces = ['{"in', 'put": "a', "b\\", "nc", "\\ud83d", "\\ude00", '"', "}"]
     assert [reader.feed(piece) for piece in pieces] == ["", "a", "b", "\nc", "", "\U0001f600", "", ""]
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud83d" "\\", "\U0001f600" r"\ud83d", "\\" "\U0001f600" r"\u"])
+@pytest.mark.parametrize("ascii", [False, True])
+def test_escapes_in_source_are_text(text: str, ascii: bool) -> None:
+    """A patch may hold the text of an escape, whose backslash JSON escapes in turn."""
+    written = json.dumps({"input": text}, ensure_ascii=ascii)
+    assert {read(cut(written, [at])) for at in range(len(written))} == {text}
+    assert read([*written]) == text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.tools import allowed_tools, chat_tools, client_tools
+from agentspec.protocol.openai_responses.tools import allowed_tools, chat_tools, client_tools, grammar_characters
+from agentspec.protocol.requests import MAX_TOOLS
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 CUSTOM = {"type": "custom", "name": "write", "description": "Writes."}
@@ -69,6 +70,8 @@ GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
         ({**CUSTOM, "format": {**GRAMMAR, "syntax": "ebnf"}}, "tools[0].format.syntax"),
         ({**CUSTOM, "format": {"type": "grammar"}}, "tools[0].format.definition"),
         ({**CUSTOM, "format": {**GRAMMAR, "flags": "i"}}, "tools[0].format.flags"),
+        ({**CUSTOM, "format": {**GRAMMAR, "definition": "start: A\nA: /b/\nA: /c/"}}, "tools[0].format.definition"),
+        ({**CUSTOM, "format": {**GRAMMAR, "syntax": "regex", "definition": "a)|(b"}}, "tools[0].format.definition"),
         ({**SPACE, "tools": [SPACE]}, "tools[0].tools[0].type"),
         ({**SPACE, "tools": "all"}, "tools[0].tools"),
         ({**SPACE, "tools": [{**FUNCTION, "name": 5}]}, "tools[0].tools[0].name"),
@@ -80,3 +83,19 @@ def test_what_is_refused(tool: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         client_tools([tool], enforce=True)
     assert refused.value.param == param
+
+
+def test_tools_are_counted_before_those_too_many_are_read() -> None:
+    unread = 5  # no tool at all, which is told only where it is read
+    full = [{**SPACE, "tools": [FUNCTION] * 100}, {**SPACE, "tools": [FUNCTION] * (MAX_TOOLS - 100)}]
+    assert len(client_tools(full, enforce=True)) == MAX_TOOLS
+    with pytest.raises(InvalidRequestError, match=f"more than {MAX_TOOLS}") as refused:
+        client_tools([*full, FUNCTION, unread], enforce=True)
+    assert refused.value.param == "tools"
+
+
+def test_how_long_grammars_are() -> None:
+    tool, length = {**CUSTOM, "format": GRAMMAR}, len(GRAMMAR["definition"])
+    assert grammar_characters([tool, FUNCTION, CUSTOM, {**SPACE, "tools": [tool, CUSTOM, tool]}]) == 3 * length
+    odd = [None, 5, {"format": 5}, {"format": {"definition": 5}}, {"type": "namespace", "tools": 5}]
+    assert [grammar_characters(tools) for tools in (None, 5, odd, [{"type": "namespace", "tools": odd}])] == [0] * 4

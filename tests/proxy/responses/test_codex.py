@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
@@ -69,9 +71,18 @@ def script(request: GenerateRequest) -> Any:
     return Answer("", extra={"reasoning_content": "look first", "tool_calls": calls}, finish_reason="tool_calls")
 
 
+class Holding(FakeBackend):
+    """As a local model, whose calls are drawn by a grammar; in a free text only if `free`."""
+
+    free = True
+
+    def holds_calls(self, request: GenerateRequest) -> bool:
+        return self.free or request.tool_choice != "auto"
+
+
 @pytest.fixture(scope="module")
 def backend() -> FakeBackend:
-    return FakeBackend(script)
+    return Holding(script)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +137,7 @@ def test_custom_tools_and_namespaces(gateway: Any) -> None:
     """Their calls come back as the client named the tools, and their results reach the model."""
     arguments = json.dumps({"input": PATCH})
     asked = [("apply_patch", arguments), ("mcp__files__read", "{}"), ("mcp__files__apply_patch", arguments)]
-    backend = FakeBackend(lambda request: "done" if len(request.messages or ()) > 3 else calls_of(*asked))
+    backend = Holding(lambda request: "done" if len(request.messages or ()) > 3 else calls_of(*asked))
     running = gateway({"fake": backend})
     tools = [SHELL, PATCHER, SERVER]
     done, response = turn(running, FIRST, tools=tools, parallel_tool_calls=True)
@@ -153,6 +164,21 @@ def test_custom_tools_and_namespaces(gateway: Any) -> None:
     assert functions[2]["description"].startswith("Files of the project.") and functions[1]["strict"]
 
 
+def test_long_grammars_are_read_in_a_thread(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take long for their size, and would hold up all other streams."""
+    readers: list[str] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return parse_responses(*given, **named)
+
+    monkeypatch.setattr("agentspec.proxy.responses.endpoint.parse_responses", noted)
+    for repeats in (1, 2000):
+        form = {"type": "grammar", "syntax": "lark", "definition": "start: " + '"a"' * repeats}
+        turn(running, FIRST, tools=[{**PATCHER, "format": form}])
+    assert ["agentspec-body" in name for name in readers] == [False, True]
+
+
 def test_a_form_that_cannot_be_enforced_is_told(running: Any) -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
     recursive = {**PATCHER, "name": "nest", "format": form}
@@ -160,6 +186,26 @@ def test_a_form_that_cannot_be_enforced_is_told(running: Any) -> None:
     body = {**BODY, "input": FIRST, "tools": [SHELL, space]}
     answer = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
     assert answer.status_code == 200 and answer.headers["x-agentspec-unenforced"] == "tools[1].tools[1].format"
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice", "enforced"),
+    [(FakeBackend, "required", False), (Holding, "auto", False), (Holding, "required", True)],
+)
+def test_a_form_is_told_where_the_model_is_not_held_to_it(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, kind: type[FakeBackend], choice: str, enforced: bool
+) -> None:
+    """As over strategies on endpoints, or in formats of calls that cannot be found in a free text."""
+    monkeypatch.setattr(Holding, "free", False)
+    backend = kind(script)
+    body = {**BODY, "input": FIRST, "tools": [SHELL, PATCHER], "tool_choice": choice}
+    answer = HTTP.post(f"{gateway({'fake': backend}).url}/v1/responses", json=body, headers=HEADERS)
+    assert answer.status_code == 200
+    assert answer.headers.get("x-agentspec-unenforced") == (None if enforced else "tools[1].format")
+    [_, function] = [tool["function"] for tool in backend.requests[0].tools]
+    text = function["parameters"]["properties"]["input"]
+    assert ("strict" in function, "pattern" in text) == (enforced, enforced)
+    assert PATCHER["format"]["definition"] in text["description"]
 
 
 def test_two_turns(running: Any, backend: FakeBackend) -> None:

@@ -107,7 +107,7 @@ BAD = {"type": "nothing"}
         ({"tools": [{"type": "function", "name": "f", "parameters": BAD}], "tool_choice": "required"},
          "tools[0].parameters"),
         ({"tools": [{"type": "namespace", "name": "n", "description": "", "tools": [
-            {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex", "definition": "(a"}}]}],
+            {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex", "definition": "[b-a]"}}]}],
           "tool_choice": "required"}, "tools[0].tools[0].format"),
     ],
 )  # fmt: skip
