@@ -104,7 +104,7 @@ def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
 
 def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> bool:
     try:
-        forward(scheduled, target)
+        run_forward(scheduled, target)
     except Exception as error:
         if is_device_error(error):
             raise
@@ -114,10 +114,10 @@ def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> boo
 
 
 def run_alone(each: ScheduledSequence, target: TargetModel) -> None:
-    forward([each], target)
+    run_forward([each], target)
 
 
-def forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None:
+def run_forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None:
     """Compute the logits of all sequences in one forward and, if one of them is judged by them, the hidden states."""
     items = [each.batch_item for each in scheduled]
     if any(each.draws and each.sequence.needs_states for each in scheduled):

@@ -46,16 +46,12 @@ MUTATIONS: Mutations = {
     "seed ignored": ("Sampler._draw", "position_key(self.seed, self._choice,", "position_key(0, self._choice,"),
     "child of any parent": (
         "accept_path",
-        "children.get((node, token))",
-        "next((n for (p, t), n in children.items() if t == token), None)",
+        "drafted.get(token)",
+        "next((n for one in children.values() for t, n in one.items() if t == token), None)",
     ),
-    "first child always": (
-        "accept_path",
-        "children.get((node, token))",
-        "next((n for (p, t), n in children.items() if p == node), None)",
-    ),
-    "goes on past the end": ("accept_path", "if emit(token, node + 1):", "if emit(token, node + 1) and False:"),
-    "row of the parent": ("accept_path", "token = choose(node + 1)", "token = choose(max(node, 0))"),
+    "first child always": ("accept_path", "drafted.get(token)", "next(iter(drafted.values()), None)"),
+    "goes on past the end": ("accept_path", "if emit(token, row) or", "if (emit(token, row) and False) or"),
+    "row of the parent": ("accept_path", "token = choose(row)", "token = choose(max(node, 0))"),
     "illegal ids pass": ("usable", "0 <= token < vocab_size", "True"),
 }
 BATCH_MUTATIONS: Mutations = {
@@ -90,9 +86,9 @@ BATCH_MUTATIONS: Mutations = {
     "rows lost in growing": ("_room", "room[:, :, :length] = rows[:, :, :length]", "pass"),
     "a prompt's chunk draws": ("Schedule.of", "draws=tokens == uncomputed", "draws=True"),
     "logits of another sequence": (
-        "run_together",
-        "for each, logits in zip(scheduled, outputs, strict=True)",
-        "for each, logits in zip(scheduled, outputs[::-1], strict=True)",
+        "run_forward",
+        "zip(scheduled, target.forward_batch(items), strict=True)",
+        "zip(scheduled, target.forward_batch(items)[::-1], strict=True)",
     ),
     "rows of a chunk kept twice": (
         "Sequence.commit_chunk",
