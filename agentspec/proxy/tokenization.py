@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from agentspec.backends.base import (
     TOKENIZE,
-    Backend,
     Forwards,
     SpellsTokens,
     Tokenization,

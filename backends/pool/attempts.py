@@ -12,7 +12,13 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.blocks import PromptBlocks
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Placed, Pool
-from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.errors import (
+    InvalidRequestError,
+    UpstreamError,
+    UpstreamIsolationError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
 from agentspec.placement import Call
 
 UNAVAILABLE = frozenset({502, 503, 504})
@@ -169,6 +175,11 @@ class Attempt:
         self._placed.member.succeeded()
 
     def _failed(self, error: UpstreamError) -> None:
+        if isinstance(
+            error, UpstreamIsolationError
+        ):  # a rule of ours, before a byte was sent: nothing about the server
+            self._again = self._attempts.another(error)
+            return
         member, now = self._placed.member, self._attempts.pool.clock()
         status = error.status if isinstance(error, UpstreamStatusError) else None
         wait = retry_after(error.headers) if isinstance(error, UpstreamStatusError) else None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
 from agentspec.backends.pool.blocks import block_hashes
-from agentspec.errors import NoServerError, UpstreamError, UpstreamStatusError
+from agentspec.errors import NoServerError, UpstreamError, UpstreamIsolationError, UpstreamStatusError
 from agentspec.placement import Call, Member, RoundRobin
 from agentspec.types import GenerateRequest, Labels
 
@@ -158,6 +158,26 @@ def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, m
             await asyncio.sleep(pause)
         one.status = 200
         assert await ask(made.pool) == "hi" and len(one.times()) == 3
+
+    in_virtual_time(work())
+
+
+def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    """Nothing was sent to it. Another server may be asked."""
+
+    async def work() -> None:
+        made = make_pool(server("a"), server("b"), failures=1)
+        tried = []
+        async for attempt in Attempts(made.pool, Call(), 60.0):
+            async with attempt:
+                tried.append(attempt.member)
+                if len(tried) == 1:
+                    raise UpstreamIsolationError("it cannot be recognised")
+        assert tried == ["a", "b"]
+        assert [one.members[0].state(0.0) for one in made.servers] == ["ready", "ready"]
+        assert made.servers[0].members[0].failures == 0
 
     in_virtual_time(work())
 
