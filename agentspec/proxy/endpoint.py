@@ -156,8 +156,10 @@ class GenerationEndpoint:
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
-        kept = [(exchange.route, exchange.body, exchange.fields)]
-        async for attempt in exchange.deadline.within(exchange.tries(pool)):
+        kept, tries = [(exchange.route, exchange.body, exchange.fields)], exchange.tries(pool)
+        if pool.reads_prompts:
+            await self._run(exchange, len, tries.call.blocks)  # computed here, off the loop if the body is large
+        async for attempt in exchange.deadline.within(tries):
             async with attempt:
                 exchange.at(attempt, *kept[0])
                 attempt.when_answered = kept.clear

@@ -51,6 +51,11 @@ class Pool:
         for servers, _ in self.targets:
             servers.lost.append(policy.removed)
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether calls are placed by the blocks of their prompts, here or at a fallback."""
+        return any(pool.policy.reads_prompts for pool in (self, *self.fallbacks))
+
     def members(self) -> Iterator[tuple[PoolMember, str | None]]:
         """The members with the names by which they know the model."""
         for servers, model in self.targets:

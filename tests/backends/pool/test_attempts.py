@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.backend import ITEMS, MOST_PIECES, PoolBackend, prompt_pieces, scoped_call
 from agentspec.backends.pool.blocks import block_hashes
 from agentspec.errors import NoServerError, UpstreamError, UpstreamIsolationError, UpstreamStatusError
 from agentspec.placement import Call, Member, RoundRobin
@@ -295,3 +295,20 @@ def test_a_chat_begins_as_its_next_turn_does() -> None:
     first, second = (list(block_hashes("t", prompt_pieces(fields))) for fields in (short, long))
     assert len(first) == 2 and second[:2] == first and len(second) == 5
     assert not set(first) & set(block_hashes("t", prompt_pieces({**short, "tools": [{"type": "function"}]})))
+
+
+@pytest.mark.parametrize("item", [1, 54321, "", [], {}, [1, 2]])
+def test_a_list_of_many_small_items_is_read_in_few_pieces(item: Any) -> None:
+    assert sum(1 for _ in prompt_pieces({"prompt": [item] * 200_000})) <= MOST_PIECES
+
+
+def test_a_list_of_token_ids_begins_as_a_longer_one_does() -> None:
+    """However many of them are encoded at once, and without taking 1, 2 for 12."""
+
+    def text(ids: list[int]) -> bytes:
+        return b"".join(prompt_pieces({"prompt": ids}))
+
+    ids = list(range(3 * ITEMS))
+    for length in (1, ITEMS - 1, ITEMS, ITEMS + 1, 2 * ITEMS + 7):
+        assert text(ids).startswith(text(ids[:length]))
+    assert text([1, 2]) != text([12])

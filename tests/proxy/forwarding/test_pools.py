@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from agentspec.backends.pool.backend import prompt_pieces
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.cli import app as program
+from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.reasoning.settings import STRATEGIES
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -246,3 +249,23 @@ def test_a_fallback_that_may_not_get_a_request_is_passed_over(gateway: Any, upst
         response = httpx.post(f"{running.url}{CHAT}", json={**BODY, field: "x"}, verify=TRUST)
         assert response.status_code == status, response.text
     assert len(posts(other)) == 1
+
+
+def test_a_large_prompt_is_read_for_its_placement_off_the_loop(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+
+    def pieces(fields: Any) -> Iterator[bytes]:
+        readers.append(threading.current_thread().name)
+        yield from prompt_pieces(fields)
+
+    monkeypatch.setattr("agentspec.proxy.endpoint.prompt_pieces", pieces)
+    upstreams = backends(upstream(working).url)
+    for placement, expected in (("workflow", 1), ("round_robin", 0)):
+        model = ModelSettings(backends=tuple(upstreams), placement=placement)
+        running = gateway({}, Settings(backends=upstreams, models={"m": model}))
+        body = {"model": "m", "prompt": [1] * INLINE_BYTES}
+        assert httpx.post(f"{running.url}/v1/completions", json=body, verify=TRUST).status_code == 200
+        assert len(readers) == expected and all(name.startswith("agentspec-body") for name in readers)
+        readers.clear()
