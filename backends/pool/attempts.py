@@ -68,9 +68,11 @@ class Attempts:
         self._over = True  # unless it fails
         return Attempt(self, placed)
 
-    def begin(self, member: PoolMember) -> None:
-        member.begin(retry=bool(self._tried))
+    def begin(self, member: PoolMember) -> bool:
+        """Note that `member` is asked; returns whether this is a trial of its circuit breaker."""
+        trial = member.begin(self.pool.clock(), retry=bool(self._tried))
         self._tried.append(member)
+        return trial
 
     def another(self, error: UpstreamError) -> bool:
         """Whether the call is tried again after `error`; if so, the next iteration waits as long as it should."""
@@ -110,7 +112,7 @@ class Attempt:
 
     def __init__(self, attempts: Attempts, placed: Placed) -> None:
         self._attempts, self._placed = attempts, placed
-        self._told = self._again = self._answered = False
+        self._told = self._again = self._answered = self._trial = False
         self.when_answered: Callable[[], None] = lambda: None
 
     @property
@@ -138,7 +140,7 @@ class Attempt:
         return self._placed.pool.name if self._placed.pool is not self._attempts.pool else None
 
     async def __aenter__(self) -> Attempt:
-        self._attempts.begin(self._placed.member)
+        self._trial = self._attempts.begin(self._placed.member)
         return self
 
     async def __aexit__(
@@ -148,7 +150,7 @@ class Attempt:
             self._succeeded()
         elif isinstance(error, UpstreamError) and not (self._answered or self._again):
             self._failed(error)
-        self._placed.member.end(told=self._told)
+        self._placed.member.end(told=self._told, trial=self._trial)
         if isinstance(error, InvalidRequestError) and self.fallback and (last := self._attempts.unsuitable()):
             raise last
         return self._again
@@ -186,9 +188,9 @@ class Attempt:
         self._told = True
         if status is None:
             late = isinstance(error, UpstreamTimeoutError)
-            member.failed(now, unreachable=error.retryable or late)
+            member.failed(now, unreachable=error.retryable or late, trial=self._trial)
         elif status in UNAVAILABLE:
-            member.failed(now)
+            member.failed(now, trial=self._trial)
         elif status >= 500:
             member.erred()
         else:

@@ -93,19 +93,21 @@ class PoolMember:
 
     # What happens to calls.
 
-    def begin(self, *, retry: bool) -> None:
-        """Note that a call is sent. `end` follows, after at most one of `succeeded` and `failed`."""
-        self._breaker.begin()
+    def begin(self, now: float, *, retry: bool) -> bool:
+        """Note that a call is sent; returns whether it is a trial of the breaker's. `end` follows, after at most one of
+        `succeeded`, `failed` and `erred`.
+        """
         self.in_flight += 1
         self.calls += 1
         self.retries += retry
         self._seen = None
+        return self._breaker.begin(now)
 
-    def end(self, *, told: bool) -> None:
+    def end(self, *, told: bool, trial: bool = False) -> None:
         """Note that a call is over; `told`: it has told something about the server."""
         self.in_flight -= 1
         self._seen = None
-        if not told:
+        if trial and not told:
             self._breaker.given_up()
 
     def succeeded(self) -> None:
@@ -113,13 +115,13 @@ class PoolMember:
         self._failed_probes = 0
         self._count(0)
 
-    def failed(self, now: float, *, unreachable: bool = False) -> None:
+    def failed(self, now: float, *, unreachable: bool = False, trial: bool = False) -> None:
         """Count a failure; `unreachable`: there was no answer at all."""
         self._well = False
         was_closed = self._breaker.state(now) == "closed"
         self.failures += 1
         self._unreachable = unreachable
-        self._breaker.failed(now)
+        self._breaker.failed(now, trial=trial)
         self._count(1)
         if was_closed and self._breaker.state(now) != "closed":
             self._lost(self.name)
@@ -145,7 +147,7 @@ class PoolMember:
         self._failed_probes = 0 if alive else self._failed_probes + 1
         self._well = False
         if alive and self._unreachable:
-            self._breaker.half_open(now)
+            self._breaker.reached(now)
         if self._failed_probes == FAILED_PROBES:
             self._lost(self.name)
 

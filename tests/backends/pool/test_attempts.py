@@ -162,6 +162,30 @@ def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, m
     in_virtual_time(work())
 
 
+def test_a_call_from_before_that_is_cancelled_makes_no_room_for_a_second_trial(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        one = server("a", delay=100.0)
+        made = make_pool(one, failures=1, max_retries=0)
+        before = asyncio.create_task(ask(made.pool))
+        await asyncio.sleep(1)
+        one.status, one.delay = 503, 0.0
+        with suppress(UpstreamStatusError):
+            await ask(made.pool)
+        await asyncio.sleep(10)
+        one.status, one.delay = 200, 5.0
+        trial = asyncio.create_task(ask(made.pool))
+        await asyncio.sleep(1)
+        before.cancel()
+        await asyncio.gather(before, return_exceptions=True)
+        with pytest.raises(NoServerError):
+            await ask(made.pool)
+        assert await trial == "hi"
+
+    in_virtual_time(work())
+
+
 def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
     in_virtual_time: Any, make_pool: Any, server: Any
 ) -> None:

@@ -186,7 +186,8 @@ class MemberMachine(RuleBasedStateMachine):
         super().__init__()
         backend = OpenAIBackend(OpenAISettings(base_url="http://a/v1"))  # type: ignore[arg-type]
         self.member = PoolMember("a", "a", backend, FleetSettings(failures=2))
-        self.now, self.calls = 0.0, 0
+        self.now = 0.0
+        self.trials: list[bool] = []  # of the calls under way
 
     @rule(seconds=st.floats(0, 40))
     def wait(self, seconds: float) -> None:
@@ -195,16 +196,17 @@ class MemberMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.member.takes_calls(self.now, last_resort=True))
     @rule()
     def begin(self) -> None:
-        self.member.begin(retry=False)
-        self.calls += 1
+        self.trials.append(self.member.begin(self.now, retry=False))
 
-    @precondition(lambda self: self.calls)
+    @precondition(lambda self: self.trials)
     @rule(told=st.sampled_from(["succeeded", "failed", "erred", ""]))
     def end(self, told: str) -> None:
-        if told:
-            getattr(self.member, told)(*([self.now] if told == "failed" else []))
-        self.member.end(told=bool(told))
-        self.calls -= 1
+        trial = self.trials.pop(0)
+        if told == "failed":
+            self.member.failed(self.now, trial=trial)
+        elif told:
+            getattr(self.member, told)()
+        self.member.end(told=bool(told), trial=trial)
 
     @rule(alive=st.booleans())
     def probe(self, alive: bool) -> None:
@@ -227,7 +229,7 @@ class MemberMachine(RuleBasedStateMachine):
         state = self.member.state(self.now)
         assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
         assert self.member.takes_calls(self.now, last_resort=True) == (state not in ("open", "draining"))
-        assert self.member.in_flight == self.calls
+        assert self.member.in_flight == len(self.trials)
 
 
 TestMember = MemberMachine.TestCase
