@@ -21,9 +21,10 @@ from agentspec.errors import (
 )
 from agentspec.placement import Call
 
-UNAVAILABLE = frozenset({502, 503, 504})
+UNAVAILABLE = frozenset({502, 503})
 """Statuses that tell about the server. Any other 5xx may be the request's fault, and opens no circuit breaker: else one
 client could close a model to all others."""
+LATE = 504  # of a proxy before the server, which may be computing the answer
 RETRIED = UNAVAILABLE | {429}
 """Statuses of answers after which another server may be asked: the call was not begun, or is not being computed."""
 ELSEWHERE_SECONDS = 0.025  # before a try at another server, at most; doubled each time
@@ -186,11 +187,10 @@ class Attempt:
         status = error.status if isinstance(error, UpstreamStatusError) else None
         wait = retry_after(error.headers) if isinstance(error, UpstreamStatusError) else None
         self._told = True
-        if status is None:
-            late = isinstance(error, UpstreamTimeoutError)
-            member.failed(now, unreachable=error.retryable or late, trial=self._trial)
-        elif status in UNAVAILABLE:
-            member.failed(now, trial=self._trial)
+        if status == LATE or (isinstance(error, UpstreamTimeoutError) and not error.retryable):
+            member.late(trial=self._trial)
+        elif status is None or status in UNAVAILABLE:
+            member.failed(now, unreachable=error.retryable, trial=self._trial)
         elif status >= 500:
             member.erred()
         else:

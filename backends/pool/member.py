@@ -95,7 +95,7 @@ class PoolMember:
 
     def begin(self, now: float, *, retry: bool) -> bool:
         """Note that a call is sent; returns whether it is a trial of the breaker's. `end` follows, after at most one of
-        `succeeded`, `failed` and `erred`.
+        `succeeded`, `failed`, `erred` and `late`.
         """
         self.in_flight += 1
         self.calls += 1
@@ -131,6 +131,15 @@ class PoolMember:
         self.failures += 1
         self._breaker.succeeded()
         self._count(1)
+
+    def late(self, *, trial: bool = False) -> None:
+        """Count an answer that did not come in time: it ejects as `erred`, and tells nothing to the breaker, as the
+        request may just be long. A server that hangs is found by its probe.
+        """
+        self.failures += 1
+        self._count(1)
+        if trial:
+            self._breaker.given_up()
 
     def asked_to_wait(self, until: float) -> None:
         """Send nothing until then, unless nobody else takes calls."""

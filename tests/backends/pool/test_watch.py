@@ -199,11 +199,13 @@ class MemberMachine(RuleBasedStateMachine):
         self.trials.append(self.member.begin(self.now, retry=False))
 
     @precondition(lambda self: self.trials)
-    @rule(told=st.sampled_from(["succeeded", "failed", "erred", ""]))
+    @rule(told=st.sampled_from(["succeeded", "failed", "erred", "late", ""]))
     def end(self, told: str) -> None:
         trial = self.trials.pop(0)
         if told == "failed":
             self.member.failed(self.now, trial=trial)
+        elif told == "late":
+            self.member.late(trial=trial)
         elif told:
             getattr(self.member, told)()
         self.member.end(told=bool(told), trial=trial)
