@@ -88,7 +88,7 @@ class Exchange:
         if policy.deadline_s is not None:
             until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
         pieces = prompt_pieces(self.fields)
-        return Attempts(pool, scoped_call(self.caller.tenant, self.caller.labels, pieces), until)
+        return Attempts(pool, scoped_call(self.caller.tenant, self.caller.labels, pieces), until, fallbacks=True)
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
         """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""
@@ -308,7 +308,7 @@ def _upstreams(backend: Backend) -> list[Forwards]:
     roles = backend.roles.values() if isinstance(backend, Strategy) else ()
     found = [role.backend for role in roles if is_forwarding(role.backend)]
     pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
-    return [*found, *(member.backend for pool in pools for member in pool.all_members())]
+    return [*found, *(member.backend for pool in pools for member, _ in pool.members())]
 
 
 def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:

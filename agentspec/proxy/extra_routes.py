@@ -57,7 +57,7 @@ class ExtraRoute(GenerationEndpoint):
         await self._check_tenants(backend)
         async with until_disconnect(receive) as client:
             if isinstance(backend, PoolBackend):
-                async for attempt in Attempts(backend.pool, Call(), deadline.at):
+                async for attempt in Attempts(backend.pool, Call(), deadline.at, fallbacks=True):
                     async with attempt:
                         record.attempt = attempt
                         await self._pass(scope, send, attempt.backend, body, fields, deadline, account)

@@ -34,16 +34,18 @@ SAME_SECONDS = 0.2  # before another one at the same server, at most; doubled ea
 class Attempts:
     """The tries of `call`, until one of them ends it:
 
-        async for attempt in Attempts(pool, call, until):
+        async for attempt in Attempts(pool, call, until, fallbacks=True):
             async with attempt:
                 ...  # ask attempt.backend for attempt.model
 
     A try of which nothing came back is followed by another one, if the pool's limits allow it and it can begin before
     `until`, a time of the running loop. Otherwise its error passes. Raises `NoServerError` if no server takes calls.
+    The pool's `fallbacks` are for callers that tell whose answer it is (`Attempt.fallback`).
     """
 
-    def __init__(self, pool: Pool, call: Call, until: float) -> None:
+    def __init__(self, pool: Pool, call: Call, until: float, *, fallbacks: bool) -> None:
         self.pool, self.call, self._until = pool, call, until
+        self._passed_over: set[Pool] = set() if fallbacks else set(pool.fallbacks)
         self._tried: list[PoolMember] = []
         self._delay = 0.0
         self._over = False
@@ -63,7 +65,7 @@ class Attempts:
             self.pool.budget.called(self.pool.clock())
         elif self._delay:
             await asyncio.sleep(self._delay)
-        placed = self.pool.place(self.call, self._tried)
+        placed = self.pool.place(self.call, self._tried, passed_over=self._passed_over)
         if placed is None:
             raise self._last or self.pool.no_server()
         self._over = True  # unless it fails
@@ -94,7 +96,7 @@ class Attempts:
         if again > pool.fleet.max_retries:
             return None
         spread = 2 ** (again - 1) * pool.rng.uniform(0.5, 1.0)
-        elsewhere = pool.can_place(self._tried)
+        elsewhere = pool.can_place(self._tried, self._passed_over)
         if elsewhere is not None:
             delay = spread * (ELSEWHERE_SECONDS if elsewhere else SAME_SECONDS)
         else:

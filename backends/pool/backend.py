@@ -30,7 +30,10 @@ MOST_PIECES = 4096  # of a prompt that are looked at: more than it may have mess
 
 
 class PoolBackend:
-    """Each call is placed anew, and tried again at another server as `Attempts` says."""
+    """Each call is placed anew, and tried again at another server as `Attempts` says.
+
+    Its callers get no fallback's answer, which is another model's: they could not tell it from the model's own.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -53,7 +56,7 @@ class PoolBackend:
 
         After the first delta nothing is tried again.
         """
-        async for attempt in Attempts(self.pool, _call(request), _until(request.deadline_s)):
+        async for attempt in Attempts(self.pool, _call(request), _until(request.deadline_s), fallbacks=False):
             async with attempt:
                 asked = request if attempt.model is None else replace(request, model=attempt.model)
                 async with aclosing(attempt.backend.generate(asked)) as deltas:
@@ -90,7 +93,7 @@ class PoolBackend:
     async def any_server(self) -> tuple[OpenAIBackend, str | None]:
         """A server for what is no call of a client's, and its name for the model. Raises `NoServerError`."""
         await self.pool.prepare()
-        placed = self.pool.place(Call())
+        placed = self.pool.place(Call(), passed_over=self.pool.fallbacks)
         if placed is None:
             raise self.pool.no_server()
         return placed.member.backend, placed.model
@@ -106,7 +109,7 @@ class PoolBackend:
             await member.backend.aclose()
 
     async def _ask(self, ask: Callable[[OpenAIBackend, str | None], Awaitable[T]]) -> T:
-        async for attempt in Attempts(self.pool, Call(), _until(None)):
+        async for attempt in Attempts(self.pool, Call(), _until(None), fallbacks=False):
             async with attempt:
                 return await ask(attempt.backend, attempt.model)
         raise NoServerError("no server of this model answered")  # not reached: the last try raises or returns

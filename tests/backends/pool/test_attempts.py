@@ -220,7 +220,7 @@ def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
     async def work() -> None:
         made = make_pool(server("a"), server("b"), failures=1)
         tried = []
-        async for attempt in Attempts(made.pool, Call(), 60.0):
+        async for attempt in Attempts(made.pool, Call(), 60.0, fallbacks=True):
             async with attempt:
                 tried.append(attempt.member)
                 if len(tried) == 1:
@@ -244,11 +244,31 @@ def test_nobody_waits_for_a_breaker(in_virtual_time: Any, make_pool: Any, server
 
 def test_a_fallback_is_asked_before_the_same_server_again(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
+        fallback = make_pool(server("other")).pool
+        tried = []
+        async for attempt in Attempts(make_pool(server("a"), fallbacks=(fallback,)).pool, Call(), 60.0, fallbacks=True):
+            async with attempt:
+                tried.append((attempt.member, attempt.fallback))
+                attempt.answered(200 if attempt.fallback else 503, {})
+        assert tried == [("a", None), ("other", "m")]
+
+    in_virtual_time(work())
+
+
+def test_who_cannot_tell_whose_answer_it_is_gets_no_fallback(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    """Strategies and callers in this process, whether the model's own servers fail or take no calls at all."""
+
+    async def work() -> None:
         other = server("other")
-        fallback = make_pool(other).pool
-        own = server("a", 503)
-        assert await ask(make_pool(own, fallbacks=(fallback,)).pool) == "hi"
-        assert len(own.times()) == len(other.times()) == 1
+        backend = PoolBackend(make_pool(server("a", 503), fallbacks=(make_pool(other).pool,), failures=1).pool)
+        for expected in (UpstreamStatusError, NoServerError):
+            with pytest.raises(expected):
+                await ask(backend.pool)
+        with pytest.raises(NoServerError):
+            await backend.embed(["text"], "m")
+        with pytest.raises(NoServerError):
+            await backend.any_server()
+        assert not other.seen
 
     in_virtual_time(work())
 
@@ -303,7 +323,7 @@ def test_a_policy_is_asked_once_a_try_with_names_of_the_tenant_and_reads_no_prom
         pool = make_pool(*(server(name) for name in "abc"), policy=policy).pool
         for tenant in ("t", "u"):
             call = scoped_call(tenant, Labels("s", "w", "step"), pieces())
-            async for attempt in Attempts(pool, call, 60.0):
+            async for attempt in Attempts(pool, call, 60.0, fallbacks=True):
                 async with attempt:
                     attempt.answered(200, {})
         first, second = policy.calls
