@@ -48,7 +48,7 @@ class Attempts:
         self._passed_over: set[Pool] = set() if fallbacks else set(pool.fallbacks)
         self._tried: list[PoolMember] = []
         self._delay = 0.0
-        self._over = False
+        self._begun = self._over = False
         self._last: UpstreamError | None = None
 
     def __aiter__(self) -> Attempts:
@@ -60,11 +60,13 @@ class Attempts:
     async def __anext__(self) -> Attempt:
         if self._over:
             raise StopAsyncIteration
-        if not self._tried:
+        if not self._begun:
+            self._begun = True
             await self.pool.prepare()
             self.pool.budget.called(self.pool.clock())
         elif self._delay:
             await asyncio.sleep(self._delay)
+            self._delay = 0.0
         placed = self.pool.place(self.call, self._tried, passed_over=self._passed_over)
         if placed is None:
             raise self._last or self.pool.no_server()
@@ -85,9 +87,11 @@ class Attempts:
         self._delay, self._over, self._last = delay, False, error
         return True
 
-    def unsuitable(self) -> UpstreamError | None:
-        """The error of the try before, which counts if the one now cannot take the request at all."""
-        return self._last
+    def pass_over(self, placed: Placed) -> None:
+        """Go on without the fallback of `placed`, which may not get the request: nothing was sent, so it was no try."""
+        self._tried.remove(placed.member)
+        self._passed_over.add(placed.pool)
+        self._over = False
 
     def _next_delay(self) -> float | None:
         """Seconds before the next try; None if there can be none."""
@@ -115,7 +119,7 @@ class Attempt:
 
     def __init__(self, attempts: Attempts, placed: Placed) -> None:
         self._attempts, self._placed = attempts, placed
-        self._told = self._again = self._answered = self._trial = False
+        self._told = self._again = self._answered = self._trial = self._unsuitable = False
         self.when_answered: Callable[[], None] = lambda: None
 
     @property
@@ -139,8 +143,11 @@ class Attempt:
 
     @property
     def fallback(self) -> str | None:
-        """The name of the pool that answers in place of the one that was asked; None if it is that one."""
-        return self._placed.pool.name if self._placed.pool is not self._attempts.pool else None
+        """The name of the pool that answers in place of the one that was asked; None if it is that one, or the request
+        is none for it.
+        """
+        own = self._placed.pool is self._attempts.pool
+        return None if own or self._unsuitable else self._placed.pool.name
 
     async def __aenter__(self) -> Attempt:
         self._trial = self._attempts.begin(self._placed.member)
@@ -154,8 +161,9 @@ class Attempt:
         elif isinstance(error, UpstreamError) and not (self._answered or self._again):
             self._failed(error)
         self._placed.member.end(told=self._told, trial=self._trial)
-        if isinstance(error, InvalidRequestError) and self.fallback and (last := self._attempts.unsuitable()):
-            raise last
+        if isinstance(error, InvalidRequestError) and self.fallback and not self._answered:
+            self._again = self._unsuitable = True
+            self._attempts.pass_over(self._placed)
         return self._again
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
