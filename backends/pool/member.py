@@ -59,9 +59,13 @@ class PoolMember:
             return "half_open" if self._breaker.allows(now) else "open"
         if self._failed_probes >= FAILED_PROBES:
             return "unhealthy"
-        if now < self._ejected_until:
+        if self.is_ejected(now):
             return "ejected"
         return "busy" if now < self._busy_until else "ready"
+
+    def is_ejected(self, now: float) -> bool:
+        """Whether it is left out for failing more often than others."""
+        return now < self._ejected_until
 
     def takes_calls(self, now: float, *, last_resort: bool = False) -> bool:
         """Whether a call may be sent. As a `last_resort`, if no other server can take it, also to one that seems to

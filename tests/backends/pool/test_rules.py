@@ -115,12 +115,6 @@ def test_who_fails_far_more_often_than_the_others_is_an_outlier() -> None:
     assert [ejection_time(30.0, times) for times in (0, 1, 20)] == [30.0, 60.0, 300.0]
 
 
-@given(st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 200), st.integers(0, 200)), max_size=9))
-def test_at_least_half_of_a_pool_is_never_ejected(counts: dict[str, tuple[int, int]]) -> None:
-    whole = {name: (max(pair), min(pair)) for name, pair in counts.items()}
-    assert len(outliers(whole)) <= len(whole) / 2
-
-
 @given(st.binary(max_size=5000), st.binary(max_size=3000), st.integers(1, 999))
 def test_equal_beginnings_have_equal_blocks_however_the_text_is_cut(text: bytes, more: bytes, size: int) -> None:
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
