@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -12,11 +13,12 @@ from pathlib import Path
 
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import OpenAISettings, ServerRoot
 from agentspec.errors import ConfigurationError
 
 LOOKUP_SECONDS = 5.0
-_URL: TypeAdapter[HttpUrl] = TypeAdapter(HttpUrl)
+_ROOT: TypeAdapter[HttpUrl] = TypeAdapter(ServerRoot)
+_COMMENT = re.compile(r"(^|\s)#.*")
 
 
 class DiscoveryError(Exception):
@@ -111,16 +113,17 @@ def _served(url: HttpUrl, host: str, port: int, weight: int) -> Address:
 
 
 def _read(path: Path) -> tuple[Address, ...]:
-    """The servers in a file: a root a line; blank lines and those that begin with # tell nothing."""
+    """The servers in a file: a root a line, and comments, which begin with # at the line's start or behind a blank."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeError) as error:
         raise DiscoveryError(f"{path}: {error}") from None
-    texts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    texts = [text for line in lines if (text := _COMMENT.sub("", line).strip())]
     try:
-        urls = list(dict.fromkeys(_URL.validate_python(text) for text in texts))
+        urls = list(dict.fromkeys(_ROOT.validate_python(text) for text in texts))
     except ValidationError as error:
-        raise DiscoveryError(f"{path}: {error.errors()[0]['input']!r:.100} is no URL") from None
+        wrong = error.errors()[0]
+        raise DiscoveryError(f"{path}: {wrong['input']!r:.100} is no server's URL: {wrong['msg']}") from None
     if not urls:
         raise DiscoveryError(f"{path} names no server")
     return listed(urls)

@@ -35,6 +35,12 @@ def test_listed_servers_are_named_by_host_and_port_and_by_path_if_need_be() -> N
     assert named(listed(urls.base_urls or ())) == expected
 
 
+@pytest.mark.parametrize("wrong", ["http://a/v1 # gpu 1", "http://a/v1?key=1", "http://a/v1#1"])
+def test_roots_of_servers_are_refused_that_paths_cannot_be_added_to(wrong: str) -> None:
+    with pytest.raises(ValueError, match="without blanks"):
+        settings(base_urls=["http://b/v1", wrong])
+
+
 def resolving(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], list[str]]) -> None:
     def getaddrinfo(host: str, port: int, *arguments: Any, **options: Any) -> list[Any]:
         assert host == "vllm.test"
@@ -111,14 +117,21 @@ def test_service_records_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "names no server"), ("# none\n\n", "names no server"), ("http://a/v1\nnode2\n", "'node2'")],
+    [
+        ("", "names no server"),
+        ("# none\n\n", "names no server"),
+        ("http://a/v1\nnode2\n", "'node2'"),
+        ("http://a/v1 v2\n", "blanks"),
+        ("http://a/v1#1\n", "without"),
+        ("http://a/v1?x=1\n", "without"),
+    ],
 )
 def test_a_file_that_names_no_servers_changes_nothing(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "servers"
-    file.write_text("http://a:1/v1\n\n  # spare\nhttp://b:1/v1\nhttp://a:1/v1\n")
+    file.write_text("http://a:1/v1\n\n  # spare\nhttp://b:1/v1  # gpu 1\nhttp://a:1/v1\n")
     servers = Servers("s", settings(base_urls_file=str(file)), FleetSettings())
     asyncio.run(servers.refresh(0.0))
-    assert named(servers.members) == ["s/a:1", "s/b:1"]
+    assert [str(one.backend.settings.url) for one in servers.members] == ["http://a:1/v1", "http://b:1/v1"]
     file.write_text(text)
     asyncio.run(servers.refresh(5.0))
     assert named(servers.members) == ["s/a:1", "s/b:1"]
