@@ -35,6 +35,7 @@ class Servers:
         self.members: tuple[PoolMember, ...] = ()
         self.lost: list[Callable[[str], None]] = []
         self.look_at = 0.0  # when to look for servers the next time
+        self.looked = False  # at least once, to the end
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._lengths = AnswerLengths()
@@ -62,9 +63,10 @@ class Servers:
             if str(error) != self._complaint:
                 logger.warning("backends.%s: its servers cannot be found out: %s", self.name, error)
             self._complaint = str(error)
-            return
-        self._complaint = ""
-        await self._update(found, now)
+        else:
+            self._complaint = ""
+            await self._update(found, now)
+        self.looked = True
 
     async def _update(self, found: Found, now: float) -> None:
         if found.fresh_seconds is not None:

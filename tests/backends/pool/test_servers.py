@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,37 @@ def test_each_address_of_a_name_is_a_server_of_its_own(monkeypatch: pytest.Monke
         endpoint = kept.backend.endpoint
         assert endpoint.name == "'a'" and "10.0.0" not in repr(endpoint)  # errors for clients name the backend
         await servers.aclose()
+
+    asyncio.run(work())
+
+
+def test_all_calls_that_come_before_the_servers_are_known_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup is one, and goes on if the call goes away that it began with."""
+    lookups, over = [], threading.Event()
+
+    def answer() -> list[str]:
+        lookups.append(1)
+        assert over.wait(60)
+        return ["10.0.0.1"]
+
+    resolving(monkeypatch, answer)
+    own = settings(base_url="http://vllm.test:8000/v1", resolve="a", probe=False)
+    made = Fleet({"a": PoolSpec("a", (PoolTarget("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
+
+    async def call() -> list[str]:
+        await made.pools["a"].prepare()
+        return [member.name for member, _ in made.pools["a"].members()]
+
+    async def work() -> None:
+        calls = [asyncio.create_task(call()) for _ in range(3)]
+        while not lookups:
+            await asyncio.sleep(0)
+        calls[0].cancel()
+        late = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        over.set()
+        assert await asyncio.gather(*calls[1:], late) == [["a/10.0.0.1:8000"]] * 3 and len(lookups) == 1
+        await made.aclose()
 
     asyncio.run(work())
 
