@@ -85,16 +85,22 @@ class Fleet:
         for servers in self.servers.values():
             await servers.aclose()
 
-    def drain(self, name: str, *, on: bool) -> None:
+    def drain(self, name: str, *, on: bool, found: bool = True) -> list[str]:
         """Send no new calls to the member `name`, or to all members of the backend `name`; or, with `on` false, again.
+        Returns their names.
 
-        Raises `InvalidRequestError` if there is none.
+        Raises `InvalidRequestError` if there is none. If it need not be `found` yet, since another process knows it,
+        it is drained once this one finds it.
         """
-        found = [servers.drain(name, on=on) for servers in self.servers.values()]  # of all: a name can mean several
-        if not any(found):
+        members = [one for servers in self.servers.values() for one in servers.drain(name, on=on)]
+        if not found:
+            for servers in self.servers.values():
+                servers.expect([name], on=on)
+        elif not members:
             known = ", ".join(member.name for member in self._members()) or "none"
             message = f"no pool has a member or a backend {name[:256]!r}; members: {known}"
             raise InvalidRequestError(message, param="name")
+        return members
 
     def reload(self, backends: Mapping[str, object]) -> None:
         """Take over the addresses and weights of backends with several servers; other changes take a restart."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from agentspec.backends.openai.answer_lengths import AnswerLengths
@@ -98,16 +98,22 @@ class Servers:
         member.draining = member.name in self._drained
         return member
 
-    def drain(self, name: str, *, on: bool) -> bool:
-        """Send no further calls to the member `name`, or to all if it is the backend's; returns whether there is one.
+    def drain(self, name: str, *, on: bool) -> list[str]:
+        """Send no further calls to the member `name`, or to all if it is the backend's; returns the names of those.
 
         A member that leaves and comes back is still drained.
         """
         found = [member for member in self.members if name in (member.name, self.name)]
         for member in found:
             member.draining = on
-            (self._drained.add if on else self._drained.discard)(member.name)
-        return bool(found)
+        names = [member.name for member in found]
+        self.expect(names if on or name != self.name else [*names, *self._drained], on=on)
+        return names
+
+    def expect(self, names: Iterable[str], *, on: bool) -> None:
+        """Note members of these names to be drained, or not, also once they are found."""
+        own = {name for name in names if name == self.name or name.startswith(f"{self.name}/")}
+        self._drained = self._drained | own if on else self._drained - own
 
     def reload(self, settings: OpenAISettings) -> None:
         """Take over other addresses and another weight, at the next look."""

@@ -201,3 +201,25 @@ def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() 
     assert made.drained() == []
     with pytest.raises(InvalidRequestError, match="members: a/a:1, a/b:1"):
         made.drain("c", on=True)
+
+
+def test_what_is_drained_elsewhere_is_drained_once_it_is_found(tmp_path: Path) -> None:
+    """Workers find servers at different times, but a drain reaches all. An error drains nothing."""
+    file = tmp_path / "servers"
+    file.write_text("http://a:1/v1\n")
+    own = settings(base_urls_file=str(file))
+    made = Fleet({"s": PoolSpec("s", (PoolTarget("s", None),), "round_robin")}, {"s": own}, {}, FleetSettings())
+    servers = made.servers["s"]
+    asyncio.run(servers.refresh(0.0))
+    made.drain("s/b:1", on=True, found=False)
+    with pytest.raises(InvalidRequestError):
+        made.drain("s/c:1", on=True)
+    file.write_text("http://a:1/v1\nhttp://b:1/v1\nhttp://c:1/v1\n")
+    asyncio.run(servers.refresh(5.0))
+    assert made.drained() == ["s/b:1"]
+    file.write_text("http://a:1/v1\n")
+    asyncio.run(servers.refresh(10.0))
+    assert made.drain("s", on=False) == ["s/a:1"]  # of the backend: also of what is away
+    file.write_text("http://a:1/v1\nhttp://b:1/v1\n")
+    asyncio.run(servers.refresh(15.0))
+    assert made.drained() == []
