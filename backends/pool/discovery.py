@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -59,14 +61,55 @@ def check_discovery(settings: OpenAISettings) -> None:
         raise ConfigurationError('resolve = "srv" needs dnspython: pip install "agentspec[dns]"')
 
 
-async def discover(settings: OpenAISettings) -> Found:
-    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds."""
+class HostLookup:
+    """Looks up one host, in a thread of its own: the system's resolver cannot be stopped, and takes long where DNS does
+    not answer. Whoever looks again meanwhile waits for the same answer, and one that came late is the next one's.
+    """
+
+    def __init__(self) -> None:
+        self._answer: Future[list[str]] | None = None
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """The A and AAAA records, sorted. Raises `OSError` or `UnicodeError`."""
+        if self._answer is None:
+            self._answer = self._begin(host, port)
+        answer = self._answer
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            if answer.done():
+                self._answer = None
+
+    def _begin(self, host: str, port: int) -> Future[list[str]]:
+        answer: Future[list[str]] = Future()
+        answer.set_running_or_notify_cancel()  # who waits for it may give up; it goes on
+
+        def look() -> None:
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except Exception as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(sorted({str(one[4][0]) for one in found}))
+
+        threading.Thread(target=look, name="agentspec-lookup", daemon=True).start()
+        return answer
+
+
+async def discover(settings: OpenAISettings, lookup: HostLookup | None = None) -> Found:
+    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds. Who looks
+    again and again has a `lookup` for it.
+    """
     if settings.base_urls_file is not None:
         return Found(await asyncio.to_thread(_read, Path(settings.base_urls_file).expanduser()))
     if settings.base_urls is not None:
         return Found(listed(settings.base_urls))
     async with _limited():
-        found = await (_service_records(settings.url) if settings.resolve == "srv" else _addresses(settings.url))
+        found = await (
+            _service_records(settings.url)
+            if settings.resolve == "srv"
+            else _addresses(settings.url, lookup or HostLookup())
+        )
     if not found.addresses:
         raise DiscoveryError(f"{settings.url.host} has no address")
     return found
@@ -84,11 +127,10 @@ async def _limited() -> AsyncIterator[None]:
         raise DiscoveryError(str(error)) from None
 
 
-async def _addresses(url: HttpUrl) -> Found:
+async def _addresses(url: HttpUrl, lookup: HostLookup) -> Found:
     """One server for each A and AAAA record of the host. The standard library does not tell how long they hold."""
-    host, port = url.host or "", url.port or 443
-    answers = await asyncio.to_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = sorted({str(answer[4][0]) for answer in answers})
+    port = url.port or 443
+    found = await lookup.addresses(url.host or "", port)
     return Found(tuple(Address(f"{_shown(address)}:{port}", url, address) for address in found))
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.discovery import Address, DiscoveryError, Found, check_discovery, discover, listed
+from agentspec.backends.pool.discovery import (
+    Address,
+    DiscoveryError,
+    Found,
+    HostLookup,
+    check_discovery,
+    discover,
+    listed,
+)
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
@@ -41,6 +49,7 @@ class Servers:
         self._lengths = AnswerLengths()
         self._complaint = ""
         self._stale = False
+        self._lookup = HostLookup()
         self._drained: set[str] = set()
         check_discovery(settings)
         if not settings.has_several_servers:
@@ -58,7 +67,7 @@ class Servers:
         """Look which servers there are now. Those known before stay if that cannot be found out."""
         self.look_at, self._stale = now + self._fleet.discovery_interval, False  # nobody else looks meanwhile
         try:
-            found = await discover(self.settings)
+            found = await discover(self.settings, self._lookup)
         except DiscoveryError as error:
             if str(error) != self._complaint:
                 logger.warning("backends.%s: its servers cannot be found out: %s", self.name, error)

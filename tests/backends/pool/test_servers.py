@@ -105,6 +105,36 @@ def test_all_calls_that_come_before_the_servers_are_known_wait_for_them(monkeypa
     asyncio.run(work())
 
 
+def test_a_lookup_that_hangs_takes_one_thread_and_its_late_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups, over = [], threading.Event()
+
+    def answer() -> list[str]:
+        lookups.append(threading.current_thread())
+        assert over.wait(60)
+        return ["10.0.0.1"]
+
+    resolving(monkeypatch, answer)
+    monkeypatch.setattr("agentspec.backends.pool.discovery.LOOKUP_SECONDS", 0.001)
+    servers = Servers("a", settings(base_url="http://vllm.test:8000/v1", resolve="a"), FleetSettings())
+
+    async def work() -> None:
+        for now in range(4):
+            await servers.refresh(float(now))
+        while not lookups:
+            await asyncio.sleep(0)
+        assert len(lookups) == 1 and servers.members == ()
+        over.set()
+        lookups[0].join()
+        monkeypatch.setattr("agentspec.backends.pool.discovery.LOOKUP_SECONDS", 60.0)
+        await servers.refresh(5.0)
+        assert len(lookups) == 1 and named(servers.members) == ["a/10.0.0.1:8000"]
+        await servers.refresh(10.0)
+        assert len(lookups) == 2
+        await servers.aclose()
+
+    asyncio.run(work())
+
+
 def test_a_lookup_that_fails_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
