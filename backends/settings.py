@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
 
 KindChoice = Literal["auto", "on", "off"]
 _HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$|^[0-9a-fA-F:]*:[0-9a-fA-F:.]*$"
 DrafterName = Literal["suffix", "prediction", "ngram", "model"]
+
+
+def _root(url: HttpUrl) -> HttpUrl:
+    if url.query is not None or url.fragment is not None or "%20" in (url.path or ""):
+        raise ValueError("must be the root of an API, such as http://host:8000/v1, without blanks, ? and #")
+    return url
+
+
+ServerRoot = Annotated[HttpUrl, AfterValidator(_root)]
+"""The root of a server's API, to which paths are added."""
 
 
 class TorchSettings(BaseModel):
@@ -73,7 +83,7 @@ class OpenAISettings(BaseModel):
 
     kind: Literal["openai"] = "openai"
     base_url: HttpUrl | None = Field(default=None, description="The endpoint's root, usually ending in /v1")
-    base_urls: tuple[HttpUrl, ...] | None = Field(
+    base_urls: tuple[ServerRoot, ...] | None = Field(
         default=None, min_length=1, description="In place of base_url: the roots of several servers of the same model"
     )
     base_urls_file: str | None = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class Call:
 class PlacementPolicy(Protocol):
     """Chooses a member for each call. One instance serves one pool, in one thread."""
 
+    reads_prompts: ClassVar[bool]
+    """Whether it looks at the blocks of calls, which callers then compute before they ask."""
+
     def choose(self, call: Call, members: Sequence[Member]) -> Member:
         """One of `members`, which are those that may take a call now: never empty."""
         ...
@@ -54,6 +57,8 @@ class PlacementPolicy(Protocol):
 
 
 class _Stateless:
+    reads_prompts: ClassVar[bool] = False
+
     def placed(self, call: Call, member: Member) -> None:
         del call, member
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from agentspec.placement.policy import Call, Member
 from agentspec.placement.prefix_table import PrefixTable
@@ -18,6 +19,8 @@ class PrefixAffinity:
     prefix the freer one is taken, and a crowded one is left alone, so that a popular prefix spreads to as many servers
     as its calls need (the rule of SGLang's cache-aware router, with its imbalance test replaced by a bound).
     """
+
+    reads_prompts: ClassVar[bool] = True
 
     def __init__(self, *, bound: float = 1.5, table_bytes: int = 64 << 20) -> None:
         self.bound = bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from agentspec.placement.bounded import RecentlyUsed
 from agentspec.placement.hash_ring import HashRing
@@ -26,6 +27,8 @@ class WorkflowAffinity:
     they are no busier than the average, since there may be nothing to gain. Calls without a session and without a known
     prefix go to the freest server.
     """
+
+    reads_prompts: ClassVar[bool] = True
 
     def __init__(self, *, bound: float = 1.25, stay: float = 2.0, table_bytes: int = 64 << 20) -> None:
         self._stay = stay

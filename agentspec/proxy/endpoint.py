@@ -88,7 +88,7 @@ class Exchange:
         if policy.deadline_s is not None:
             until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
         pieces = prompt_pieces(self.fields)
-        return Attempts(pool, scoped_call(self.caller.tenant, self.caller.labels, pieces), until)
+        return Attempts(pool, scoped_call(self.caller.tenant, self.caller.labels, pieces), until, fallbacks=True)
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
         """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""
@@ -156,8 +156,10 @@ class GenerationEndpoint:
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
-        kept = [(exchange.route, exchange.body, exchange.fields)]
-        async for attempt in exchange.deadline.within(exchange.tries(pool)):
+        kept, tries = [(exchange.route, exchange.body, exchange.fields)], exchange.tries(pool)
+        if pool.reads_prompts:
+            await self._run(exchange, len, tries.call.blocks)  # computed here, off the loop if the body is large
+        async for attempt in exchange.deadline.within(tries):
             async with attempt:
                 exchange.at(attempt, *kept[0])
                 attempt.when_answered = kept.clear
@@ -306,7 +308,7 @@ def _upstreams(backend: Backend) -> list[Forwards]:
     roles = backend.roles.values() if isinstance(backend, Strategy) else ()
     found = [role.backend for role in roles if is_forwarding(role.backend)]
     pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
-    return [*found, *(member.backend for pool in pools for member in pool.all_members())]
+    return [*found, *(member.backend for pool in pools for member, _ in pool.members())]
 
 
 def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:

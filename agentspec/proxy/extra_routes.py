@@ -9,7 +9,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import Forwards, is_forwarding
+from agentspec.backends.base import Backend, Forwards, is_forwarding
 from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
@@ -54,9 +54,10 @@ class ExtraRoute(GenerationEndpoint):
         backend = self._ready().backends()[self.upstream]
         record.model = OTHER
         check_head(scope)
+        await self._check_tenants(backend)
         async with until_disconnect(receive) as client:
             if isinstance(backend, PoolBackend):
-                async for attempt in Attempts(backend.pool, Call(), deadline.at):
+                async for attempt in Attempts(backend.pool, Call(), deadline.at, fallbacks=True):
                     async with attempt:
                         record.attempt = attempt
                         await self._pass(scope, send, attempt.backend, body, fields, deadline, account)
@@ -65,6 +66,20 @@ class ExtraRoute(GenerationEndpoint):
                 await self._pass(scope, send, backend, body, fields, deadline, account)
         if client.cancelled_caught and not record.body_ended:
             record.outcome = "cancelled"
+
+    async def _check_tenants(self, backend: Backend) -> None:
+        """Raise `UpstreamIsolationError` if servers need salts, which this route cannot carry. Asked before a server is
+        chosen: it is no server's failure.
+        """
+        if isinstance(backend, PoolBackend):
+            await backend.pool.prepare()
+            servers: list[Backend] = [member.backend for member, _ in backend.pool.members()]
+        else:
+            servers = [backend]
+        if any(is_forwarding(server) and server.needs_salt for server in servers):
+            raise UpstreamIsolationError(
+                f"{self.path} cannot be kept apart by tenant: the operator may set shared_upstream"
+            )
 
     async def _pass(
         self,
@@ -78,10 +93,6 @@ class ExtraRoute(GenerationEndpoint):
     ) -> None:
         """Pass the request to one server. Raises `InvalidRequestError` for what it may not get."""
         await self.budget.run(RequestRecord.of(scope).tenant, len(body), self._check, fields, backend)
-        if backend.needs_salt:
-            raise UpstreamIsolationError(
-                f"{self.path} cannot be kept apart by tenant: the operator may set shared_upstream"
-            )
         body = self._named(body, fields)
         path, above = self.path.removeprefix("/v1"), not self.path.startswith("/v1/")
         inspector = StreamInspector(0)
@@ -93,7 +104,8 @@ class ExtraRoute(GenerationEndpoint):
         if not isinstance(model, str):
             return body
         route = None if self.runtime.is_elsewhere(self.runtime.aliases.meant(model)) else self.runtime.route(model)
-        if route is None or route.backend_name != self.upstream:
+        served = route is not None and (route.backend_name == self.upstream or isinstance(route.backend, PoolBackend))
+        if route is None or not served:  # all servers of all pools are the only upstream's
             raise InvalidRequestError(
                 f"{self.path} is passed to an upstream that does not serve this model", param="model"
             )

@@ -53,9 +53,10 @@ class FleetPages:
     async def _switch(self, request: Request, *, on: bool) -> Response:
         name = await _name(request)
         fleet = self._fleet()
-        fleet.drain(name, on=on)
+        members = fleet.drain(name, on=on)
         if self._spread is not None:
-            self._spread(name, on)
+            for one in dict.fromkeys([name, *members]):  # other processes may not have found all members of a backend
+                self._spread(one, on)
         logger.info("member drained" if on else "member resumed", member=name)
         return _json({"drained": fleet.drained()})
 

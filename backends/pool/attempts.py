@@ -12,12 +12,19 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.blocks import PromptBlocks
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Placed, Pool
-from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.errors import (
+    InvalidRequestError,
+    UpstreamError,
+    UpstreamIsolationError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
 from agentspec.placement import Call
 
-UNAVAILABLE = frozenset({502, 503, 504})
+UNAVAILABLE = frozenset({502, 503})
 """Statuses that tell about the server. Any other 5xx may be the request's fault, and opens no circuit breaker: else one
 client could close a model to all others."""
+LATE = 504  # of a proxy before the server, which may be computing the answer
 RETRIED = UNAVAILABLE | {429}
 """Statuses of answers after which another server may be asked: the call was not begun, or is not being computed."""
 ELSEWHERE_SECONDS = 0.025  # before a try at another server, at most; doubled each time
@@ -27,19 +34,21 @@ SAME_SECONDS = 0.2  # before another one at the same server, at most; doubled ea
 class Attempts:
     """The tries of `call`, until one of them ends it:
 
-        async for attempt in Attempts(pool, call, until):
+        async for attempt in Attempts(pool, call, until, fallbacks=True):
             async with attempt:
                 ...  # ask attempt.backend for attempt.model
 
     A try of which nothing came back is followed by another one, if the pool's limits allow it and it can begin before
     `until`, a time of the running loop. Otherwise its error passes. Raises `NoServerError` if no server takes calls.
+    The pool's `fallbacks` are for callers that tell whose answer it is (`Attempt.fallback`).
     """
 
-    def __init__(self, pool: Pool, call: Call, until: float) -> None:
+    def __init__(self, pool: Pool, call: Call, until: float, *, fallbacks: bool) -> None:
         self.pool, self.call, self._until = pool, call, until
+        self._passed_over: set[Pool] = set() if fallbacks else set(pool.fallbacks)
         self._tried: list[PoolMember] = []
         self._delay = 0.0
-        self._over = False
+        self._begun = self._over = False
         self._last: UpstreamError | None = None
 
     def __aiter__(self) -> Attempts:
@@ -51,20 +60,24 @@ class Attempts:
     async def __anext__(self) -> Attempt:
         if self._over:
             raise StopAsyncIteration
-        if not self._tried:
+        if not self._begun:
+            self._begun = True
             await self.pool.prepare()
             self.pool.budget.called(self.pool.clock())
         elif self._delay:
             await asyncio.sleep(self._delay)
-        placed = self.pool.place(self.call, self._tried)
+            self._delay = 0.0
+        placed = self.pool.place(self.call, self._tried, passed_over=self._passed_over)
         if placed is None:
             raise self._last or self.pool.no_server()
         self._over = True  # unless it fails
         return Attempt(self, placed)
 
-    def begin(self, member: PoolMember) -> None:
-        member.begin(retry=bool(self._tried))
+    def begin(self, member: PoolMember) -> bool:
+        """Note that `member` is asked; returns whether this is a trial of its circuit breaker."""
+        trial = member.begin(self.pool.clock(), retry=bool(self._tried))
         self._tried.append(member)
+        return trial
 
     def another(self, error: UpstreamError) -> bool:
         """Whether the call is tried again after `error`; if so, the next iteration waits as long as it should."""
@@ -74,9 +87,11 @@ class Attempts:
         self._delay, self._over, self._last = delay, False, error
         return True
 
-    def unsuitable(self) -> UpstreamError | None:
-        """The error of the try before, which counts if the one now cannot take the request at all."""
-        return self._last
+    def pass_over(self, placed: Placed) -> None:
+        """Go on without the fallback of `placed`, which may not get the request: nothing was sent, so it was no try."""
+        self._tried.remove(placed.member)
+        self._passed_over.add(placed.pool)
+        self._over = False
 
     def _next_delay(self) -> float | None:
         """Seconds before the next try; None if there can be none."""
@@ -85,7 +100,7 @@ class Attempts:
         if again > pool.fleet.max_retries:
             return None
         spread = 2 ** (again - 1) * pool.rng.uniform(0.5, 1.0)
-        elsewhere = pool.can_place(self._tried)
+        elsewhere = pool.can_place(self._tried, self._passed_over)
         if elsewhere is not None:
             delay = spread * (ELSEWHERE_SECONDS if elsewhere else SAME_SECONDS)
         else:
@@ -104,7 +119,7 @@ class Attempt:
 
     def __init__(self, attempts: Attempts, placed: Placed) -> None:
         self._attempts, self._placed = attempts, placed
-        self._told = self._again = self._answered = False
+        self._told = self._again = self._answered = self._trial = self._unsuitable = False
         self.when_answered: Callable[[], None] = lambda: None
 
     @property
@@ -128,11 +143,14 @@ class Attempt:
 
     @property
     def fallback(self) -> str | None:
-        """The name of the pool that answers in place of the one that was asked; None if it is that one."""
-        return self._placed.pool.name if self._placed.pool is not self._attempts.pool else None
+        """The name of the pool that answers in place of the one that was asked; None if it is that one, or the request
+        is none for it.
+        """
+        own = self._placed.pool is self._attempts.pool
+        return None if own or self._unsuitable else self._placed.pool.name
 
     async def __aenter__(self) -> Attempt:
-        self._attempts.begin(self._placed.member)
+        self._trial = self._attempts.begin(self._placed.member)
         return self
 
     async def __aexit__(
@@ -142,9 +160,10 @@ class Attempt:
             self._succeeded()
         elif isinstance(error, UpstreamError) and not (self._answered or self._again):
             self._failed(error)
-        self._placed.member.end(told=self._told)
-        if isinstance(error, InvalidRequestError) and self.fallback and (last := self._attempts.unsuitable()):
-            raise last
+        self._placed.member.end(told=self._told, trial=self._trial)
+        if isinstance(error, InvalidRequestError) and self.fallback and not self._answered:
+            self._again = self._unsuitable = True
+            self._attempts.pass_over(self._placed)
         return self._again
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
@@ -169,15 +188,19 @@ class Attempt:
         self._placed.member.succeeded()
 
     def _failed(self, error: UpstreamError) -> None:
+        if isinstance(
+            error, UpstreamIsolationError
+        ):  # a rule of ours, before a byte was sent: nothing about the server
+            self._again = self._attempts.another(error)
+            return
         member, now = self._placed.member, self._attempts.pool.clock()
         status = error.status if isinstance(error, UpstreamStatusError) else None
         wait = retry_after(error.headers) if isinstance(error, UpstreamStatusError) else None
         self._told = True
-        if status is None:
-            late = isinstance(error, UpstreamTimeoutError)
-            member.failed(now, unreachable=error.retryable or late)
-        elif status in UNAVAILABLE:
-            member.failed(now)
+        if status == LATE or (isinstance(error, UpstreamTimeoutError) and not error.retryable):
+            member.late(trial=self._trial)
+        elif status is None or status in UNAVAILABLE:
+            member.failed(now, unreachable=error.retryable, trial=self._trial)
         elif status >= 500:
             member.erred()
         else:

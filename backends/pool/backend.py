@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from agentspec.backends.base import Capabilities
@@ -15,7 +16,7 @@ from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.blocks import PromptBlocks
+from agentspec.backends.pool.blocks import MAX_BYTES, PromptBlocks
 from agentspec.backends.pool.pool import Pool
 from agentspec.errors import NoServerError
 from agentspec.placement import Call
@@ -24,10 +25,15 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
 T = TypeVar("T")
 _TEXT_MESSAGE = {"role", "content"}
+ITEMS = 256  # of a list of token ids that are encoded at once
+MOST_PIECES = 4096  # of a prompt that are looked at: more than it may have messages
 
 
 class PoolBackend:
-    """Each call is placed anew, and tried again at another server as `Attempts` says."""
+    """Each call is placed anew, and tried again at another server as `Attempts` says.
+
+    Its callers get no fallback's answer, which is another model's: they could not tell it from the model's own.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -50,7 +56,7 @@ class PoolBackend:
 
         After the first delta nothing is tried again.
         """
-        async for attempt in Attempts(self.pool, _call(request), _until(request.deadline_s)):
+        async for attempt in Attempts(self.pool, _call(request), _until(request.deadline_s), fallbacks=False):
             async with attempt:
                 asked = request if attempt.model is None else replace(request, model=attempt.model)
                 async with aclosing(attempt.backend.generate(asked)) as deltas:
@@ -87,7 +93,7 @@ class PoolBackend:
     async def any_server(self) -> tuple[OpenAIBackend, str | None]:
         """A server for what is no call of a client's, and its name for the model. Raises `NoServerError`."""
         await self.pool.prepare()
-        placed = self.pool.place(Call())
+        placed = self.pool.place(Call(), passed_over=self.pool.fallbacks)
         if placed is None:
             raise self.pool.no_server()
         return placed.member.backend, placed.model
@@ -103,7 +109,7 @@ class PoolBackend:
             await member.backend.aclose()
 
     async def _ask(self, ask: Callable[[OpenAIBackend, str | None], Awaitable[T]]) -> T:
-        async for attempt in Attempts(self.pool, Call(), _until(None)):
+        async for attempt in Attempts(self.pool, Call(), _until(None), fallbacks=False):
             async with attempt:
                 return await ask(attempt.backend, attempt.model)
         raise NoServerError("no server of this model answered")  # not reached: the last try raises or returns
@@ -117,18 +123,42 @@ def scoped_call(tenant: str, labels: Labels, pieces: Iterable[bytes] | None = No
 
 
 def prompt_pieces(fields: Mapping[str, Any]) -> Iterable[bytes]:
-    """The prompt in a body with these `fields`, piece by piece, as text in which equal beginnings are equal."""
+    """The prompt in a body with these `fields`, piece by piece, as text in which equal beginnings are equal.
+
+    What lies beyond `MOST_PIECES` is left out, so that no body takes long to read.
+    """
+    return islice(_pieces(fields), MOST_PIECES)
+
+
+def _pieces(fields: Mapping[str, Any]) -> Iterator[bytes]:
     yield _encoded(fields.get("tools"))
     for name in ("system", "instructions", "prompt", "input", "messages"):
         value = fields.get(name)
-        for item in value if isinstance(value, list) else () if value is None else (value,):
-            yield _encoded(item)
+        if isinstance(value, list):
+            yield from chain.from_iterable(
+                _items(value[start : start + ITEMS]) for start in range(0, len(value), ITEMS)
+            )
+        elif value is not None:
+            yield _encoded(value)
+
+
+def _items(items: list[Any]) -> Iterator[bytes]:
+    """Some items of a list: messages and prompts each by itself, token ids all at once, since they are many and small.
+
+    A longer list begins as a shorter one does: each item ends with its comma, and no bracket ends the list.
+    """
+    if isinstance(items[0], (dict, list)):
+        yield from map(_encoded, items)
+    else:
+        yield _encoded(items)[1:-1] + b","
 
 
 def _encoded(value: Any) -> bytes:
-    """As JSON, which is no need for a message that is only text."""
-    if isinstance(value, dict) and value.keys() == _TEXT_MESSAGE and isinstance(text := value["content"], str):
-        return f"{value['role']}\0{text}\0".encode("utf-8", "replace")
+    """As JSON, which is no need for a message that is only text; of a long text, its beginning."""
+    if isinstance(value, str):
+        value = value[:MAX_BYTES]
+    elif isinstance(value, dict) and value.keys() == _TEXT_MESSAGE and isinstance(text := value["content"], str):
+        return f"{value['role']}\0{text[:MAX_BYTES]}\0".encode("utf-8", "replace")
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 

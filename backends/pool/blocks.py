@@ -7,6 +7,7 @@ from typing import overload
 
 BLOCK_BYTES = 1024  # about 256 tokens, sixteen of vLLM's blocks
 MAX_BLOCKS = 512
+MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES
 
 
 class PromptBlocks(Sequence[int]):

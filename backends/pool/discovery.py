@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,11 +15,12 @@ from pathlib import Path
 
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import OpenAISettings, ServerRoot
 from agentspec.errors import ConfigurationError
 
 LOOKUP_SECONDS = 5.0
-_URL: TypeAdapter[HttpUrl] = TypeAdapter(HttpUrl)
+_ROOT: TypeAdapter[HttpUrl] = TypeAdapter(ServerRoot)
+_COMMENT = re.compile(r"(^|\s)#.*")
 
 
 class DiscoveryError(Exception):
@@ -57,14 +61,55 @@ def check_discovery(settings: OpenAISettings) -> None:
         raise ConfigurationError('resolve = "srv" needs dnspython: pip install "agentspec[dns]"')
 
 
-async def discover(settings: OpenAISettings) -> Found:
-    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds."""
+class HostLookup:
+    """Looks up one host, in a thread of its own: the system's resolver cannot be stopped, and takes long where DNS does
+    not answer. Whoever looks again meanwhile waits for the same answer, and one that came late is the next one's.
+    """
+
+    def __init__(self) -> None:
+        self._answer: Future[list[str]] | None = None
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """The A and AAAA records, sorted. Raises `OSError` or `UnicodeError`."""
+        if self._answer is None:
+            self._answer = self._begin(host, port)
+        answer = self._answer
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            if answer.done():
+                self._answer = None
+
+    def _begin(self, host: str, port: int) -> Future[list[str]]:
+        answer: Future[list[str]] = Future()
+        answer.set_running_or_notify_cancel()  # who waits for it may give up; it goes on
+
+        def look() -> None:
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except Exception as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(sorted({str(one[4][0]) for one in found}))
+
+        threading.Thread(target=look, name="agentspec-lookup", daemon=True).start()
+        return answer
+
+
+async def discover(settings: OpenAISettings, lookup: HostLookup | None = None) -> Found:
+    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds. Who looks
+    again and again has a `lookup` for it.
+    """
     if settings.base_urls_file is not None:
         return Found(await asyncio.to_thread(_read, Path(settings.base_urls_file).expanduser()))
     if settings.base_urls is not None:
         return Found(listed(settings.base_urls))
     async with _limited():
-        found = await (_service_records(settings.url) if settings.resolve == "srv" else _addresses(settings.url))
+        found = await (
+            _service_records(settings.url)
+            if settings.resolve == "srv"
+            else _addresses(settings.url, lookup or HostLookup())
+        )
     if not found.addresses:
         raise DiscoveryError(f"{settings.url.host} has no address")
     return found
@@ -82,11 +127,10 @@ async def _limited() -> AsyncIterator[None]:
         raise DiscoveryError(str(error)) from None
 
 
-async def _addresses(url: HttpUrl) -> Found:
+async def _addresses(url: HttpUrl, lookup: HostLookup) -> Found:
     """One server for each A and AAAA record of the host. The standard library does not tell how long they hold."""
-    host, port = url.host or "", url.port or 443
-    answers = await asyncio.to_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = sorted({str(answer[4][0]) for answer in answers})
+    port = url.port or 443
+    found = await lookup.addresses(url.host or "", port)
     return Found(tuple(Address(f"{_shown(address)}:{port}", url, address) for address in found))
 
 
@@ -111,16 +155,17 @@ def _served(url: HttpUrl, host: str, port: int, weight: int) -> Address:
 
 
 def _read(path: Path) -> tuple[Address, ...]:
-    """The servers in a file: a root a line; blank lines and those that begin with # tell nothing."""
+    """The servers in a file: a root a line, and comments, which begin with # at the line's start or behind a blank."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeError) as error:
         raise DiscoveryError(f"{path}: {error}") from None
-    texts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    texts = [text for line in lines if (text := _COMMENT.sub("", line).strip())]
     try:
-        urls = list(dict.fromkeys(_URL.validate_python(text) for text in texts))
+        urls = list(dict.fromkeys(_ROOT.validate_python(text) for text in texts))
     except ValidationError as error:
-        raise DiscoveryError(f"{path}: {error.errors()[0]['input']!r:.100} is no URL") from None
+        wrong = error.errors()[0]
+        raise DiscoveryError(f"{path}: {wrong['input']!r:.100} is no server's URL: {wrong['msg']}") from None
     if not urls:
         raise DiscoveryError(f"{path} names no server")
     return listed(urls)

@@ -40,6 +40,7 @@ class Fleet:
         self.pools: dict[str, Pool] = {}
         for name in specs:
             self._build(name, specs, settings)
+        self._first_look: asyncio.Future[list[None]] | None = None
         self._watch = Watch(list(self.servers.values()), list(self.pools.values()), settings, clock)
 
     def _build(self, name: str, specs: Mapping[str, PoolSpec], settings: FleetSettings) -> Pool:
@@ -65,11 +66,18 @@ class Fleet:
 
     async def begin(self) -> None:
         """Look after the servers from now on, in this loop; returns once all have been looked for a first time."""
+        unknown = [servers for servers in self.servers.values() if servers.is_dynamic and not servers.looked]
+        if unknown and not self._is_looking():
+            now = self._clock()
+            self._first_look = asyncio.gather(*(servers.refresh(now) for servers in unknown))
         self._watch.ensure()
-        now = self._clock()
-        unknown = [servers for servers in self.servers.values() if servers.is_dynamic and not servers.look_at]
-        if unknown:
-            await asyncio.gather(*(servers.refresh(now) for servers in unknown))
+        if unknown and self._first_look is not None:
+            await asyncio.shield(self._first_look)  # of several calls, the first may go away
+
+    def _is_looking(self) -> bool:
+        """Whether the first look is under way, in this loop: another one's ended with its loop."""
+        look = self._first_look
+        return look is not None and not look.done() and look.get_loop() is asyncio.get_running_loop()
 
     async def aclose(self) -> None:
         """End the looking after, and close the connections. Idempotent."""
@@ -77,16 +85,22 @@ class Fleet:
         for servers in self.servers.values():
             await servers.aclose()
 
-    def drain(self, name: str, *, on: bool) -> None:
+    def drain(self, name: str, *, on: bool, found: bool = True) -> list[str]:
         """Send no new calls to the member `name`, or to all members of the backend `name`; or, with `on` false, again.
+        Returns their names.
 
-        Raises `InvalidRequestError` if there is none.
+        Raises `InvalidRequestError` if there is none. If it need not be `found` yet, since another process knows it,
+        it is drained once this one finds it.
         """
-        found = [servers.drain(name, on=on) for servers in self.servers.values()]  # of all: a name can mean several
-        if not any(found):
+        members = [one for servers in self.servers.values() for one in servers.drain(name, on=on)]
+        if not found:
+            for servers in self.servers.values():
+                servers.expect([name], on=on)
+        elif not members:
             known = ", ".join(member.name for member in self._members()) or "none"
             message = f"no pool has a member or a backend {name[:256]!r}; members: {known}"
             raise InvalidRequestError(message, param="name")
+        return members
 
     def reload(self, backends: Mapping[str, object]) -> None:
         """Take over the addresses and weights of backends with several servers; other changes take a restart."""

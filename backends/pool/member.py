@@ -59,9 +59,13 @@ class PoolMember:
             return "half_open" if self._breaker.allows(now) else "open"
         if self._failed_probes >= FAILED_PROBES:
             return "unhealthy"
-        if now < self._ejected_until:
+        if self.is_ejected(now):
             return "ejected"
         return "busy" if now < self._busy_until else "ready"
+
+    def is_ejected(self, now: float) -> bool:
+        """Whether it is left out for failing more often than others."""
+        return now < self._ejected_until
 
     def takes_calls(self, now: float, *, last_resort: bool = False) -> bool:
         """Whether a call may be sent. As a `last_resort`, if no other server can take it, also to one that seems to
@@ -93,19 +97,21 @@ class PoolMember:
 
     # What happens to calls.
 
-    def begin(self, *, retry: bool) -> None:
-        """Note that a call is sent. `end` follows, after at most one of `succeeded` and `failed`."""
-        self._breaker.begin()
+    def begin(self, now: float, *, retry: bool) -> bool:
+        """Note that a call is sent; returns whether it is a trial of the breaker's. `end` follows, after at most one of
+        `succeeded`, `failed`, `erred` and `late`.
+        """
         self.in_flight += 1
         self.calls += 1
         self.retries += retry
         self._seen = None
+        return self._breaker.begin(now)
 
-    def end(self, *, told: bool) -> None:
+    def end(self, *, told: bool, trial: bool = False) -> None:
         """Note that a call is over; `told`: it has told something about the server."""
         self.in_flight -= 1
         self._seen = None
-        if not told:
+        if trial and not told:
             self._breaker.given_up()
 
     def succeeded(self) -> None:
@@ -113,13 +119,13 @@ class PoolMember:
         self._failed_probes = 0
         self._count(0)
 
-    def failed(self, now: float, *, unreachable: bool = False) -> None:
+    def failed(self, now: float, *, unreachable: bool = False, trial: bool = False) -> None:
         """Count a failure; `unreachable`: there was no answer at all."""
         self._well = False
         was_closed = self._breaker.state(now) == "closed"
         self.failures += 1
         self._unreachable = unreachable
-        self._breaker.failed(now)
+        self._breaker.failed(now, trial=trial)
         self._count(1)
         if was_closed and self._breaker.state(now) != "closed":
             self._lost(self.name)
@@ -129,6 +135,15 @@ class PoolMember:
         self.failures += 1
         self._breaker.succeeded()
         self._count(1)
+
+    def late(self, *, trial: bool = False) -> None:
+        """Count an answer that did not come in time: it ejects as `erred`, and tells nothing to the breaker, as the
+        request may just be long. A server that hangs is found by its probe.
+        """
+        self.failures += 1
+        self._count(1)
+        if trial:
+            self._breaker.given_up()
 
     def asked_to_wait(self, until: float) -> None:
         """Send nothing until then, unless nobody else takes calls."""
@@ -145,7 +160,7 @@ class PoolMember:
         self._failed_probes = 0 if alive else self._failed_probes + 1
         self._well = False
         if alive and self._unreachable:
-            self._breaker.half_open(now)
+            self._breaker.reached(now)
         if self._failed_probes == FAILED_PROBES:
             self._lost(self.name)
 

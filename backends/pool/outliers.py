@@ -11,7 +11,7 @@ MAX_SECONDS = 300.0
 
 
 def outliers(counts: Mapping[str, tuple[int, int]]) -> list[str]:
-    """The names of those to leave out, given each one's (calls, failures): the worst first, never more than half.
+    """The names of those that stand out, given each one's (calls, failures): the worst first.
 
     A server is one if its failures are more than those of all others together by `MARGIN` of its calls. Envoy's
     outlier detection compares with the mean less 1.9 standard deviations, which two or three servers cannot reach.
@@ -23,8 +23,7 @@ def outliers(counts: Mapping[str, tuple[int, int]]) -> list[str]:
         others = calls - own
         if own >= MIN_CALLS and others >= MIN_CALLS:
             excess[name] = failed / own - (failures - failed) / others
-    worst = sorted((name for name in excess if excess[name] > MARGIN), key=lambda name: -excess[name])
-    return worst[: len(counts) // 2]
+    return sorted((name for name in excess if excess[name] > MARGIN), key=lambda name: -excess[name])
 
 
 def ejection_time(seconds: float, times: int) -> float:

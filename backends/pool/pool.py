@@ -51,6 +51,11 @@ class Pool:
         for servers, _ in self.targets:
             servers.lost.append(policy.removed)
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether calls are placed by the blocks of their prompts, here or at a fallback."""
+        return any(pool.policy.reads_prompts for pool in (self, *self.fallbacks))
+
     def members(self) -> Iterator[tuple[PoolMember, str | None]]:
         """The members with the names by which they know the model."""
         for servers, model in self.targets:
@@ -63,24 +68,33 @@ class Pool:
             for member, _ in pool.members():
                 yield member
 
-    def place(self, call: Call, tried: Collection[PoolMember] = ()) -> Placed | None:
-        """The server for `call`: one that was not `tried` yet, the pool's own first; None if none takes calls.
+    def place(
+        self, call: Call, tried: Collection[PoolMember] = (), *, passed_over: Collection[Pool] = ()
+    ) -> Placed | None:
+        """The server for `call`: one that was not `tried` yet, the pool's own first; None if none takes calls. No
+        server of the fallbacks that are `passed_over`.
 
         A first try also goes to a server that may be failing, if there is no better one; a retry does not.
         """
         now = self.clock()
         for fresh, last_resort in ((True, False), (False, not tried)):
-            for pool in (self, *self.fallbacks):
+            for pool in self._but(passed_over):
                 placed = pool.choose(call, now, tried if fresh else (), last_resort)
                 if placed is not None:
                     return placed
         return None
 
-    def can_place(self, tried: Collection[PoolMember]) -> bool | None:
+    def can_place(self, tried: Collection[PoolMember], passed_over: Collection[Pool] = ()) -> bool | None:
         """Whether a retry could be placed now: True at a server not `tried` yet, False at another one, None nowhere."""
         now = self.clock()
-        taking = [member for member in self.all_members() if member.takes_calls(now)]
+        known = (member for pool in self._but(passed_over) for member, _ in pool.members())
+        taking = [member for member in known if member.takes_calls(now)]
         return any(member not in tried for member in taking) if taking else None
+
+    def _but(self, passed_over: Collection[Pool]) -> Iterator[Pool]:
+        """This pool and its fallbacks, but those."""
+        yield self
+        yield from (pool for pool in self.fallbacks if pool not in passed_over)
 
     def busy_until(self) -> float | None:
         """When the first of its own servers that have asked to wait wants calls again; None if none has."""

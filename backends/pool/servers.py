@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.discovery import Address, DiscoveryError, Found, check_discovery, discover, listed
+from agentspec.backends.pool.discovery import (
+    Address,
+    DiscoveryError,
+    Found,
+    HostLookup,
+    check_discovery,
+    discover,
+    listed,
+)
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
@@ -35,11 +43,13 @@ class Servers:
         self.members: tuple[PoolMember, ...] = ()
         self.lost: list[Callable[[str], None]] = []
         self.look_at = 0.0  # when to look for servers the next time
+        self.looked = False  # at least once, to the end
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._lengths = AnswerLengths()
         self._complaint = ""
         self._stale = False
+        self._lookup = HostLookup()
         self._drained: set[str] = set()
         check_discovery(settings)
         if not settings.has_several_servers:
@@ -57,14 +67,15 @@ class Servers:
         """Look which servers there are now. Those known before stay if that cannot be found out."""
         self.look_at, self._stale = now + self._fleet.discovery_interval, False  # nobody else looks meanwhile
         try:
-            found = await discover(self.settings)
+            found = await discover(self.settings, self._lookup)
         except DiscoveryError as error:
             if str(error) != self._complaint:
                 logger.warning("backends.%s: its servers cannot be found out: %s", self.name, error)
             self._complaint = str(error)
-            return
-        self._complaint = ""
-        await self._update(found, now)
+        else:
+            self._complaint = ""
+            await self._update(found, now)
+        self.looked = True
 
     async def _update(self, found: Found, now: float) -> None:
         if found.fresh_seconds is not None:
@@ -96,16 +107,22 @@ class Servers:
         member.draining = member.name in self._drained
         return member
 
-    def drain(self, name: str, *, on: bool) -> bool:
-        """Send no further calls to the member `name`, or to all if it is the backend's; returns whether there is one.
+    def drain(self, name: str, *, on: bool) -> list[str]:
+        """Send no further calls to the member `name`, or to all if it is the backend's; returns the names of those.
 
         A member that leaves and comes back is still drained.
         """
         found = [member for member in self.members if name in (member.name, self.name)]
         for member in found:
             member.draining = on
-            (self._drained.add if on else self._drained.discard)(member.name)
-        return bool(found)
+        names = [member.name for member in found]
+        self.expect(names if on or name != self.name else [*names, *self._drained], on=on)
+        return names
+
+    def expect(self, names: Iterable[str], *, on: bool) -> None:
+        """Note members of these names to be drained, or not, also once they are found."""
+        own = {name for name in names if name == self.name or name.startswith(f"{self.name}/")}
+        self._drained = self._drained | own if on else self._drained - own
 
     def reload(self, settings: OpenAISettings) -> None:
         """Take over other addresses and another weight, at the next look."""

@@ -132,12 +132,19 @@ async def is_alive(member: PoolMember, timeout: float) -> bool:
 
 
 def sweep(pools: Sequence[Sequence[PoolMember]], now: float) -> None:
-    """Eject the outliers among the members of each pool, and count anew."""
-    found: set[str] = set()
+    """Eject the outliers among the members of each pool, but leave half of every pool, and count anew."""
     for members in pools:
-        found.update(outliers({member.name: member.recent for member in members}))
+        left = {member.name: member for member in members if not member.is_ejected(now)}
+        for name in outliers({name: member.recent for name, member in left.items()}):
+            member = left[name]
+            if all(_can_spare_one(pool, now) for pool in pools if member in pool):
+                logger.warning("%s fails more often than the others and is left out for a while", name)
+                member.eject(now)
     for member in {member.name: member for members in pools for member in members}.values():
         member.recent = (0, 0)
-        if member.name in found:
-            logger.warning("%s fails more often than the others and is left out for a while", member.name)
-            member.eject(now)
+
+
+def _can_spare_one(members: Sequence[PoolMember], now: float) -> bool:
+    """Whether half of the members stay, with those that earlier sweeps left out. One alone gets its calls even so."""
+    ejected = sum(member.is_ejected(now) for member in members)
+    return len(members) == 1 or 2 * (ejected + 1) <= len(members)

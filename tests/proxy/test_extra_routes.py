@@ -23,6 +23,15 @@ def settings(url: str, server: dict[str, Any] | None = None, **backend: Any) -> 
     return Settings(server=listed, backends={"up": up}, models=models)
 
 
+def pooled(
+    urls: list[str], server: dict[str, Any] | None = None, upstream_model: str | None = None, **backend: Any
+) -> Settings:
+    up = OpenAISettings(base_urls=urls, **{"probe": False, **backend})  # type: ignore[arg-type]
+    models: Any = {"m": ModelSettings(backend="up", upstream_model=upstream_model)}
+    listed = ServerSettings(extra_routes=ROUTES, **(server or {}))
+    return Settings(server=listed, backends={"up": up}, models=models)
+
+
 def post(url: str, body: bytes, **headers: str) -> httpx.Response:
     return httpx.post(url, content=body, headers={"content-type": "application/json", **headers}, timeout=60)
 
@@ -64,6 +73,33 @@ def test_several_tenants_need_a_shared_upstream(gateway: Any, upstream: Any, mon
     url = f"{gateway({}, shared).url}/v1/rerank"
     assert post(url, b"{}", authorization="Bearer aaa").status_code == 200
     assert post(url, b"{}").status_code == 401
+
+
+def test_what_tenants_may_not_ask_a_pool_closes_no_server(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_A", "aaa")
+    monkeypatch.setenv("KEY_B", "bbb")
+    keys = (ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B"))
+    servers = [upstream(lambda request: request.answer(b"{}")) for _ in range(2)]
+    running = gateway({}, pooled([one.url for one in servers], {"api_keys": keys}, vllm="on"))
+    for _ in range(6):
+        refused = post(f"{running.url}/v1/rerank", b"{}", authorization="Bearer aaa")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "upstream_isolation")
+    assert [(one.state, one.calls, one.failures) for one in running.runtime.fleet.samples()] == [("ready", 0, 0)] * 2
+    assert not any(request.target == "/v1/rerank" for one in servers for request in one.requests)
+
+
+def test_models_with_several_servers_are_served_under_their_names(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    own = {"probe": False, "vllm": "off", "sglang": "off"}
+    several = pooled([server.url], upstream_model="org/m", **own)
+    alone = OpenAISettings(base_url=server.url, **own)  # type: ignore[arg-type]
+    listed = ModelSettings(backends=("up",), upstream_model="org/m")
+    one = Settings(server=several.server, backends={"up": alone}, models={"m": listed})
+    for given in (several, one):
+        assert post(f"{gateway({}, given).url}/v1/rerank", b'{"model":"m"}').status_code == 200
+        assert server.requests[-1].body == b'{"model":"org/m"}'
 
 
 def test_routes_need_one_upstream_and_plain_paths() -> None:

@@ -5,6 +5,7 @@ A program is one run of a workflow: its calls share a session. Times are seconds
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from agentspec.placement.bounded import RecentlyUsed
@@ -47,7 +48,7 @@ class Program:
 
     attained: float = 0.0
     waited: float = 0.0
-    ended: float = 0.0
+    ended: float = -math.inf  # when the latest call that was served did
     latest: float = 0.0
     count: int = 0
     calls: list[tuple[StepName, float, float]] = field(default_factory=list)
@@ -77,6 +78,18 @@ class Programs:
         program.latest = at
         if len(program.calls) < MOST_CALLS:
             program.calls.append(((workflow or "", step or _place(program.count)), at, program.waited))
+
+    def forget(self, session: str, at: float) -> None:
+        """Undo `sent` for the call that began to wait at `at`: it goes without having been served."""
+        program = self._running.get(session)
+        if program is None:
+            return
+        program.count -= 1
+        found = next((call for call in reversed(program.calls) if call[1] == at), None)
+        if found is not None:
+            program.calls.remove(found)
+        if not program.count:
+            self._running.pop(session)
 
     def served(self, session: str, *, waited: float, seconds: float, at: float) -> None:
         """A call of the program ended at `at`, after it had waited, and had been served for `seconds`."""
@@ -120,6 +133,8 @@ class Programs:
 
     def _learn(self, program: Program) -> None:
         for (workflow, step), at, waited in program.calls:
+            if at > program.ended:  # not served by now: what would be left after it is not known
+                continue
             left = max(0.0, program.ended - at - (program.waited - waited))
             for name in {(workflow, step), (workflow, "")}:
                 estimate = self._remaining.get(name)

@@ -81,6 +81,7 @@ class ConcurrencyLimiter:
             self.tenant(name)
         for name, tenant in self._tenants.items():
             tenant.limits = settings.tenants.get(name) or TenantLimits()
+        self._turns.update(settings, (tenant.waiting for tenant in self._tenants.values()))
         self._withheld = sum(tenant.unused_reserve for tenant in self._tenants.values())
         self._admit_waiting()
 
@@ -127,9 +128,13 @@ class ConcurrencyLimiter:
         self._take(tenant, in_turn=not self._waiting)
         return True
 
-    def note(self, tenant: TenantPlaces, call: ProgramCall | None, now: float) -> Urgency:
-        """A request has come at `now`, by the clock of the loop; how urgent it is."""
-        return self._turns.sent(tenant.name, call, now)
+    def note(self, tenant: TenantPlaces, visit: Visit) -> Urgency:
+        """A request has come; how urgent it is. What follows is `release`, or `forget` if it gets no place."""
+        return self._turns.sent(tenant.name, visit.call, visit.came)
+
+    def forget(self, tenant: TenantPlaces, visit: Visit) -> None:
+        """A request goes that was noted and had no place: nothing is learned from it."""
+        self._turns.forget(tenant.name, visit.call, visit.came)
 
     async def wait(self, tenant: TenantPlaces, receive: Receive, urgency: Urgency) -> Receive:
         """Wait for a place, and take it."""
@@ -283,9 +288,13 @@ class Place:
         limiter, receive, visit = self._limiter, self._receive, self._visit
         loop = asyncio.get_running_loop()
         visit.came = loop.time()
-        urgency = limiter.note(self._tenant, visit.call, visit.came)
-        if not limiter.try_take(self._tenant):
-            receive = await limiter.wait(self._tenant, receive, urgency)
+        urgency = limiter.note(self._tenant, visit)
+        try:
+            if not limiter.try_take(self._tenant):
+                receive = await limiter.wait(self._tenant, receive, urgency)
+        except BaseException:
+            limiter.forget(self._tenant, visit)
+            raise
         visit.began = loop.time()
         return receive
 

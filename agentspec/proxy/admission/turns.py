@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 
 from agentspec.errors import InvalidRequestError
@@ -54,8 +54,15 @@ class Turns:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._by_program = settings.order == "workflow"
-        self._patience = max(_SHORTEST, settings.queue_timeout / 2)
         self._programs = Programs()
+        self.update(settings, ())
+
+    def update(self, settings: ServerSettings, lines: Iterable[Line]) -> None:
+        """Go by another `queue_timeout` from now on, also in `lines`; who waits there keeps what held when it came."""
+        self._patience = max(_SHORTEST, settings.queue_timeout / 2)
+        for line in lines:
+            if isinstance(line, UrgencyOrder):
+                line.patience = self._patience
 
     def line(self) -> Line:
         """An empty line."""
@@ -69,6 +76,11 @@ class Turns:
         self._programs.sent(session, workflow, call.step, now)
         deadline = None if call.deadline_s is None else now + call.deadline_s
         return self._programs.urgency(session, workflow, call.step, deadline)
+
+    def forget(self, tenant: str, call: ProgramCall | None, came: float) -> None:
+        """A request that came at `came` goes without having had a place. One that is sent anew is another one."""
+        if call is not None and self._by_program:
+            self._programs.forget(_of(tenant, call)[0], came)
 
     def served(self, tenant: str, call: ProgramCall | None, *, waited: float, seconds: float, now: float) -> None:
         """A request that had waited, and then had a place for `seconds`, is over."""

@@ -9,12 +9,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
 from agentspec.backends.model_store import child
-from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
+from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.proxy.logs import logger
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.serving.connections import Connections
@@ -145,8 +145,7 @@ class MemberServer(GatewayServer):
         self._drained_members[name] = on
         fleet = self.app.runtime.fleet
         if fleet is not None:
-            with suppress(InvalidRequestError):  # this process has not found the server yet, or no longer
-                fleet.drain(name, on=on)
+            fleet.drain(name, on=on, found=False)
 
     def _orphaned(self) -> None:
         """End, since nobody gives out places any more."""

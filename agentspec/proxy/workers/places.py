@@ -46,13 +46,14 @@ class WorkerPlaces:
         """Give a request of this tenant a place, or let it wait for one. `call` are the fields of its `ProgramCall`."""
         tenant = self.limiter.tenant(name)
         visit = Visit(None if call is None else ProgramCall(*call), asyncio.get_running_loop().time())
-        urgency = self.limiter.note(tenant, visit.call, visit.came)
+        urgency = self.limiter.note(tenant, visit)
         try:
             if self.limiter.try_take(tenant):
                 self._go(number, tenant, visit)
                 return
             turn = self.limiter.join(tenant, urgency)
         except AgentSpecError as error:
+            self.limiter.forget(tenant, visit)
             self._refuse(number, error)
             return
         loop = asyncio.get_running_loop()
@@ -70,6 +71,7 @@ class WorkerPlaces:
         if waiting is not None:
             waiting.timer.cancel()
             self.limiter.leave(waiting.tenant, waiting.turn)
+            self.limiter.forget(waiting.tenant, waiting.visit)
 
     def leave_all(self) -> None:
         """Take everything back from a worker that is gone."""
@@ -91,6 +93,7 @@ class WorkerPlaces:
         if error is None:
             self._go(number, waiting.tenant, waiting.visit)
         else:
+            self.limiter.forget(waiting.tenant, waiting.visit)
             self._refuse(number, error)
 
     def _late(self, number: int) -> None:

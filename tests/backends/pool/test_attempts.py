@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.backend import ITEMS, MOST_PIECES, PoolBackend, prompt_pieces, scoped_call
 from agentspec.backends.pool.blocks import block_hashes
-from agentspec.errors import NoServerError, UpstreamError, UpstreamStatusError
+from agentspec.errors import NoServerError, UpstreamError, UpstreamIsolationError, UpstreamStatusError
 from agentspec.placement import Call, Member, RoundRobin
 from agentspec.types import GenerateRequest, Labels
 
@@ -84,6 +84,32 @@ def test_what_the_server_may_be_computing_is_not_sent_again(
         with pytest.raises(UpstreamError):
             await ask(make_pool(slow, other).pool)
         assert len(slow.times()) == 1 and not other.times()
+
+    in_virtual_time(work())
+
+
+@pytest.mark.parametrize(("status", "late"), [(504, None), (200, httpx.ReadTimeout("late"))])
+def test_long_requests_are_computed_once_and_close_a_server_to_nobody(
+    in_virtual_time: Any, make_pool: Any, server: Any, status: int, late: Exception | None
+) -> None:
+    """Neither does one that is late as the trial of a breaker decide: another may be the trial at once."""
+
+    async def work() -> None:
+        servers = [server(name, status, error=late) for name in "ab"]
+        made = make_pool(*servers, failures=2)
+        members, now = [one.members[0] for one in made.servers], asyncio.get_running_loop().time
+        for _ in range(8):
+            with pytest.raises(UpstreamError):
+                await ask(made.pool)
+        assert [len(one.times()) for one in servers] == [4, 4]
+        assert [(one.state(now()), one.failures, one.recent) for one in members] == [("ready", 4, (4, 4))] * 2
+        for one in members:
+            for _ in range(2):
+                one.failed(now())
+        await asyncio.sleep(10)
+        with pytest.raises(UpstreamError):
+            await ask(made.pool)
+        assert [one.state(now()) for one in members] == ["half_open", "half_open"]
 
     in_virtual_time(work())
 
@@ -162,6 +188,50 @@ def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, m
     in_virtual_time(work())
 
 
+def test_a_call_from_before_that_is_cancelled_makes_no_room_for_a_second_trial(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        one = server("a", delay=100.0)
+        made = make_pool(one, failures=1, max_retries=0)
+        before = asyncio.create_task(ask(made.pool))
+        await asyncio.sleep(1)
+        one.status, one.delay = 503, 0.0
+        with suppress(UpstreamStatusError):
+            await ask(made.pool)
+        await asyncio.sleep(10)
+        one.status, one.delay = 200, 5.0
+        trial = asyncio.create_task(ask(made.pool))
+        await asyncio.sleep(1)
+        before.cancel()
+        await asyncio.gather(before, return_exceptions=True)
+        with pytest.raises(NoServerError):
+            await ask(made.pool)
+        assert await trial == "hi"
+
+    in_virtual_time(work())
+
+
+def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    """Nothing was sent to it. Another server may be asked."""
+
+    async def work() -> None:
+        made = make_pool(server("a"), server("b"), failures=1)
+        tried = []
+        async for attempt in Attempts(made.pool, Call(), 60.0, fallbacks=True):
+            async with attempt:
+                tried.append(attempt.member)
+                if len(tried) == 1:
+                    raise UpstreamIsolationError("it cannot be recognised")
+        assert tried == ["a", "b"]
+        assert [one.members[0].state(0.0) for one in made.servers] == ["ready", "ready"]
+        assert made.servers[0].members[0].failures == 0
+
+    in_virtual_time(work())
+
+
 def test_nobody_waits_for_a_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
         one = server("a", error=REFUSED)
@@ -174,11 +244,31 @@ def test_nobody_waits_for_a_breaker(in_virtual_time: Any, make_pool: Any, server
 
 def test_a_fallback_is_asked_before_the_same_server_again(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
+        fallback = make_pool(server("other")).pool
+        tried = []
+        async for attempt in Attempts(make_pool(server("a"), fallbacks=(fallback,)).pool, Call(), 60.0, fallbacks=True):
+            async with attempt:
+                tried.append((attempt.member, attempt.fallback))
+                attempt.answered(200 if attempt.fallback else 503, {})
+        assert tried == [("a", None), ("other", "m")]
+
+    in_virtual_time(work())
+
+
+def test_who_cannot_tell_whose_answer_it_is_gets_no_fallback(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    """Strategies and callers in this process, whether the model's own servers fail or take no calls at all."""
+
+    async def work() -> None:
         other = server("other")
-        fallback = make_pool(other).pool
-        own = server("a", 503)
-        assert await ask(make_pool(own, fallbacks=(fallback,)).pool) == "hi"
-        assert len(own.times()) == len(other.times()) == 1
+        backend = PoolBackend(make_pool(server("a", 503), fallbacks=(make_pool(other).pool,), failures=1).pool)
+        for expected in (UpstreamStatusError, NoServerError):
+            with pytest.raises(expected):
+                await ask(backend.pool)
+        with pytest.raises(NoServerError):
+            await backend.embed(["text"], "m")
+        with pytest.raises(NoServerError):
+            await backend.any_server()
+        assert not other.seen
 
     in_virtual_time(work())
 
@@ -233,7 +323,7 @@ def test_a_policy_is_asked_once_a_try_with_names_of_the_tenant_and_reads_no_prom
         pool = make_pool(*(server(name) for name in "abc"), policy=policy).pool
         for tenant in ("t", "u"):
             call = scoped_call(tenant, Labels("s", "w", "step"), pieces())
-            async for attempt in Attempts(pool, call, 60.0):
+            async for attempt in Attempts(pool, call, 60.0, fallbacks=True):
                 async with attempt:
                     attempt.answered(200, {})
         first, second = policy.calls
@@ -257,9 +347,9 @@ def test_however_servers_fail_tries_are_bounded_and_nobody_is_asked_behind_an_an
         events = sorted((at, number) for number, one in enumerate(servers) for at in one.times())
         order = [kinds[number] for _, number in events]
         assert 1 <= len(order) <= retries + 1
-        assert all(kind in (0, 429, 502, 503, 504) for kind in order[:-1])
+        assert all(kind in (0, 429, 502, 503) for kind in order[:-1])
         if len(order) < retries + 1:  # whoever gave up earlier had a final answer
-            assert order[-1] in (200, 500)
+            assert order[-1] in (200, 500, 504)
         assert all(member.in_flight == 0 for one in made.servers for member in one.members)
 
     in_virtual_time(work())
@@ -275,3 +365,20 @@ def test_a_chat_begins_as_its_next_turn_does() -> None:
     first, second = (list(block_hashes("t", prompt_pieces(fields))) for fields in (short, long))
     assert len(first) == 2 and second[:2] == first and len(second) == 5
     assert not set(first) & set(block_hashes("t", prompt_pieces({**short, "tools": [{"type": "function"}]})))
+
+
+@pytest.mark.parametrize("item", [1, 54321, "", [], {}, [1, 2]])
+def test_a_list_of_many_small_items_is_read_in_few_pieces(item: Any) -> None:
+    assert sum(1 for _ in prompt_pieces({"prompt": [item] * 200_000})) <= MOST_PIECES
+
+
+def test_a_list_of_token_ids_begins_as_a_longer_one_does() -> None:
+    """However many of them are encoded at once, and without taking 1, 2 for 12."""
+
+    def text(ids: list[int]) -> bytes:
+        return b"".join(prompt_pieces({"prompt": ids}))
+
+    ids = list(range(3 * ITEMS))
+    for length in (1, ITEMS - 1, ITEMS, ITEMS + 1, 2 * ITEMS + 7):
+        assert text(ids).startswith(text(ids[:length]))
+    assert text([1, 2]) != text([12])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,12 @@ def test_listed_servers_are_named_by_host_and_port_and_by_path_if_need_be() -> N
     assert named(listed(urls.base_urls or ())) == expected
 
 
+@pytest.mark.parametrize("wrong", ["http://a/v1 # gpu 1", "http://a/v1?key=1", "http://a/v1#1"])
+def test_roots_of_servers_are_refused_that_paths_cannot_be_added_to(wrong: str) -> None:
+    with pytest.raises(ValueError, match="without blanks"):
+        settings(base_urls=["http://b/v1", wrong])
+
+
 def resolving(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], list[str]]) -> None:
     def getaddrinfo(host: str, port: int, *arguments: Any, **options: Any) -> list[Any]:
         assert host == "vllm.test"
@@ -62,6 +69,67 @@ def test_each_address_of_a_name_is_a_server_of_its_own(monkeypatch: pytest.Monke
         assert len(servers.members) == 2
         endpoint = kept.backend.endpoint
         assert endpoint.name == "'a'" and "10.0.0" not in repr(endpoint)  # errors for clients name the backend
+        await servers.aclose()
+
+    asyncio.run(work())
+
+
+def test_all_calls_that_come_before_the_servers_are_known_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup is one, and goes on if the call goes away that it began with."""
+    lookups, over = [], threading.Event()
+
+    def answer() -> list[str]:
+        lookups.append(1)
+        assert over.wait(60)
+        return ["10.0.0.1"]
+
+    resolving(monkeypatch, answer)
+    own = settings(base_url="http://vllm.test:8000/v1", resolve="a", probe=False)
+    made = Fleet({"a": PoolSpec("a", (PoolTarget("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
+
+    async def call() -> list[str]:
+        await made.pools["a"].prepare()
+        return [member.name for member, _ in made.pools["a"].members()]
+
+    async def work() -> None:
+        calls = [asyncio.create_task(call()) for _ in range(3)]
+        while not lookups:
+            await asyncio.sleep(0)
+        calls[0].cancel()
+        late = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        over.set()
+        assert await asyncio.gather(*calls[1:], late) == [["a/10.0.0.1:8000"]] * 3 and len(lookups) == 1
+        await made.aclose()
+
+    asyncio.run(work())
+
+
+def test_a_lookup_that_hangs_takes_one_thread_and_its_late_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups, over = [], threading.Event()
+
+    def answer() -> list[str]:
+        lookups.append(threading.current_thread())
+        assert over.wait(60)
+        return ["10.0.0.1"]
+
+    resolving(monkeypatch, answer)
+    monkeypatch.setattr("agentspec.backends.pool.discovery.LOOKUP_SECONDS", 0.001)
+    servers = Servers("a", settings(base_url="http://vllm.test:8000/v1", resolve="a"), FleetSettings())
+
+    async def work() -> None:
+        for now in range(4):
+            await servers.refresh(float(now))
+        while not lookups:
+            await asyncio.sleep(0)
+        assert len(lookups) == 1 and servers.members == ()
+        over.set()
+        lookups[0].join()
+        monkeypatch.setattr("agentspec.backends.pool.discovery.LOOKUP_SECONDS", 60.0)
+        await servers.refresh(5.0)
+        assert len(lookups) == 1 and named(servers.members) == ["a/10.0.0.1:8000"]
+        await servers.refresh(10.0)
+        assert len(lookups) == 2
         await servers.aclose()
 
     asyncio.run(work())
@@ -111,14 +179,21 @@ def test_service_records_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "names no server"), ("# none\n\n", "names no server"), ("http://a/v1\nnode2\n", "'node2'")],
+    [
+        ("", "names no server"),
+        ("# none\n\n", "names no server"),
+        ("http://a/v1\nnode2\n", "'node2'"),
+        ("http://a/v1 v2\n", "blanks"),
+        ("http://a/v1#1\n", "without"),
+        ("http://a/v1?x=1\n", "without"),
+    ],
 )
 def test_a_file_that_names_no_servers_changes_nothing(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "servers"
-    file.write_text("http://a:1/v1\n\n  # spare\nhttp://b:1/v1\nhttp://a:1/v1\n")
+    file.write_text("http://a:1/v1\n\n  # spare\nhttp://b:1/v1  # gpu 1\nhttp://a:1/v1\n")
     servers = Servers("s", settings(base_urls_file=str(file)), FleetSettings())
     asyncio.run(servers.refresh(0.0))
-    assert named(servers.members) == ["s/a:1", "s/b:1"]
+    assert [str(one.backend.settings.url) for one in servers.members] == ["http://a:1/v1", "http://b:1/v1"]
     file.write_text(text)
     asyncio.run(servers.refresh(5.0))
     assert named(servers.members) == ["s/a:1", "s/b:1"]
@@ -156,3 +231,25 @@ def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() 
     assert made.drained() == []
     with pytest.raises(InvalidRequestError, match="members: a/a:1, a/b:1"):
         made.drain("c", on=True)
+
+
+def test_what_is_drained_elsewhere_is_drained_once_it_is_found(tmp_path: Path) -> None:
+    """Workers find servers at different times, but a drain reaches all. An error drains nothing."""
+    file = tmp_path / "servers"
+    file.write_text("http://a:1/v1\n")
+    own = settings(base_urls_file=str(file))
+    made = Fleet({"s": PoolSpec("s", (PoolTarget("s", None),), "round_robin")}, {"s": own}, {}, FleetSettings())
+    servers = made.servers["s"]
+    asyncio.run(servers.refresh(0.0))
+    made.drain("s/b:1", on=True, found=False)
+    with pytest.raises(InvalidRequestError):
+        made.drain("s/c:1", on=True)
+    file.write_text("http://a:1/v1\nhttp://b:1/v1\nhttp://c:1/v1\n")
+    asyncio.run(servers.refresh(5.0))
+    assert made.drained() == ["s/b:1"]
+    file.write_text("http://a:1/v1\n")
+    asyncio.run(servers.refresh(10.0))
+    assert made.drain("s", on=False) == ["s/a:1"]  # of the backend: also of what is away
+    file.write_text("http://a:1/v1\nhttp://b:1/v1\n")
+    asyncio.run(servers.refresh(15.0))
+    assert made.drained() == []

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import httpx2 as httpx
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -179,6 +179,44 @@ def test_outliers_are_left_out_for_longer_each_time(in_virtual_time: Any, make_p
     in_virtual_time(work())
 
 
+def test_who_errs_at_one_server_after_the_other_takes_no_more_than_half_of_a_pool(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        made = make_pool(*(server(name) for name in "abcde"))
+        members = [one.members[0] for one in made.servers]
+        for now in range(0, 60, 10):
+            victim = next(member for member in members if not member.is_ejected(now))
+            for _ in range(20):
+                victim.erred()
+                for member in members:
+                    member.succeeded()
+            sweep([members], now)
+            assert sum(member.is_ejected(now) for member in members) <= 2
+        assert sum(member.ejections for member in members) >= 3  # in turn
+
+    in_virtual_time(work())
+
+
+_counts = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=6, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(_counts, st.floats(0, 40)), max_size=5), st.integers(1, 5))
+def test_at_least_half_of_each_pool_is_never_ejected(sweeps: list[tuple[Any, float]], cut: int) -> None:
+    """Of one with all servers, and of those with some of them."""
+    own = OpenAISettings(base_url="http://a/v1")  # type: ignore[arg-type]
+    members = [PoolMember(str(number), "a", OpenAIBackend(own), FleetSettings()) for number in range(6)]
+    pools, now = [members[:1], members[:cut], members[cut:], members], 0.0
+    for counts, seconds in sweeps:
+        for member, pair in zip(members, counts, strict=True):
+            member.recent = (max(pair), min(pair))
+        sweep(pools, now)
+        for pool in pools:
+            assert sum(member.is_ejected(now) for member in pool) <= max(1, len(pool) // 2)
+        now += seconds
+
+
 class MemberMachine(RuleBasedStateMachine):
     """What a member remembers between calls is never stale, and its counts fit."""
 
@@ -186,7 +224,8 @@ class MemberMachine(RuleBasedStateMachine):
         super().__init__()
         backend = OpenAIBackend(OpenAISettings(base_url="http://a/v1"))  # type: ignore[arg-type]
         self.member = PoolMember("a", "a", backend, FleetSettings(failures=2))
-        self.now, self.calls = 0.0, 0
+        self.now = 0.0
+        self.trials: list[bool] = []  # of the calls under way
 
     @rule(seconds=st.floats(0, 40))
     def wait(self, seconds: float) -> None:
@@ -195,16 +234,19 @@ class MemberMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.member.takes_calls(self.now, last_resort=True))
     @rule()
     def begin(self) -> None:
-        self.member.begin(retry=False)
-        self.calls += 1
+        self.trials.append(self.member.begin(self.now, retry=False))
 
-    @precondition(lambda self: self.calls)
-    @rule(told=st.sampled_from(["succeeded", "failed", "erred", ""]))
+    @precondition(lambda self: self.trials)
+    @rule(told=st.sampled_from(["succeeded", "failed", "erred", "late", ""]))
     def end(self, told: str) -> None:
-        if told:
-            getattr(self.member, told)(*([self.now] if told == "failed" else []))
-        self.member.end(told=bool(told))
-        self.calls -= 1
+        trial = self.trials.pop(0)
+        if told == "failed":
+            self.member.failed(self.now, trial=trial)
+        elif told == "late":
+            self.member.late(trial=trial)
+        elif told:
+            getattr(self.member, told)()
+        self.member.end(told=bool(told), trial=trial)
 
     @rule(alive=st.booleans())
     def probe(self, alive: bool) -> None:
@@ -227,7 +269,7 @@ class MemberMachine(RuleBasedStateMachine):
         state = self.member.state(self.now)
         assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
         assert self.member.takes_calls(self.now, last_resort=True) == (state not in ("open", "draining"))
-        assert self.member.in_flight == self.calls
+        assert self.member.in_flight == len(self.trials)
 
 
 TestMember = MemberMachine.TestCase

@@ -38,6 +38,23 @@ def test_the_time_left_after_each_step_is_learned_without_what_was_waited(waits)
     assert programs.remaining("another", "plan") is None
 
 
+def test_calls_that_are_never_served_teach_nothing_and_take_no_place():
+    programs = Programs()
+    for number in range(3):
+        programs.sent("served", "flow", None, 10.0 * number)
+        programs.forget("served", 10.0 * number)
+        programs.sent("refused", "flow", None, 10.0 * number)
+        programs.forget("refused", 10.0 * number)
+    programs.sent("served", "flow", None, 40.0)
+    programs.served("served", waited=0.0, seconds=5.0, at=45.0)
+    programs.sent("served", "flow", "under way", 50.0)
+    programs.sent("waiting", "flow", "under way", 50.0)
+    for name in ("served", "refused", "waiting"):
+        programs.end(name)
+    assert programs.remaining("flow", "#0").mean == programs.remaining("flow", "").mean == 5.0
+    assert (programs.remaining("flow", "#0").samples, programs.remaining("flow", "").samples) == (1, 1)
+
+
 def test_programs_that_nobody_ends_are_learned_from_once_others_need_their_room():
     programs = Programs(most=1)
     _run(programs, "forgotten")

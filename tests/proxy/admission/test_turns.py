@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from agentspec.errors import OverloadedError
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.admission.turns import ProgramCall, program_call
 from agentspec.settings.api_keys import ApiKey
@@ -25,7 +26,8 @@ class Line:
     """One place for everybody, on a clock that stands still; requests end when they are told to."""
 
     def __init__(self, order: str = "workflow", **server: Any) -> None:
-        self.limiter = ConcurrencyLimiter(ServerSettings(max_concurrent=1, queue_timeout=1000.0, order=order, **server))
+        self.settings = ServerSettings(max_concurrent=1, queue_timeout=1000.0, order=order, **server)
+        self.limiter = ConcurrencyLimiter(self.settings)
         self.loop, self.now = asyncio.get_running_loop(), 0.0
         begun = self.loop.time()
         self.loop.time = lambda: begun + self.now  # type: ignore[method-assign]
@@ -95,6 +97,43 @@ async def test_the_time_that_a_workflow_still_takes_is_learned() -> None:
     for _ in range(3):
         await line.end()
     assert line.served == ["running", "only begun", "nearly done"]
+
+
+async def test_requests_that_get_no_place_teach_nothing() -> None:
+    """Of an overload, most of what a workflow sends: it would seem to need no time at all."""
+    line = Line(max_queued=1)
+    for number in range(3):
+        for final in (False, True):
+            await line.come("past", ProgramCall(f"p{number}", "flow", "last" if final else "early", None, final))
+            await line.end(seconds=30.0)
+    await line.come("running")
+    await line.come("leaves", ProgramCall("z", "flow", "early"))
+    for number in range(30):
+        await line.come("refused", ProgramCall(f"r{number}", "flow", "early"))
+    line.tasks[-31].cancel()
+    results = await asyncio.gather(*line.tasks[-31:], return_exceptions=True)
+    assert [type(one) for one in results] == [asyncio.CancelledError, *[OverloadedError] * 30]
+    await line.end(seconds=400.0)  # after which programs count as over
+    line.limiter.update(line.settings.model_copy(update={"max_queued": 10}))
+    line.served.clear()
+    await line.come("running")
+    await line.come("nearly done", ProgramCall("x", "flow", "last", 100.0))
+    await line.come("only begun", ProgramCall("y", "flow", "early", 110.0))
+    for _ in range(3):
+        await line.end()
+    assert line.served == ["running", "only begun", "nearly done"]
+
+
+async def test_how_long_a_request_can_be_overtaken_follows_the_settings() -> None:
+    line = Line()
+    line.limiter.update(line.settings.model_copy(update={"queue_timeout": 20.0}))
+    await line.come("running")
+    await line.come("patient", ProgramCall("s1", deadline_s=400.0))
+    line.now += 11.0
+    await line.come("urgent", ProgramCall("s2", deadline_s=1.0))
+    for _ in range(3):
+        await line.end()
+    assert line.served == ["running", "patient", "urgent"]
 
 
 async def test_tenants_share_by_weight_however_urgent_one_of_them_is() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from agentspec.backends.pool.backend import prompt_pieces
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.cli import app as program
+from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.reasoning.settings import STRATEGIES
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -229,7 +232,7 @@ def test_a_client_that_leaves_while_its_call_waits_for_a_server_ends_the_call(
     busy = upstream(lambda request: request.answer(REFUSED, 429, retry_after="60"))
     running = gateway({}, pooled(busy.url, vllm="off", sglang="off"))
     with hanging_up(running.url, BODY):
-        until(lambda: busy.requests)
+        until(lambda: running.runtime.fleet.samples()[0].state == "busy")
     cancelled = {"route": CHAT, "model": "m", "outcome": "cancelled"}
     until(lambda: running.metric("agentspec_requests_total", **cancelled) == 1)
     [sample] = running.runtime.fleet.samples()
@@ -237,12 +240,43 @@ def test_a_client_that_leaves_while_its_call_waits_for_a_server_ends_the_call(
 
 
 def test_a_fallback_that_may_not_get_a_request_is_passed_over(gateway: Any, upstream: Any) -> None:
-    """The client is told what the model that it asked said, and not what another one would refuse."""
-    failing, other = upstream(broken), upstream(working)
-    upstreams = backends(failing.url, allow_fields=["api_base"]) | {"other": backends(other.url)["s0"]}
-    models = {"m": ModelSettings(backend="s0", fallback=("other",))}
-    running = gateway({}, Settings(backends=upstreams, models=models))
-    for field, status in (("api_base", 503), ("user", 200)):
+    """The client is told what the model that it asked said, and not what another one would refuse: also once no server
+    of the model takes calls. Another fallback may take what the first one may not get.
+    """
+    failing, other, last = upstream(broken), upstream(working), upstream(working)
+    upstreams = backends(failing.url, allow_fields=["api_base", "api_type"])
+    upstreams |= {"other": backends(other.url)["s0"], "last": backends(last.url, allow_fields=["api_type"])["s0"]}
+    models = {"m": ModelSettings(backend="s0", fallback=("other", "last"))}
+    running = gateway({}, Settings(backends=upstreams, models=models, fleet=FleetSettings(failures=2)))
+    for field, status, fallback in [
+        ("api_base", 503, None),  # from the model's own server
+        ("api_type", 200, "last"),
+        ("api_base", 503, None),  # that server's breaker is open
+        ("api_type", 200, "last"),
+        ("user", 200, "other"),
+    ]:
         response = httpx.post(f"{running.url}{CHAT}", json={**BODY, field: "x"}, verify=TRUST)
         assert response.status_code == status, response.text
-    assert len(posts(other)) == 1
+        assert response.headers.get("x-agentspec-fallback") == fallback
+    assert [len(posts(one)) for one in (failing, other, last)] == [2, 1, 2]
+    assert [one.state for one in running.runtime.fleet.samples()] == ["open", "ready", "ready"]
+
+
+def test_a_large_prompt_is_read_for_its_placement_off_the_loop(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+
+    def pieces(fields: Any) -> Iterator[bytes]:
+        readers.append(threading.current_thread().name)
+        yield from prompt_pieces(fields)
+
+    monkeypatch.setattr("agentspec.proxy.endpoint.prompt_pieces", pieces)
+    upstreams = backends(upstream(working).url)
+    for placement, expected in (("workflow", 1), ("round_robin", 0)):
+        model = ModelSettings(backends=tuple(upstreams), placement=placement)
+        running = gateway({}, Settings(backends=upstreams, models={"m": model}))
+        body = {"model": "m", "prompt": [1] * INLINE_BYTES}
+        assert httpx.post(f"{running.url}/v1/completions", json=body, verify=TRUST).status_code == 200
+        assert len(readers) == expected and all(name.startswith("agentspec-body") for name in readers)
+        readers.clear()

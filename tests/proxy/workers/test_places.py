@@ -260,3 +260,47 @@ def test_the_order_of_programs_holds_across_workers() -> None:
         assert parent.limiter.running == 0 == parent.limiter.waiting
 
     run(main())
+
+
+class Counting(ConcurrencyLimiter):
+    """Counts what requests tell it."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(settings)
+        self.told: Counter[str] = Counter()
+
+    def note(self, *arguments: Any) -> Any:
+        self.told["note"] += 1
+        return super().note(*arguments)
+
+    def forget(self, *arguments: Any) -> None:
+        self.told["forget"] += 1
+        super().forget(*arguments)
+
+    def release(self, *arguments: Any) -> None:
+        self.told["release"] += 1
+        super().release(*arguments)
+
+
+def test_a_request_is_forgotten_if_it_gets_no_place_whatever_the_reason() -> None:
+    async def main() -> None:
+        settings = ServerSettings(max_concurrent=1, max_queued=2, queue_timeout=0.01)
+        limiter = Counting(settings)
+        answers: list[tuple[Any, ...]] = []
+        places = WorkerPlaces(limiter, lambda *message: answers.append(message))
+        for number in (1, 2, 3, 4):  # it runs, leaves, is late, is refused
+            places.take(number, "a")
+        places.leave(2)
+        await asyncio.sleep(0.02)
+        limiter.update(settings.model_copy(update={"queue_timeout": 1000.0}))
+        places.take(5, "a")  # waits when the gateway closes
+        limiter.close()
+        await turns()
+        places.take(6, "a")
+        places.leave(1)
+        assert [message[:2] for message in answers] == [
+            *[("go", 1), ("wait", 2), ("wait", 3), ("no", 4), ("no", 3), ("wait", 5), ("closed", 5), ("closed", 6)]
+        ]
+        assert limiter.told == {"note": 6, "forget": 5, "release": 1}
+
+    run(main())
