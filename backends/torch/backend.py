@@ -151,9 +151,9 @@ class TorchBackend:
             async for delta in deltas:
                 yield delta
 
-    def answer_reader(self, request: GenerateRequest) -> AnswerReader:
-        """How to read the whole answer to `request`, whose thoughts are part of its text."""
-        spec, shown = self._structured_outputs.reading(request)
+    def answer_reader(self, request: GenerateRequest, prompt: Sequence[int]) -> AnswerReader:
+        """How to read the whole answer to `request`, whose prompt ends in the tokens `prompt`."""
+        spec, shown = self._structured_outputs.reading(request, self._ending(prompt)[0])
         return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
 
     async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
