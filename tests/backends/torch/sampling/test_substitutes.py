@@ -14,6 +14,8 @@ from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.judge_head import JudgeHead
+from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.sampling.substitutes import Substitutes
 from agentspec.speculation.governor import Governor
 from agentspec.types import LossyAcceptance, LossyAcceptanceSpeculation, SamplingParams, Source
 
@@ -76,6 +78,16 @@ def test_a_judge_that_likes_everything_takes_every_draft_and_one_that_likes_noth
         assert (found.speculation.substituted > 0) is likes
         if not likes:
             assert found.tokens == answered(lab, other, HOT).tokens
+
+
+def test_a_judge_ends_no_answer() -> None:
+    rule = LossyAcceptance("judge", judge_head="head")
+    sampler = Sampler(SamplingParams(temperature=0), 256, [0], torch.device("cpu"))
+    heads = {"head": JudgeHead(torch.zeros(2), torch.tensor(50.0), "f")}
+    substitutes = Substitutes.of(rule, sampler, heads, frozenset({65}))
+    assert substitutes is not None
+    substitutes.begin([65, 66], [Source.MODEL] * 2, torch.zeros(3, 2))
+    assert substitutes.choose(0, [0]) is None and substitutes.choose(0, [0, 1]) == 1
 
 
 def test_the_states_are_those_behind_each_node(lab: Any) -> None:
