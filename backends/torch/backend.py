@@ -216,8 +216,9 @@ class TorchBackend:
 
     def prepare_acceptance(self, rule: LossyAcceptance) -> None:
         """Load the judge of `rule`. Raises `ConfigurationError` without a draft model, or for another model's judge."""
-        if self._drafters.draft_model is None or not self.capabilities.speculation:
-            raise ConfigurationError("a lossy rule accepts the tokens of a draft model: set draft_model of the backend")
+        self.settings.require_draft_model()
+        if not self.target.rewindable:
+            raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as drafts need")
         if rule.rule == "judge":
             path = rule.judge_head or ""
             width = self.target.module.get_output_embeddings().weight.shape[-1]
