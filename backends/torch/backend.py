@@ -145,7 +145,8 @@ class TorchBackend:
         The text is not parsed. Rules of the whole answer hold: penalties, bad words, its form. Raises as `generate`.
         """
         self._engine.require_running()
-        require_one_answer(request)
+        if request.sampling.n != 1:
+            raise InvalidRequestError("an answer is continued alone", param="n")
         (first,), _ = await self._prepared(request, prompt=prompt, answer=answer)
         async with aclosing(self._answers([first])) as deltas:
             async for delta in deltas:

@@ -94,6 +94,16 @@ async def test_rounds_make_the_answer_that_one_go_makes(backend: Any, rule: str)
         assert (await said(run(request, backend=backend, knowledge=OneDocument(), settings=knobs)))[1] == tokens
 
 
+@pytest.mark.parametrize("rule", ["penalties", "a call", "nothing"])
+async def test_every_token_has_its_log_probability(backend: Any, rule: str) -> None:
+    request = asking(rule)
+    request = replace(request, sampling=replace(request.sampling, logprobs=True, max_tokens=8))
+    events = [event async for event in ralmspec(request, backend=backend, knowledge=OneDocument())]
+    found = [event for event in events if isinstance(event, VerifiedText)]
+    tokens = [token for event in found for token in event.token_ids]
+    assert len(tokens) == 8 and tokens == [one.token_id for event in found for one in event.logprobs]
+
+
 async def same_in_every_way(backend: Any, knowledge: KnowledgeBase, request: GenerateRequest) -> str:
     plain = await said(sequential(request, backend=backend, knowledge=knowledge))
     for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
