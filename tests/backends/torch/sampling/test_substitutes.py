@@ -108,8 +108,14 @@ class Listening(Governor):
         self.heard = list(accepted)
 
 
-def test_the_governor_learns_what_exact_answers_would_accept() -> None:
+@pytest.mark.parametrize(
+    ("path", "substituted", "exact"),
+    [([0, 1], [1], [True, False, False]), ([0, 1, 2], [0], [False] * 3), ([0, 1, 2], [], [True] * 3)],
+)
+def test_the_governor_learns_what_exact_answers_would_accept(
+    path: list[int], substituted: list[int], exact: list[bool]
+) -> None:
     governor, counters = Listening(), Counters()
     draft = Proposal([5, 6, 7], [-1, 0, 1], [0.9] * 3, [Source.MODEL] * 3, [0.9] * 3, asked=True)
-    Speculator(None, governor, counters, 10).observe(draft, [0, 1], StepEstimate(1.0, 0.1, 1.0), substituted=[1])
-    assert governor.heard == [True, False, False] and counters.substituted == 1
+    Speculator(None, governor, counters, 10).observe(draft, path, StepEstimate(1.0, 0.1, 1.0), substituted=substituted)
+    assert governor.heard == exact and counters.substituted == len(substituted)
