@@ -56,7 +56,7 @@ class TrainingReport:
 def read_pairs(path: Path) -> list[JudgePair]:
     """Read JSON lines with `prompt`, `accepted` and `rejected`. Raises `ConfigurationError` that names a bad line."""
     pairs: list[JudgePair] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):  # texts may hold other ends of lines
         if not line.strip():
             continue
         try:

@@ -45,8 +45,8 @@ class JudgeHead:
             raise ConfigurationError(f"judge_head {path} cannot be read: {error}") from error
         if weight.ndim != 1 or width not in (None, len(weight)) or bias.shape != () or trained != fingerprint:
             raise ConfigurationError(
-                f"judge_head {path} was trained on another model: train one with this model"
-                " (agentspec reasoning train-judge)"
+                f"judge_head {path} was trained on another model: train one for this backend"
+                " (agentspec reasoning train-judge --backend NAME)"
             )
         return cls(weight, bias, trained)
 

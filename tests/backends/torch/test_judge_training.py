@@ -112,6 +112,13 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
         read_pairs(path)
 
 
+def test_texts_may_hold_any_characters(tmp_path: Path) -> None:
+    path, text = tmp_path / "pairs.jsonl", "a\u2028b\u0085c"
+    line = json.dumps({"prompt": text, "accepted": "b", "rejected": "c"}, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    assert read_pairs(path) == [JudgePair(text, "b", "c")] * 2
+
+
 def test_a_head_of_another_model_or_no_head_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "head.safetensors"
     with pytest.raises(ConfigurationError, match="cannot be read"):
