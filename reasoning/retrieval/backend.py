@@ -77,7 +77,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         async with aclosing(self._events(request, stats)) as events:
             async for event in events:
                 if isinstance(event, AnswerBegan):
-                    parser = event.reader and event.reader.parser()
+                    parser = None if event.reader is None else event.reader.parser()
                     continue
                 if isinstance(event, VerifiedText):
                     tokens += len(event.token_ids)
