@@ -10,6 +10,7 @@ from typing import Any
 from agentspec.errors import InvalidRequestError
 
 MAX_CHOICES = 128
+GREEDY_BELOW = 1e-5  # below this temperature, scaling would overflow before it changed anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,11 @@ class SamplingParams:
             raise InvalidRequestError("stop must not contain an empty string", param="stop")
         if isinstance(self.bad_words, str) or any(not word.strip() for word in self.bad_words):
             raise InvalidRequestError("bad_words must be a tuple of words that are not blank", param="bad_words")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the local engine takes the best token and draws nothing."""
+        return self.temperature < GREEDY_BELOW
 
     def _require(self, name: str, low: float, high: float, *, exclude_low: bool = False) -> None:
         value = getattr(self, name)

@@ -13,7 +13,7 @@ from agentspec.types import Delta, GenerateRequest, LossyAcceptance
 
 
 class ParsesAnswer(Protocol):
-    """Parses one answer as it grows: separates tool calls from its text."""
+    """Parses one answer as it grows: separates thoughts and tool calls from its text."""
 
     def parse(self, delta: Delta) -> Delta: ...
 
@@ -41,8 +41,10 @@ class ContinuesAnswers(Backend, Protocol):
         """
         ...
 
-    def answer_reader(self, request: GenerateRequest) -> AnswerReader:
-        """How to read the whole answer to `request`."""
+    def answer_reader(self, request: GenerateRequest, prompt: Sequence[int]) -> AnswerReader:
+        """How to read the whole answer to `request`, whose prompt ends in the tokens `prompt`: by its end, thoughts are
+        expected or not.
+        """
         ...
 
 

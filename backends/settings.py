@@ -6,6 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
 
+from agentspec.errors import ConfigurationError
+
 KindChoice = Literal["auto", "on", "off"]
 _HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$|^[0-9a-fA-F:]*:[0-9a-fA-F:.]*$"
 DrafterName = Literal["suffix", "prediction", "ngram", "model"]
@@ -73,6 +75,13 @@ class TorchSettings(BaseModel):
             return self.drafters
         own: tuple[DrafterName, ...] = ("suffix" if cache else "ngram", "prediction")
         return own if self.draft_model is None else (*own, "model")
+
+    def require_draft_model(self) -> None:
+        """Raises `ConfigurationError` without a draft model that drafts, whose tokens lossy rules are about."""
+        if self.draft_model is None:
+            raise ConfigurationError("a lossy rule accepts the tokens of a draft model: set draft_model of the backend")
+        if not self.max_draft_tokens:
+            raise ConfigurationError("a lossy rule needs drafts: max_draft_tokens of the backend must be above 0")
 
 
 class OpenAISettings(BaseModel):

@@ -17,7 +17,7 @@ from agentspec.types import Delta, GenerateRequest
 @dataclass
 class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
     """Answers with `base`, lossily where the settings allow it: other tenants, answers that have to have a form or may
-    call tools, and requests without speculation get the exact answer.
+    call tools, greedy ones under the rule "typical", and requests without speculation get the exact answer.
     """
 
     name: str
@@ -57,7 +57,8 @@ class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
         """Whether the answer to `request` may differ from the model's own."""
         formed = request.sampling.structured_outputs is not None or not request.extra.keys().isdisjoint(FORM_FIELDS)
         calls = bool(request.tools) and request.tool_choice != "none"
-        return request.speculation and self.settings.admits(request.tenant) and not (formed or calls)
+        exact = formed or calls or (self.settings.rule == "typical" and request.sampling.greedy)
+        return request.speculation and self.settings.admits(request.tenant) and not exact
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield the answer of the base model. Raises what it raises."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.common import ConfigOption, ModelOption, load, require_plot, require_writable
+from agentspec.cli.common import ConfigOption, load, require_plot, require_writable
+from agentspec.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec.backends.settings import TorchSettings
 
 app = typer.Typer(help="Choose the knobs of strategies.", no_args_is_help=True)
 
@@ -77,29 +81,35 @@ def train_judge(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The file for judge_head, in the safetensors format")],
-    model: ModelOption = "smollm2-135m",
+    model: Annotated[
+        str | None, typer.Option(help="Built-in name, folder, GGUF file or model-hub id [default: smollm2-135m]")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Train for this [backends.NAME]: its model, adapter, dtype and device")
+    ] = None,
+    config: ConfigOption = None,
 ) -> None:
     """Train the judge of `strategy = "lossy_acceptance"` on answers that were accepted and rejected."""
     import anyio
     from rich.console import Console
 
-    from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
     from agentspec.backends.torch.judge_training import read_pairs
     from agentspec.backends.torch.judge_training import train_judge as train
 
     require_writable(out)
+    settings = _judged_backend(model, backend, config)
     read = read_pairs(pairs)
     console = Console(stderr=True)
     with console.status("loading the model"):
-        backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
+        loaded = TorchBackend.load(settings)
 
     async def run() -> None:
         try:
             with console.status("reading the pairs") as status:
-                head, report = await train(backend, read, lambda done: status.update(f"{done} of {len(read)} pairs"))
+                head, report = await train(loaded, read, lambda done: status.update(f"{done} of {len(read)} pairs"))
         finally:
-            await backend.aclose()
+            await loaded.aclose()
         head.save(out)
         typer.echo(
             f"{out}: learned from {report.right} right and {report.wrong} wrong tokens; of those held out,"
@@ -107,6 +117,22 @@ def train_judge(
         )
 
     anyio.run(run)
+
+
+def _judged_backend(model: str | None, name: str | None, config: Path | None) -> TorchSettings:
+    """The settings of the model that a judge is trained for, without drafts, which training has no use for.
+
+    Raises `ConfigurationError` for a name that is no local backend's, `typer.BadParameter` for both ways to name one.
+    """
+    from agentspec.backends.settings import TorchSettings
+
+    if model is not None and name is not None:
+        raise typer.BadParameter("--backend names its model itself: leave out --model")
+    found = TorchSettings() if name is None else load(config).backends.get(name)
+    if not isinstance(found, TorchSettings):
+        raise ConfigurationError(f'--backend {name}: the configuration has no [backends.{name}] with kind = "torch"')
+    without_drafts = {"max_draft_tokens": 0, "draft_model": None, "drafters": None}
+    return found.model_copy(update={**without_drafts, **({} if model is None else {"model": model})})
 
 
 def _numbers(text: str) -> list[float]:

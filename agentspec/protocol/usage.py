@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, fields, replace
+from itertools import chain
 from typing import Any
 
 from agentspec.types import (
@@ -73,6 +74,31 @@ def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
     own: dict[str, Any] = {field.name: value[field.name] for field in fields(kind) if field.name in value}
     own |= {name: tuple(one) for name, one in own.items() if isinstance(one, list)}
     return kind(**own | counts)
+
+
+def summed(parts: Sequence[Speculation]) -> Speculation | None:
+    """What speculation did for all answers to one request, in the class that says most; None without any.
+
+    Counts and times add up. Of the other fields a value on which all agree stays, such as the strategy and its knobs;
+    else the default, as of a share of right guesses.
+    """
+    if not parts:
+        return None
+    widest = max(parts, key=lambda part: len(fields(part)))
+    return replace(widest, **{field.name: _summed(field, parts) for field in fields(widest)})
+
+
+def _summed(field: Field[Any], parts: Sequence[Speculation]) -> Any:
+    values = [getattr(part, field.name) for part in parts if hasattr(part, field.name)]
+    if field.type in ("int", "float"):
+        return sum(values)
+    if field.type == "tuple[int, ...]":
+        return tuple(chain.from_iterable(values))
+    if field.type in ("Mapping[str, int]", "Mapping[str, float]"):
+        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(chain(*values))}
+    if all(value == values[0] for value in values):
+        return values[0]
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def numbers_of(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import anyio
 from agentspec.backends.base import is_forwarding
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.completion_response import CompletionWriter
+from agentspec.protocol.usage import summed
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.types import MAX_CHOICES, Delta, Speculation, Usage
 
@@ -120,10 +121,4 @@ class _Totals:
                 before.cached_tokens + used.cached_tokens,
             )
         if (done := delta.speculation) is not None:
-            so_far = self.speculation or Speculation()
-            self.speculation = Speculation(
-                so_far.drafted + done.drafted,
-                so_far.accepted + done.accepted,
-                so_far.steps + done.steps,
-                so_far.estimated_seconds_saved + done.estimated_seconds_saved,
-            )
+            self.speculation = done if self.speculation is None else summed([self.speculation, done])

@@ -145,15 +145,16 @@ class TorchBackend:
         The text is not parsed. Rules of the whole answer hold: penalties, bad words, its form. Raises as `generate`.
         """
         self._engine.require_running()
-        require_one_answer(request)
+        if request.sampling.n != 1:
+            raise InvalidRequestError("an answer is continued alone", param="n")
         (first,), _ = await self._prepared(request, prompt=prompt, answer=answer)
         async with aclosing(self._answers([first])) as deltas:
             async for delta in deltas:
                 yield delta
 
-    def answer_reader(self, request: GenerateRequest) -> AnswerReader:
-        """How to read the whole answer to `request`, whose thoughts are part of its text."""
-        spec, shown = self._structured_outputs.reading(request)
+    def answer_reader(self, request: GenerateRequest, prompt: Sequence[int]) -> AnswerReader:
+        """How to read the whole answer to `request`, whose prompt ends in the tokens `prompt`."""
+        spec, shown = self._structured_outputs.reading(request, self._ending(prompt)[0])
         return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
 
     def holds_calls(self, request: GenerateRequest) -> bool:
@@ -220,8 +221,9 @@ class TorchBackend:
 
     def prepare_acceptance(self, rule: LossyAcceptance) -> None:
         """Load the judge of `rule`. Raises `ConfigurationError` without a draft model, or for another model's judge."""
-        if self._drafters.draft_model is None or not self.capabilities.speculation:
-            raise ConfigurationError("a lossy rule accepts the tokens of a draft model: set draft_model of the backend")
+        self.settings.require_draft_model()
+        if not self.target.rewindable:
+            raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as drafts need")
         if rule.rule == "judge":
             path = rule.judge_head or ""
             width = self.target.module.get_output_embeddings().weight.shape[-1]

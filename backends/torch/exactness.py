@@ -12,7 +12,7 @@ from torch import Tensor
 from agentspec.backends.torch.backend import TorchBackend
 from agentspec.backends.torch.engine.compute_thread import on_own_thread
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.sampler import GREEDY_BELOW, gumbel_noise, position_key
+from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
 from agentspec.types import GenerateRequest, Labels, SamplingParams
 
 OFF, COLD, WARM, TOGETHER = "off", "on, cold", "on, warm", "on, side by side"
@@ -153,7 +153,7 @@ def _gap(logits: Tensor, pair: Sequence[int], question: ExactnessCase, position:
     ids = torch.tensor(pair, device=logits.device)
     scores = logits[ids]
     sampling = question.sampling
-    if sampling.temperature >= GREEDY_BELOW:
+    if not sampling.greedy:
         key = position_key(sampling.seed or 0, 0, len(question.prompt) + position)
         scores = scores / sampling.temperature + gumbel_noise(key, ids)
     return float(scores[0] - scores[1])

@@ -29,7 +29,7 @@ class TrainableModel(Protocol):
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    async def tokenize(self, text: str) -> list[int]: ...
 
     async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]: ...
 
@@ -56,7 +56,7 @@ class TrainingReport:
 def read_pairs(path: Path) -> list[JudgePair]:
     """Read JSON lines with `prompt`, `accepted` and `rejected`. Raises `ConfigurationError` that names a bad line."""
     pairs: list[JudgePair] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):  # texts may hold other ends of lines
         if not line.strip():
             continue
         try:
@@ -99,7 +99,7 @@ async def train_judge(
 async def labelled_states(model: TrainableModel, pair: JudgePair) -> tuple[Tensor, Tensor]:
     """The hidden states [tokens, width] behind the tokens of both answers, and 1.0 for each token that is right."""
     prompt = model.encode_chat([{"role": "user", "content": pair.prompt}])
-    accepted, rejected = model.encode(pair.accepted), model.encode(pair.rejected)
+    accepted, rejected = await model.tokenize(pair.accepted), await model.tokenize(pair.rejected)
     if not (prompt and accepted and rejected):
         raise InvalidRequestError("a pair has an empty text", param="prompt")
     shared = next((i for i, both in enumerate(zip(accepted, rejected, strict=False)) if both[0] != both[1]), None)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.base import Capabilities, tokenization_of
-from agentspec.backends.local_abilities import ContinuesAnswers, ParsesAnswer
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.events import AnswerEnded, Event, VerifiedText
+from agentspec.reasoning.retrieval.events import AnswerBegan, AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
@@ -74,33 +73,30 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         Raises `KnowledgeBaseError` if the knowledge base fails, `InvalidRequestError` for request fields that a model
         with retrieval cannot honour, and what the base model raises.
         """
-        parser = self._parser(request)
-        async with aclosing(self._deltas(request)) as deltas:
-            async for delta in deltas:
-                yield delta if parser is None else parser.parse(delta)
-
-    def _parser(self, request: GenerateRequest) -> ParsesAnswer | None:
-        """Finds the answer's tool calls; None where it cannot make any."""
-        backend = self.base.backend
-        if not (request.tools and isinstance(backend, ContinuesAnswers)):
-            return None
-        return backend.answer_reader(request).parser()
-
-    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        stats, tokens = SearchStats(), 0
+        stats, tokens, parser = SearchStats(), 0, None
         async with aclosing(self._events(request, stats)) as events:
             async for event in events:
+                if isinstance(event, AnswerBegan):
+                    parser = None if event.reader is None else event.reader.parser()
+                    continue
                 if isinstance(event, VerifiedText):
                     tokens += len(event.token_ids)
-                    yield Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
-                elif isinstance(event, AnswerEnded):
-                    usage = Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens)
-                    yield Delta(
-                        finish_reason=event.finish,
-                        stop_reason=event.stop_reason,
-                        usage=usage,
-                        speculation=self._summary(stats),
-                    )
+                delta = self._delta(event, tokens, stats)
+                if delta is not None:
+                    yield delta if parser is None else parser.parse(delta)
+
+    def _delta(self, event: Event, tokens: int, stats: SearchStats) -> Delta | None:
+        """What the client gets of an event, after `tokens` in all; None of one that says nothing of the answer."""
+        if isinstance(event, VerifiedText):
+            return Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
+        if not isinstance(event, AnswerEnded):
+            return None
+        return Delta(
+            finish_reason=event.finish,
+            stop_reason=event.stop_reason,
+            usage=Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens),
+            speculation=self._summary(stats),
+        )
 
     def _events(self, request: GenerateRequest, stats: SearchStats) -> AsyncGenerator[Event]:
         given: dict[str, Any] = {

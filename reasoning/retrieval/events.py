@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agentspec.backends.local_abilities import AnswerReader
 from agentspec.types import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBegan:
+    """The prompt is read. `reader` tells the thoughts and tool calls in the text that follows; None if it is plain."""
+
+    reader: AnswerReader | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +73,4 @@ class AnswerEnded:
     stop_reason: str | None = None
 
 
-Event = Retrieved | Speculated | Verified | RolledBack | VerifiedText | AnswerEnded
+Event = AnswerBegan | Retrieved | Speculated | Verified | RolledBack | VerifiedText | AnswerEnded

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentspec.backends.base import Tokenization
 from agentspec.backends.templates.messages import escape_markers, plain
@@ -39,7 +38,7 @@ class DocumentPrompt:
         """Raises `InvalidRequestError` for messages that are not text or that the template refuses."""
         gap = tuple(await tokenization.tokenize(SEPARATOR))
         if request.messages is not None:
-            head, tail, asked = await _of_messages(request.messages, request.tools, tokenization)
+            head, tail, asked = await _of_messages(request, request.messages, tokenization)
         else:
             head, tail = await _of_text(request, tokenization)
             asked = tail
@@ -81,7 +80,7 @@ class DocumentPrompt:
 
 
 async def _of_messages(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokenization: Tokenization
+    request: GenerateRequest, messages: Sequence[Message], tokenization: Tokenization
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Tokens of the rendered messages before and from the last user message's text on, and of that text."""
     users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
@@ -89,7 +88,8 @@ async def _of_messages(
     mark = f"document-{secrets.token_hex(8)}"
     asked = str(plain(messages[place]).get("content", ""))
     marked = [{**message, "content": mark + asked} if at == place else message for at, message in enumerate(messages)]
-    head, _, tail = (await tokenization.render(marked, tools)).partition(mark)
+    rendered = await tokenization.render(marked, request.tools, request.template_arguments)
+    head, _, tail = rendered.partition(mark)
     return (
         tuple(await tokenization.tokenize(head)),
         tuple(await tokenization.tokenize(tail)),

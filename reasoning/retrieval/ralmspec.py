@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from agentspec.backends.base import Backend
-from agentspec.reasoning.retrieval.events import AnswerEnded, Event, Retrieved, VerifiedText
+from agentspec.reasoning.retrieval.events import AnswerBegan, AnswerEnded, Event, Retrieved, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, SearchStats, first, name_of
@@ -34,6 +34,7 @@ async def sequential(
     """Search, then generate a round, until the answer ends. This defines the answer. Raises as `ralmspec` does."""
     settings, stats = settings or RetrievalSettings(), stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, settings)
+    yield AnswerBegan(generator.reader)
     client = SearchClient(knowledge, settings.search_timeout, stats)
     answer, sent = await generator.begin(), 0
     while not answer.over:
@@ -78,6 +79,7 @@ async def ralmspec(
     """
     settings, stats = settings or RetrievalSettings(), stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, settings)
+    yield AnswerBegan(generator.reader)
     client = SearchClient(knowledge, settings.search_timeout, stats)
     governor = StrideGovernor(pace or RequestStride(), settings.stride, settings.asynchronous)
     cache = RetrievedDocuments(settings.cache_bytes) if cache is None else cache

@@ -57,9 +57,10 @@ class RoundGenerator:
                 " a local model, or vLLM"
             )
         _check(request)
-        whole = WholeAnswer.of(request, backend)
+        continues = _continues(request, backend)
         length = backend.capabilities.context_length
         prompt = await DocumentPrompt.of(request, tokenization, settings.document_tokens, length)
+        whole = None if continues is None else await WholeAnswer.of(request, continues, prompt)
         wanted, room = request.sampling.max_tokens, prompt.room()
         prompt.require(1 if wanted is None else wanted)
         limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
@@ -70,6 +71,11 @@ class RoundGenerator:
         return self.request.sampling.stop
 
     @property
+    def reader(self) -> AnswerReader | None:
+        """How to read the answer; None for one that is plain text."""
+        return None if self.whole is None else self.whole.reader
+
+    @property
     def _spelling(self) -> Detokenizes:
         return self.tokenization if self.whole is None else self.whole
 
@@ -78,7 +84,7 @@ class RoundGenerator:
 
     async def query(self, answer: PartialAnswer) -> str:
         """The text of the last tokens of question and answer, without incomplete characters at its edges, and without
-        tool calls: their syntax says nothing of what is asked.
+        tool calls: their syntax says nothing of what is asked. Thoughts do.
         """
         said: Sequence[int] = answer.token_ids
         if self.whole is not None and self.request.tools:
@@ -145,37 +151,43 @@ def _mixed(seed: int, position: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1  # endpoints differ in how large a seed they take
 
 
-_EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every model; this one does not think
+_EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every model
 
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """For requests with rules of the whole answer: the local model that goes on with it, and how to read it."""
+    """An answer that a local model goes on with, keeping the rules of the whole answer, and how to read it."""
 
     backend: ContinuesAnswers
     reader: AnswerReader
 
     @classmethod
-    def of(cls, request: GenerateRequest, backend: Backend) -> WholeAnswer | None:
-        """None for a request without such rules. Raises `InvalidRequestError` where the model cannot keep them."""
-        named = next((name for name in WHOLE_ANSWER if _sampled(request, name)), None)
-        named = named or ("tools" if request.tools else None)
-        unread = next((name for name in _OF_ENDPOINTS if _asked(request.extra, name)), None)
-        if unread is None and isinstance(backend, ContinuesAnswers):
-            return None if named is None else cls(backend, backend.answer_reader(request))
-        if named or unread:
-            form = request.sampling.structured_outputs
-            name = unread or (form.param if form and named == "structured_outputs" else named)
-            message = f"a model with retrieval answers without {name}, unless the model is a local one"
-            raise InvalidRequestError(message, param=name)
-        return None
+    async def of(cls, request: GenerateRequest, backend: ContinuesAnswers, prompt: DocumentPrompt) -> WholeAnswer:
+        return cls(backend, await asyncio.to_thread(backend.answer_reader, request, (*prompt.head, *prompt.tail)))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self.reader.decode, token_ids)
 
     def text_of(self, text: str) -> str:
-        """The text of an answer, or of its beginning, without its tool calls."""
-        return self.reader.parser().parse(Delta(text=text)).text
+        """The thoughts and the text of an answer, or of its beginning, without its tool calls."""
+        return _text_of(self.reader.parser().parse(Delta(text=text)))
+
+
+def _continues(request: GenerateRequest, backend: Backend) -> ContinuesAnswers | None:
+    """The local model that goes on with an answer that has rules of the whole, or may begin with thoughts; None for
+    plain text. Raises `InvalidRequestError` for rules that the model cannot keep.
+    """
+    named = next((name for name in WHOLE_ANSWER if _sampled(request, name)), None)
+    named = named or ("tools" if request.tools else None)
+    unread = next((name for name in _OF_ENDPOINTS if _asked(request.extra, name)), None)
+    if unread is None and isinstance(backend, ContinuesAnswers):
+        return None if named is None and request.messages is None else backend
+    if named or unread:
+        form = request.sampling.structured_outputs
+        name = unread or (form.param if form and named == "structured_outputs" else named)
+        message = f"a model with retrieval answers without {name}, unless the model is a local one"
+        raise InvalidRequestError(message, param=name)
+    return None
 
 
 def _check(request: GenerateRequest) -> None:

@@ -1,13 +1,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.protocol.usage import numbers_of, read_speculation, read_usage, speculation_object, usage_object
-from agentspec.types import KnnSpeculation, RetrievalSpeculation, Speculation, StepSpeculation, Usage
+from agentspec.protocol.usage import (
+    numbers_of,
+    read_speculation,
+    read_usage,
+    speculation_object,
+    summed,
+    usage_object,
+)
+from agentspec.types import (
+    KnnSpeculation,
+    LossyAcceptanceSpeculation,
+    RetrievalSpeculation,
+    Speculation,
+    StepSpeculation,
+    Usage,
+)
 
 COUNTS = st.integers(0, 2**53)
 
@@ -34,6 +49,22 @@ def test_speculation_is_read_as_the_class_it_was(speculation: Speculation) -> No
     written = json.loads(json.dumps(speculation_object(speculation)))
     assert read_speculation(written) == speculation
     assert read_speculation({**written, "of a later version": 1}) == speculation
+
+
+def test_the_sum_of_several_answers_keeps_what_they_are() -> None:
+    assert summed([]) is None
+    lossy = LossyAcceptanceSpeculation(4, 2, 3, 0.5, knobs={"rule": "typical", "epsilon": 0.5}, substituted=1)
+    assert summed([lossy, lossy]) == replace(
+        lossy, drafted=8, accepted=4, steps=6, estimated_seconds_saved=1.0, substituted=2
+    )
+    assert summed([Speculation(1, 1, 1, 0.5), lossy]) == replace(
+        lossy, drafted=5, accepted=3, steps=4, estimated_seconds_saved=1.0
+    )
+    read = RetrievalSpeculation(4, 2, 3, knowledge="docs", queries=2, hit_rate=0.5, strides=(3,), seconds={"read": 1.0})
+    other = replace(read, hit_rate=1.0, strides=(1, 0), seconds={"read": 0.5, "wait": 1.0})
+    assert summed([read, other]) == RetrievalSpeculation(
+        8, 4, 6, knowledge="docs", queries=4, strides=(3, 1, 0), seconds={"read": 1.5, "wait": 1.0}
+    )
 
 
 def test_speculation_of_another_product_is_none() -> None:

@@ -15,7 +15,13 @@ from agentspec.cli.doctor.checks import Check
 from agentspec.cli.doctor.strategy_checks import Unloaded, check_strategies
 from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
 from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
-from agentspec.reasoning.settings import KnnLmSettings, LookaheadSettings, RaLMSpecSettings, SpecReasonSettings
+from agentspec.reasoning.settings import (
+    KnnLmSettings,
+    LookaheadSettings,
+    LossyAcceptanceSettings,
+    RaLMSpecSettings,
+    SpecReasonSettings,
+)
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import ThinkingModel
 from agentspec.types import GenerateRequest
@@ -106,6 +112,29 @@ def test_retrieval_needs_a_model_that_takes_token_ids(serving: Any, tiny_model: 
     found = check(serving())
     assert found.state == "fail" and "takes no token ids" in found.detail
     assert check(DOWN).detail.startswith("no answer from base")
+
+
+def test_lossy_acceptance_needs_a_draft_model_and_its_own_judge(tiny_model: Path, tmp_path: Path) -> None:
+    import torch
+
+    from agentspec.backends.model_store import resolve
+    from agentspec.backends.torch.sampling.judge_head import JudgeHead
+
+    def check(local: TorchSettings, **rule: Any) -> Check:
+        quick = LossyAcceptanceSettings(base="local", tenants=("*",), **rule)
+        (found,) = check_strategies(Settings(backends={"local": local}, models={"quick": quick}))
+        return found
+
+    drafting = TorchSettings(model=str(tiny_model), draft_model=str(tiny_model))
+    assert check(drafting).state == "ok"
+    alone = check(TorchSettings(model=str(tiny_model)))
+    assert alone.state == "fail" and "set draft_model" in alone.detail
+    silent = check(drafting.model_copy(update={"max_draft_tokens": 0}))
+    assert silent.state == "fail" and "max_draft_tokens" in silent.detail
+    path, own = tmp_path / "head.safetensors", resolve(str(tiny_model)).fingerprint
+    for fingerprint, state in ((own, "ok"), ("another", "fail")):
+        JudgeHead(torch.zeros(4), torch.tensor(0.0), fingerprint).save(path)
+        assert check(drafting, rule="judge", judge_head=path).state == state
 
 
 def test_a_datastore_must_be_the_models_own(serving: Any, tiny_model: Path, tmp_path: Path) -> None:

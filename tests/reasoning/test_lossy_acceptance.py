@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,28 @@ async def test_only_named_tenants_and_free_answers_are_lossy_and_labelled(tiny_m
             if not request.tools and request.sampling.structured_outputs is None:
                 assert text == exact
         assert fast.response_headers(asking(extra={"response_format": {"type": "json_object"}})) == {}
+
+
+@pytest.mark.parametrize(("rule", "lossy"), [("typical", False), ("judge", True)])
+async def test_greedy_answers_are_labelled_where_they_can_differ(
+    tiny_model: Path, tmp_path: Path, rule: str, lossy: bool
+) -> None:
+    import torch
+
+    from agentspec.backends.model_store import resolve
+    from agentspec.backends.torch.sampling.judge_head import JudgeHead
+
+    path = tmp_path / "head.safetensors"
+    width = json.loads((tiny_model / "config.json").read_text())["hidden_size"]
+    JudgeHead(torch.zeros(width), torch.tensor(9.0), resolve(str(tiny_model)).fingerprint).save(path)
+    knobs = {"epsilon": 0.09, "delta": 0.3} | ({} if rule == "typical" else {"judge_head": path})
+    async with Runtime(settings(tiny_model, rule=rule, **knobs)) as runtime:
+        request = asking()
+        request = replace(request, sampling=replace(request.sampling, temperature=0.0))
+        _, told = await answer(runtime, request)
+        fast = runtime.route("fast").backend
+        assert isinstance(fast, LossyAcceptanceBackend)
+        assert isinstance(told, LossyAcceptanceSpeculation) is bool(fast.response_headers(request)) is lossy
 
 
 async def test_several_choices_sum_up(tiny_model: Path) -> None:

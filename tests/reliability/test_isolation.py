@@ -575,6 +575,9 @@ def test_i11_lossily_accepted_answers_say_so(gateway: Any, tiny_model: Path) -> 
         for exact in (off, form, plain):
             assert exact.status_code == 200
             assert "x-agentspec-lossy" not in exact.headers and '"lossy":true' not in exact.text
+        several = {"model": "fast", "stream": stream, "prompt": ["two", "three"], "max_tokens": 4}
+        lossy = httpx.post(running.url + GENERATION[1], json=several, timeout=60)
+        assert lossy.headers["x-agentspec-lossy"].startswith("lossy_acceptance") and '"lossy":true' in lossy.text
 
 
 @pytest.mark.anyio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from agentspec.backends.base import NONE, Backend, Capabilities
@@ -12,7 +13,7 @@ from agentspec.cli.doctor.checks import Check
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import Settings
-from agentspec.types import Delta, GenerateRequest, Message
+from agentspec.types import Delta, GenerateRequest, LossyAcceptance, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.openai import ProbeReport
@@ -62,6 +63,14 @@ class Unloaded:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return self._codec.decode(token_ids)
+
+    def prepare_acceptance(self, rule: LossyAcceptance) -> None:
+        """Check what `rule` needs. Raises `ConfigurationError` as a loaded model does."""
+        self._settings.require_draft_model()
+        if rule.judge_head is not None:
+            from agentspec.backends.torch.sampling.judge_head import JudgeHead
+
+            JudgeHead.load(Path(rule.judge_head), fingerprint=self.fingerprint, width=None)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         raise InvalidRequestError("this model is not loaded")

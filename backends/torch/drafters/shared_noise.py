@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.sampling.sampler import GREEDY_BELOW, gumbel_noise, position_key
+from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
 from agentspec.types import SamplingParams
 
 HEAD = 64  # candidates considered: two models hardly ever draw the same less likely token
@@ -31,7 +31,7 @@ class SharedNoiseSampler:
         target's draw too: without noise this is the model's own probability, with noise it grows with its lead in z.
         """
         scores, ids = self._candidates(logits)
-        if self.sampling.temperature >= GREEDY_BELOW:
+        if not self.sampling.greedy:
             key = position_key(self.seed, self.choice, position)
             scores = scores + self.sampling.temperature * gumbel_noise(key, ids)
         best = scores.softmax(0).topk(min(count, len(ids)))
@@ -44,7 +44,7 @@ class SharedNoiseSampler:
         if legal := {token: bias for token, bias in sampling.logit_bias.items() if token < len(logits)}:
             logits = logits.index_add(0, *_pair(legal, logits))
         scores, ids = logits.topk(min(HEAD, sampling.top_k or HEAD, len(logits)))
-        if sampling.temperature < GREEDY_BELOW:
+        if sampling.greedy:
             return scores, ids
         chances = (scores / sampling.temperature - (logits / sampling.temperature).logsumexp(0)).exp()
         keep = (chances >= sampling.min_p * chances[0]) & (chances.cumsum(0) - chances < sampling.top_p)

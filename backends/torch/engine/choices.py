@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from agentspec.types import Delta, LossyAcceptanceSpeculation, Speculation, Usage
+from agentspec.protocol.usage import summed
+from agentspec.types import Delta, Speculation, Usage
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class Choices:
         self._usages.append(delta.usage or Usage())
         self._speculations += [delta.speculation] if delta.speculation else []
         usage = _usage(self._usages) if self.done else None
-        speculation = _speculation(self._speculations) if self.done else None
+        speculation = summed(self._speculations) if self.done else None
         return replace(delta, index=index, usage=usage, speculation=speculation)
 
 
@@ -48,12 +49,3 @@ def _usage(all: list[Usage]) -> Usage:
 def _sum(counts: list[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
-
-
-def _speculation(all: list[Speculation]) -> Speculation | None:
-    if not all:
-        return None
-    counts = ["drafted", "accepted", "steps", "estimated_seconds_saved"]
-    if isinstance(all[0], LossyAcceptanceSpeculation):
-        counts.append("substituted")
-    return replace(all[0], **{name: sum(getattr(one, name) for one in all) for name in counts})

@@ -91,7 +91,7 @@ class Sequence:
             self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
         self._prompt_due = request.original.return_prompt or self._scorer is not None
-        self._substitutes = Substitutes.of(self._acceptance, self.sampler, context.judge_heads)
+        self._substitutes = Substitutes.of(self._acceptance, self.sampler, context.judge_heads, request.stop_ids)
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the row of logits that each token of this step was drawn from
 

@@ -111,9 +111,11 @@ class Speculator:
     ) -> None:
         """Learn from a finished step in which the nodes in `path` of the proposal were accepted.
 
-        Those `substituted` for the model's own draws teach the governor what is true of exact answers: a miss.
+        The governor learns what is true of exact answers, where the path ends before the first node that was
+        `substituted` for the model's own draw.
         """
-        hit = set(path).difference(substituted)
+        exact = next((place for place, node in enumerate(path) if node in substituted), len(path))
+        hit = set(path[:exact])
         accepted = [node in hit for node in range(len(proposal))]
         self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._stats)
         if proposal.asked:

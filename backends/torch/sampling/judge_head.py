@@ -33,18 +33,20 @@ class JudgeHead:
         save_file(tensors, path, metadata={"fingerprint": self.fingerprint})
 
     @classmethod
-    def load(cls, path: Path, *, fingerprint: str, width: int) -> JudgeHead:
-        """Read a head. Raises `ConfigurationError` if there is none in `path`, or it was trained on another model."""
+    def load(cls, path: Path, *, fingerprint: str, width: int | None) -> JudgeHead:
+        """Read a head. Raises `ConfigurationError` if there is none in `path`, or it was trained on another model; None
+        stands for a `width` that is not known.
+        """
         try:
             with safe_open(path, "pt") as file:
                 weight, bias = (file.get_tensor(name).float() for name in ("weight", "bias"))
                 trained = (file.metadata() or {}).get("fingerprint", "")
         except (OSError, SafetensorError) as error:
             raise ConfigurationError(f"judge_head {path} cannot be read: {error}") from error
-        if weight.shape != (width,) or bias.shape != () or trained != fingerprint:
+        if weight.ndim != 1 or width not in (None, len(weight)) or bias.shape != () or trained != fingerprint:
             raise ConfigurationError(
-                f"judge_head {path} was trained on another model: train one with this model"
-                " (agentspec reasoning train-judge)"
+                f"judge_head {path} was trained on another model: train one for this backend"
+                " (agentspec reasoning train-judge --backend NAME)"
             )
         return cls(weight, bias, trained)
 

@@ -16,7 +16,6 @@ from agentspec.backends.torch.sampling.constraints import Constraints
 from agentspec.backends.torch.sampling.top_k_top_p import apply_top_k_top_p, has_top_k_top_p
 from agentspec.types import SamplingParams
 
-GREEDY_BELOW: Final = 1e-5  # below this temperature, scaling would overflow before it changed anything
 _WORD: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
@@ -89,7 +88,7 @@ class Sampler:
         self.constraints = constraints or Constraints()
         self._choice = choice
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.greedy = params.temperature < GREEDY_BELOW
+        self.greedy = params.greedy
         self._params = params
         self._ahead = is_async_device(device) if ahead is None else ahead
         self._filters = not self.greedy and has_top_k_top_p(params, vocab_size)

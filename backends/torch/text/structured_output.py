@@ -67,9 +67,8 @@ class StructuredOutputBuilder:
         `LargeGrammarError` instead of waiting unless it `may_wait` or its grammar is `compiled` already.
         """
         chat = request.messages is not None
-        called = bool(request.tools) and request.tool_choice != "none"
-        format = tool_format(self._tokenizer.tokenizer) if called else None
-        expected = expectation(prompt, thinks=chat and self._thinks)
+        parser_spec, shown = self.reading(request, prompt)
+        format, expected = parser_spec.format, self._expected(request, prompt)
         try:
             source = grammar_of(request, format, expected, self._grammars.symbol)
         except InvalidRequestError as error:  # of a tokenizer that cannot be constrained by anything
@@ -77,18 +76,21 @@ class StructuredOutputBuilder:
             error.param = error.param or (form.param if form else TOOLS)
             raise
         return StructuredOutput(
-            parser_spec=OutputParserSpec.of(request, format, expected),
+            parser_spec=parser_spec,
             grammar=None if source is None else compiled or self._compiled(source, may_wait),
             bad_words=self._bad_words(request.sampling.bad_words),
-            shown=self._shown(format, BEGIN, END) if chat else frozenset(),
+            shown=shown,
             thinking=self._thinking_limit(request.thinking_budget, expected) if chat else None,
         )
 
-    def reading(self, request: GenerateRequest) -> tuple[OutputParserSpec, frozenset[int]]:
-        """How to parse answers to `request`, and the special tokens that its parser looks for."""
+    def reading(self, request: GenerateRequest, prompt: str) -> tuple[OutputParserSpec, frozenset[int]]:
+        """How to parse answers to `request`, whose rendered prompt ends in `prompt`, and the special tokens that are
+        marks to the parser.
+        """
         called = bool(request.tools) and request.tool_choice != "none"
         format = tool_format(self._tokenizer.tokenizer) if called else None
-        return OutputParserSpec.of(request, format, "never"), self._shown(format)
+        spec = OutputParserSpec.of(request, format, self._expected(request, prompt))
+        return spec, frozenset() if request.messages is None else self._shown(format, BEGIN, END)
 
     def holds_calls(self, request: GenerateRequest) -> bool:
         """Whether every call in the answer follows the parameters of its tool, if that is strict."""
@@ -105,6 +107,10 @@ class StructuredOutputBuilder:
         """End the thread and the process that try out large grammars."""
         self._queue.close()
         self._grammars.close()
+
+    def _expected(self, request: GenerateRequest, prompt: str) -> Expectation:
+        """Whether thoughts come first; `OutputParserSpec.expected` says whether they are split off."""
+        return expectation(prompt, thinks=request.messages is not None and self._thinks)
 
     def _compiled(self, source: GrammarSource, may_wait: bool) -> CompiledGrammar:
         if not may_wait and self._grammars.waits(source.text, param=source.param, complexity=source.complexity):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.judge_training import JudgePair, labelled_states, read_pairs, train_judge
 from agentspec.backends.torch.sampling.judge_head import JudgedAcceptance, JudgeHead
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import ConfigurationError
 
 pytestmark = pytest.mark.anyio
@@ -59,8 +61,35 @@ async def test_what_both_answers_begin_with_is_right(backend: TorchBackend) -> N
     states, labels = await labelled_states(backend, JudgePair("q", "same right", "same wrong"))
     assert labels.tolist() == [1.0] * len("same right") + [0.0] * len("wrong")
     prompt = backend.encode_chat([{"role": "user", "content": "q"}])
-    (wrong,) = await backend.hidden_states([[*prompt, *backend.encode("same wrong")]])
+    (wrong,) = await backend.hidden_states([[*prompt, *await backend.tokenize("same wrong")]])
     assert np.allclose(states[-5:].numpy(), wrong[-5:], atol=1e-5)
+
+
+class Beginning:
+    """A model whose tokenizer puts a token before a prompt and one behind it; it hears what it is asked to read."""
+
+    fingerprint = "f"
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|user|> $A <|end|>", special_tokens=[("<|user|>", 257), ("<|end|>", 256)]
+        )
+        self._tokenizer, self.read = TokenizerAdapter(tokenizer), [[0]]
+        self.encode_chat = self._tokenizer.encode_chat
+
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, special=begins)
+
+    async def hidden_states(self, texts: Any) -> Any:
+        self.read = texts
+        return [np.zeros((len(text), 2), np.float32) for text in texts]
+
+
+async def test_answers_are_read_as_what_goes_on_behind_the_prompt(tokenizer_of: Any) -> None:
+    model = Beginning(tokenizer_of("{{ messages[0].content }}|"))
+    assert (await model.tokenize("a", begins=True)) == [257, *await model.tokenize("a"), 256]
+    _, labels = await labelled_states(model, JudgePair("q", "ab", "ac"))
+    assert model.read == [await model.tokenize("q|ab"), await model.tokenize("q|ac")] and labels.tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +110,13 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(f"{good}\n\n{line}\n", "utf-8")
     with pytest.raises(ConfigurationError, match=r"pairs.jsonl:3"):
         read_pairs(path)
+
+
+def test_texts_may_hold_any_characters(tmp_path: Path) -> None:
+    path, text = tmp_path / "pairs.jsonl", "a\u2028b\u0085c"
+    line = json.dumps({"prompt": text, "accepted": "b", "rejected": "c"}, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    assert read_pairs(path) == [JudgePair(text, "b", "c")] * 2
 
 
 def test_a_head_of_another_model_or_no_head_is_refused(tmp_path: Path) -> None:

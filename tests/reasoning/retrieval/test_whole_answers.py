@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,7 @@ RULES: dict[str, dict[str, Any]] = {
 def asking(rule: str, question: str = "Which animal?", seed: int | None = None, **fields: Any) -> GenerateRequest:
     called = {"a call": "required", "a call if it wants": "auto"}.get(rule)
     tools: dict[str, Any] = {"tools": TOOLS, "tool_choice": called} if called else {}
-    sampling = SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=48, **RULES[rule])
+    sampling = SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=48, **RULES.get(rule, {}))
     return GenerateRequest("m", messages=[{"role": "user", "content": question}], sampling=sampling, **tools, **fields)
 
 
@@ -93,6 +94,16 @@ async def test_rounds_make_the_answer_that_one_go_makes(backend: Any, rule: str)
         assert (await said(run(request, backend=backend, knowledge=OneDocument(), settings=knobs)))[1] == tokens
 
 
+@pytest.mark.parametrize("rule", ["penalties", "a call", "nothing"])
+async def test_every_token_has_its_log_probability(backend: Any, rule: str) -> None:
+    request = asking(rule)
+    request = replace(request, sampling=replace(request.sampling, logprobs=True, max_tokens=8))
+    events = [event async for event in ralmspec(request, backend=backend, knowledge=OneDocument())]
+    found = [event for event in events if isinstance(event, VerifiedText)]
+    tokens = [token for event in found for token in event.token_ids]
+    assert len(tokens) == 8 and tokens == [one.token_id for event in found for one in event.logprobs]
+
+
 async def same_in_every_way(backend: Any, knowledge: KnowledgeBase, request: GenerateRequest) -> str:
     plain = await said(sequential(request, backend=backend, knowledge=knowledge))
     for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
@@ -110,7 +121,7 @@ def keeps(rule: str, text: str, backend: Any, request: GenerateRequest) -> bool:
     if rule == "a schema":
         return text.startswith("{"[: len(text)]) and (not text.rstrip().endswith("}") or "word" in json.loads(text))
     if rule == "a call":
-        parser = backend.answer_reader(request).parser()
+        parser = backend.answer_reader(request, ()).parser()
         deltas = [parser.parse(Delta(text=text)), parser.parse(Delta(finish_reason="stop"))]
         calls = [call for delta in deltas for call in delta.extra.get("tool_calls", ())]
         return {call["function"]["name"] for call in calls if call["function"].get("name")} <= {"look"}
@@ -147,6 +158,66 @@ async def test_a_call_is_told_as_one_and_its_syntax_is_in_no_query(backend: Any)
     assert call["function"]["name"] == "look" and deltas[-1].finish_reason == "tool_calls"
     assert "".join(delta.text for delta in deltas).strip() == ""
     assert len(knowledge.heard) > 2 and not [query for query in knowledge.heard if "{" in query or "tool" in query]
+
+
+@pytest.fixture(scope="module")
+def thinking(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Makes a local model that thinks where the request does not switch it off, and then says a text."""
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+
+    class Scripted(TorchBackend):
+        script: list[int]
+
+        async def continue_answer(
+            self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
+        ) -> AsyncGenerator[Delta]:
+            until = len(answer) + (request.sampling.max_tokens or 0)
+            tokens = tuple(self.script[len(answer) : until])
+            yield Delta(self.decode(tokens), tokens, finish_reason="length" if until < len(self.script) else "stop")
+
+    folder = tmp_path_factory.mktemp("thinking") / "model"
+    shutil.copytree(tiny_model, folder)
+    template = folder / "chat_template.jinja"
+    thinks = "{{ '<think>' if enable_thinking | default(true) else '<think></think>' }}"
+    template.write_text(template.read_text() + thinks)
+    loaded = Scripted.load(TorchSettings(model=str(folder), device="cpu"))
+    yield loaded
+    asyncio.run(loaded.aclose())
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "ox"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("rule", "script", "thoughts", "text", "calls"),
+    [
+        ("a call if it wants", f"I could say {CALL}.</think>\n\nAn ox.", f"I could say {CALL}.", "An ox.", 0),
+        ("a call if it wants", f"hm</think>\n\n{CALL}", "hm", "", 1),
+        ("a schema", 'hm</think>\n\n{"word": "ox"}', "hm", '{"word": "ox"}', 0),
+        ("penalties", "hm</think>\n\nAn ox.", "hm", "An ox.", 0),
+        ("nothing", "hm</think>\n\nAn ox.", "hm", "An ox.", 0),
+    ],
+)
+async def test_thoughts_are_no_part_of_the_answer(
+    thinking: Any, rule: str, script: str, thoughts: str, text: str, calls: int
+) -> None:
+    thinking.script, knowledge = thinking.encode(script), OneDocument()
+    strategy = RetrievalBackend("r", RaLMSpecSettings(base="m", knowledge="k"), ModelRef(thinking, "m"), knowledge)
+    request = asking(rule)
+    request = replace(request, sampling=replace(request.sampling, max_tokens=200))
+    deltas = [delta async for delta in strategy.generate(request)]
+    assert "".join(delta.extra.get("reasoning_content", "") for delta in deltas) == thoughts
+    assert "".join(delta.text for delta in deltas) == text
+    named = [call for delta in deltas for call in delta.extra.get("tool_calls", ()) if call["function"].get("name")]
+    assert len(named) == calls and deltas[-1].finish_reason == ("tool_calls" if calls else "stop")
+
+
+async def test_thinking_is_switched_off_where_the_template_can(thinking: Any) -> None:
+    thinking.script = thinking.encode("An ox. </think>")
+    request = asking("a call if it wants", template_arguments={"enable_thinking": False})
+    strategy = RetrievalBackend("r", RaLMSpecSettings(base="m", knowledge="k"), ModelRef(thinking, "m"), OneDocument())
+    assert "".join([delta.text async for delta in strategy.generate(request)]) == "An ox. </think>"
 
 
 @pytest.mark.parametrize("rule", RULES)

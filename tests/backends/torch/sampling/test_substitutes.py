@@ -14,6 +14,8 @@ from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.judge_head import JudgeHead
+from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.sampling.substitutes import Substitutes
 from agentspec.speculation.governor import Governor
 from agentspec.types import LossyAcceptance, LossyAcceptanceSpeculation, SamplingParams, Source
 
@@ -78,6 +80,16 @@ def test_a_judge_that_likes_everything_takes_every_draft_and_one_that_likes_noth
             assert found.tokens == answered(lab, other, HOT).tokens
 
 
+def test_a_judge_ends_no_answer() -> None:
+    rule = LossyAcceptance("judge", judge_head="head")
+    sampler = Sampler(SamplingParams(temperature=0), 256, [0], torch.device("cpu"))
+    heads = {"head": JudgeHead(torch.zeros(2), torch.tensor(50.0), "f")}
+    substitutes = Substitutes.of(rule, sampler, heads, frozenset({65}))
+    assert substitutes is not None
+    substitutes.begin([65, 66], [Source.MODEL] * 2, torch.zeros(3, 2))
+    assert substitutes.choose(0, [0]) is None and substitutes.choose(0, [0, 1]) == 1
+
+
 def test_the_states_are_those_behind_each_node(lab: Any) -> None:
     """Row i + 1 is what the untouched model reads after the path to node i."""
     cache = lab.target.new_cache(1)
@@ -96,8 +108,14 @@ class Listening(Governor):
         self.heard = list(accepted)
 
 
-def test_the_governor_learns_what_exact_answers_would_accept() -> None:
+@pytest.mark.parametrize(
+    ("path", "substituted", "exact"),
+    [([0, 1], [1], [True, False, False]), ([0, 1, 2], [0], [False] * 3), ([0, 1, 2], [], [True] * 3)],
+)
+def test_the_governor_learns_what_exact_answers_would_accept(
+    path: list[int], substituted: list[int], exact: list[bool]
+) -> None:
     governor, counters = Listening(), Counters()
     draft = Proposal([5, 6, 7], [-1, 0, 1], [0.9] * 3, [Source.MODEL] * 3, [0.9] * 3, asked=True)
-    Speculator(None, governor, counters, 10).observe(draft, [0, 1], StepEstimate(1.0, 0.1, 1.0), substituted=[1])
-    assert governor.heard == [True, False, False] and counters.substituted == 1
+    Speculator(None, governor, counters, 10).observe(draft, path, StepEstimate(1.0, 0.1, 1.0), substituted=substituted)
+    assert governor.heard == exact and counters.substituted == len(substituted)
