@@ -42,7 +42,11 @@ async def test_an_exact_engine_passes(backend: TorchBackend) -> None:
 
 async def test_drafts_taken_on_trust_are_found(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def trust(
-        tokens: Sequence[int], parents: Sequence[int], choose: Callable[[int], int], emit: Callable[[int, int], bool]
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        choose: Callable[[int], int],
+        emit: Callable[[int, int], bool],
+        policy: None = None,
     ) -> list[int]:
         path = []
         for node, token in enumerate(tokens):
