@@ -129,10 +129,8 @@ class SuffixIndex:
 
     Unknown sequences raise `KeyError`; appending to a closed sequence raises `InvalidRequestError`. At most `tail`
     tokens are matched one by one, and a sorted run is at least `ratio` times as large as the next; both change the
-    speed only.
-
-    Drafting waits for no change. Changes take work in proportion to their tokens; larger merges follow before they
-    return or, if `deferred`, when `merge_step` is called. Queries know of a change when it returns, merged or not.
+    speed only. Drafting waits for no change. Changes take work in proportion to their tokens; larger merges follow
+    before they return or, if `deferred`, when `merge_step` is called. Queries know of a change when it returns.
 
     `capacity` positions (at most 2^32 - 1, the default) are handed out in all: one for each token, and a few for each
     sequence. Merging takes those of removed sequences back before they run out.

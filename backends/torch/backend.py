@@ -227,9 +227,8 @@ class TorchBackend:
         if rule.rule == "judge":
             path = rule.judge_head or ""
             width = self.target.module.get_output_embeddings().weight.shape[-1]
-            self._engine.context.judge_heads[path] = JudgeHead.load(
-                Path(path), fingerprint=self.fingerprint, width=width
-            )
+            head = JudgeHead.load(Path(path), fingerprint=self.fingerprint, width=width)
+            self._engine.context.judge_heads[path] = head
 
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
         """Open an answer that the caller decodes token by token.
