@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,10 @@ def planted(count: int, seed: int) -> list[JudgePair]:
 
 
 @pytest.fixture(scope="module")
-def backend(saved_model: Path) -> Any:
-    return TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu", max_draft_tokens=0))
+def backend(saved_model: Path) -> Iterator[Any]:
+    opened = TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu", max_draft_tokens=0))
+    yield opened
+    asyncio.run(opened.aclose())  # others want its memory
 
 
 async def test_it_learns_a_planted_rule(backend: TorchBackend, tmp_path: Path) -> None:

@@ -21,6 +21,11 @@ Line = dict[str, Any]
 TRUST = ssl.create_default_context()  # to make one takes long
 
 
+def _is_event(line: str) -> bool:
+    """Whether a line is whole, and no sentence that a process said at its end."""
+    return line.startswith("{") and line.endswith("\n")
+
+
 class WorkersGateway:
     """`agentspec serve` with a configuration file in `folder`, and what it writes to its log."""
 
@@ -37,7 +42,7 @@ class WorkersGateway:
     @property
     def lines(self) -> list[Line]:
         """The whole lines of the log: each is one JSON object, whichever process wrote it."""
-        return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if _is_event(line)]
 
     def said(self, event: str, times: int = 1, **fields: Any) -> list[Line]:
         """The log's lines of this event, once there are so many."""
