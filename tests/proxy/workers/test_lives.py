@@ -177,7 +177,9 @@ def test_an_engine_that_never_loads_is_killed_and_replaced(start_workers: Any, u
     program.let.set()
     folder = tmp_path / "model"
     folder.mkdir()
-    os.mkfifo(folder / "config.json")
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    os.mkfifo(folder / "model.safetensors")
     local = f'[backends.local]\nkind = "torch"\nmodel = "{folder}"\n[models.m]\nbackend = "local"'
     more = f'load_timeout = 8\n{local}\n[models.any]\nbackend = "up"'
     gateway = start_workers(CONFIGURATION.format(url=upstream(program).url, drain=1, more=more))
