@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from langgraph.prebuilt.tool_node import ToolCallRequest
 from agentspec.langchain.injected_arguments import by_model, takes_more
 from agentspec.langchain.labels import is_replayed
 from agentspec.step.scope import current_labels, current_policy
-from agentspec.tools import AgentCaller, ToolCall, ToolSession, ToolSpec, ToolSpeculator
+from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
 from agentspec.tools.faults import kept_from_agent
 from agentspec.types import DEFAULT_TENANT
 
@@ -39,20 +39,23 @@ class _EarlyResult:
 class EarlyTools:
     """Early starts for the agents of one middleware: `AgentSpecMiddleware(early_tools=EarlyTools(speculator))`.
 
-    What is learned belongs to `tenant` and `agent`, by default the workflow. `identity` tells apart the credentials
-    with which the tools run. `servers` tells by an MCP server's name which tools it offers. In a tool's metadata,
-    `needs_approval` keeps it from an early start.
+    Names of read-only tools in place of `speculator` make one that learns in memory. What is learned belongs to
+    `tenant` and `agent`, by default the workflow. `identity` tells apart the credentials with which the tools run.
+    `servers` tells by an MCP server's name which tools it offers. In a tool's metadata, `needs_approval` keeps it
+    from an early start.
     """
 
     def __init__(
         self,
-        speculator: ToolSpeculator,
+        speculator: ToolSpeculator | Collection[str],
         *,
         tenant: str = DEFAULT_TENANT,
         identity: str = "",
         agent: str | None = None,
         servers: Mapping[str, Sequence[BaseTool]] | None = None,
     ) -> None:
+        if not isinstance(speculator, ToolSpeculator):
+            speculator = ToolSpeculator(ToolPolicy(speculator))
         self._speculator = speculator
         self._agent = agent
         self._tenant, self._identity = tenant, identity

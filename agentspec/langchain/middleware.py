@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -40,7 +40,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     unless their endpoint is the vendor's own (`send_headers` decides otherwise) or LangChain caches their answers.
 
     `policy` is what the agent asks of its calls, `policies` what the steps of these names ask
-    before it. `early_tools` starts tools before the model calls them.
+    before it. `early_tools` starts tools before the model calls them: names of read-only tools, or `EarlyTools`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         policy: StepPolicy | None = None,
         policies: Mapping[str, StepPolicy] | None = None,
         send_headers: bool | None = None,
-        early_tools: EarlyTools | None = None,
+        early_tools: EarlyTools | Collection[str] | None = None,
     ) -> None:
         super().__init__()
         self.tools = []
@@ -60,7 +60,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         self.policy = policy or StepPolicy()
         self.policies = dict(policies or {})
         self.send_headers = send_headers
-        self.early_tools = early_tools
+        self.early_tools = early_tools if isinstance(early_tools, EarlyTools | None) else EarlyTools(early_tools)
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]

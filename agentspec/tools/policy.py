@@ -76,7 +76,8 @@ class ToolPolicy:
 
 
 def _names(values: Collection[str], param: str) -> frozenset[str]:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+    listed = isinstance(values, Collection) and not isinstance(values, str)
+    if not listed or not all(isinstance(name, str) for name in values):
         raise ConfigurationError(f"{param} must be a list of names, not {values!r}", param=param)
     return frozenset(values)
 

@@ -14,6 +14,7 @@ from langchain_core.tools import BaseTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.prebuilt import InjectedState
 
+from agentspec.errors import ConfigurationError
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
 from agentspec.langchain.early_tools import blocks
 from agentspec.protocol.headers import StepPolicy
@@ -253,6 +254,20 @@ def test_by_default_no_tool_starts_early() -> None:
     for number in range(4):
         session(middleware, number)
     assert ran == ["look", "buy", "look"] * 4
+
+
+def test_names_alone_start_tools_early() -> None:
+    for names, started in ([], False), (["look"], True):
+        middleware = AgentSpecMiddleware(early_tools=names)
+        for number in range(8):
+            session(middleware, number)
+        assert ("look" in str(report())) == started
+
+
+@pytest.mark.parametrize("tools", ["look", [look], 3])
+def test_what_names_no_tools_is_refused(tools: Any) -> None:
+    with pytest.raises(ConfigurationError, match="list of names"):
+        AgentSpecMiddleware(early_tools=tools)
 
 
 def test_a_step_replayed_from_a_checkpoint_starts_nothing() -> None:
