@@ -5,6 +5,7 @@ AgentSpecError
 ├── InvalidRequestError      400  the caller's mistake; `param` names the field
 │   ├── ContextLengthError   400  prompt and max_tokens do not fit the model
 │   ├── ModelNotFoundError   404  no configured model has this name
+│   ├── OverRateLimitError   400  asks for more tokens than the key's limits ever allow
 │   ├── SlowClientError      408  the request did not arrive in time
 │   ├── HostNotAllowedError  421  the Host header names another server
 │   ├── OriginNotAllowedError 403 the request comes from another site's web page
@@ -13,6 +14,7 @@ AgentSpecError
 ├── PermissionDeniedError    403  the API key is for other routes
 ├── RequestTooLargeError     413  body over the configured limit
 ├── OverloadedError          429  queue full; `retry_after` seconds
+│   └── RateLimitError       429  a limit of the API key is reached; `limit` names it
 ├── NotReadyError            503  the server is still loading its models
 ├── AnswerMemoryError        503  there is no memory for an upstream's large answer now
 ├── ShuttingDownError        503  the server is draining
@@ -79,6 +81,10 @@ class ModelNotFoundError(InvalidRequestError):
     code = "model_not_found"
 
 
+class OverRateLimitError(InvalidRequestError):
+    code = "request_over_rate_limit"
+
+
 class SlowClientError(InvalidRequestError):
     status = 408
     code = "client_too_slow"
@@ -125,6 +131,14 @@ class OverloadedError(AgentSpecError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimitError(OverloadedError):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, limit: str, retry_after: int) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.limit = limit
 
 
 class NotReadyError(AgentSpecError):

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -55,6 +55,8 @@ from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
+from agentspec.proxy.metering.key_limits import KeyLimits, LimitsKeys
+from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.prompts import CompletionsEndpoint
 from agentspec.proxy.request_record import RequestRecord
@@ -78,7 +80,7 @@ class Shared:
     `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
     `scrape` returns the metrics of all processes, given those of this one; `drain` tells the others of a drained
     server. The gateway was started at `since`, in
-    seconds since 1970; None is now.
+    seconds since 1970; None is now. `key_limits` are those of API keys.
     """
 
     limiter: Admission
@@ -87,6 +89,7 @@ class Shared:
     scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
     since: int | None = None
     drain: Spread | None = None
+    key_limits: LimitsKeys = field(default_factory=KeyLimits)
 
 
 def create_app(
@@ -107,7 +110,9 @@ def create_app(
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     places = EnginePlaces(server, settings.backends)
     pages, deadlines = Pages(runtime, shared, places), Deadlines()
-    common = (runtime, server, limiter, budget, deadlines, places, engine)
+    metering = Metering(shared.key_limits, pages.registry)
+    metering.update(server)
+    common = (runtime, server, limiter, budget, deadlines, places, metering, engine)
     responses = ResponsesEndpoint(RESPONSES, *common)
     endpoints: list[GenerationEndpoint] = [
         GenerationEndpoint(CHAT, *common),
@@ -140,7 +145,7 @@ def create_app(
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
     return GatewayMiddleware(
-        router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints, runtime, budget
+        router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints, runtime, budget, metering
     )
 
 

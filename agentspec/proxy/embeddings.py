@@ -16,7 +16,8 @@ from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import Body, Refused, Text, kind_of, must, short
 from agentspec.proxy.body.amounts import check_amounts, check_characters
-from agentspec.proxy.endpoint import Exchange, GenerationEndpoint, respond
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.streaming.sending import respond
 from agentspec.types import Delta, Usage
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
@@ -17,13 +16,12 @@ from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.backends.pool.attempts import Attempt, Attempts
 from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
 from agentspec.backends.pool.pool import Pool
-from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
+from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
 from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
-from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.requests import parse_chat, parse_completion
-from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
+from agentspec.protocol.responses import ResponseWriter
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.engine_places import EnginePlaces
@@ -35,16 +33,17 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
-from agentspec.proxy.errors import log_unexpected, outcome
 from agentspec.proxy.forwarding.auto_prediction import AutoPredictions, PredictedAnswer
 from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
 from agentspec.proxy.forwarding.predicted_chat import without_prediction
 from agentspec.proxy.forwarding.prediction_usage import PredictionUsage
+from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
+from agentspec.proxy.streaming.sending import send_json, send_sse
 from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
@@ -54,11 +53,6 @@ from agentspec.types import Delta, GenerateRequest
 T = TypeVar("T")
 
 MAX_MODEL_NAME = 256
-EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 @dataclass(slots=True)
@@ -113,6 +107,7 @@ class GenerationEndpoint:
     budget: BodyBudget
     deadlines: Deadlines
     places: EnginePlaces
+    metering: Metering
     engine: EngineLink | None = None
     _predictions: AutoPredictions | None = field(default=None, init=False)
 
@@ -135,9 +130,10 @@ class GenerationEndpoint:
         model = _chosen(runtime, model, headers)
         name = runtime.aliases.meant(model)
         if self.engine is not None and runtime.is_elsewhere(name):
-            del fields
             record.model = name
-            async with until_disconnect(receive) as client:
+            metered = self._within_limits(record, body, fields)
+            del fields
+            async with metered, until_disconnect(receive) as client:
                 await self.engine.relay(scope, send, body, deadline, self._follower())
             _note_disconnect(client, record)
             return
@@ -146,8 +142,9 @@ class GenerationEndpoint:
         caller = read_caller(headers, tenant, fields)
         record.labels = caller.labels
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
+        metered = self._within_limits(record, body, fields)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client, self._place(route, tenant, headers):
+        async with metered, until_disconnect(receive) as client, self._place(route, tenant, headers):
             if isinstance(route.backend, PoolBackend):
                 await self._try(exchange, route.backend.pool)
             else:
@@ -189,6 +186,12 @@ class GenerationEndpoint:
     def _program(self, headers: Headers) -> ProgramCall | None:
         """The program that a request belongs to, where it matters for its turn."""
         return program_call(headers) if self.settings.order == "workflow" else None
+
+    def _within_limits(
+        self, record: RequestRecord, body: bytes, fields: Mapping[str, Any]
+    ) -> AbstractAsyncContextManager[Any]:
+        """What counts the request for its key, and may refuse it."""
+        return self.metering.within_limits(record, self.path, body, fields) if self.generates else nullcontext()
 
     def _place(self, route: Route, tenant: str, headers: Headers) -> AbstractAsyncContextManager[Any]:
         if not self.generates:
@@ -330,70 +333,3 @@ def _chosen(runtime: Runtime, model: str, headers: Headers) -> str:
     except InvalidRequestError as error:
         param = STRATEGY_HEADER if error.param == "strategy" else error.param
         raise type(error)(error.message, param=param) from None
-
-
-async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
-    """Answer with one JSON object."""
-    answer = Accumulator()
-    async with aclosing(deltas):
-        async for delta in deltas:
-            note(record, delta)
-            answer.add(delta)
-    body = encode(writer.body(answer))
-    await respond(send, Response(body, media_type="application/json"))
-
-
-async def send_sse(
-    deltas: AsyncGenerator[Delta],
-    writer: ResponseWriter,
-    record: RequestRecord,
-    send: Send,
-    *,
-    obfuscate: bool = False,
-    framing: Framing = CHUNKS,
-) -> None:
-    """Answer with server-sent events, filled up to equal sizes if `obfuscate`.
-
-    An error before the first delta is raised and gets its own HTTP status.
-    """
-    async with aclosing(deltas):
-        first = await anext(deltas, Delta(finish_reason="stop"))
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        try:
-            await _send_chunks(first, writer, record, send, framing, obfuscate)
-            async for delta in deltas:
-                await _send_chunks(delta, writer, record, send, framing, obfuscate)
-        except Exception as error:
-            record_failure(record, error)
-            await _send(send, framing.error(error, record.request_id))
-        await _send(send, framing.end)
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _send_chunks(
-    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, framing: Framing, obfuscate: bool
-) -> None:
-    note(record, delta)
-    events = [framing.event(chunk, obfuscate=obfuscate) for chunk in writer.chunks(delta)]
-    for data in events or ([filler()] if obfuscate else []):
-        await _send(send, data)
-
-
-async def _send(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def respond(send: Send, response: Response) -> None:
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body})
-
-
-def note(record: RequestRecord, delta: Delta) -> None:
-    if delta.text or delta.token_ids or delta.extra:
-        record.token_arrived()
-    record.read(delta)
-
-
-def record_failure(record: RequestRecord, error: Exception) -> None:
-    record.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)
-    log_unexpected(error, record.request_id)

@@ -24,6 +24,7 @@ from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
+from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
@@ -51,6 +52,7 @@ class GatewayMiddleware:
     endpoints: Sequence[GenerationEndpoint]
     runtime: Runtime
     budget: BodyBudget
+    metering: Metering
     logs_requests: bool = True
 
     async def check(self, settings: ServerSettings) -> None:
@@ -64,6 +66,7 @@ class GatewayMiddleware:
         self.runtime.serve_tenants(settings.tenant_names)
         self.runtime.limit_upstreams(settings.max_output_tokens)
         self.budget.shared = bool(settings.api_keys)
+        self.metering.update(settings)
         for endpoint in self.endpoints:
             endpoint.settings = settings
             endpoint.places.update(settings)

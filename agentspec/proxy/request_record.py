@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _KEY = "agentspec.request_record"
 _MESSAGES = "/v1/messages/"
+_LIMITS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
 
 @dataclass(slots=True)
@@ -27,7 +28,8 @@ class RequestRecord:
     `identity` is whose key the request has, None before the check. `has_gateway_key` tells that the Authorization
     header is meant for this gateway. `response_headers` are the headers that the backend adds to the response.
     `attempt` is the server of a pool that answers or failed last, whose name operators are told.
-    `labels` are those of the request. `anthropic`: the route is of Anthropic's API, and so are its errors.
+    `labels` are those of the request. `limit_headers` tell where its key stands. `anthropic`: the route is of
+    Anthropic's API, and so are its errors.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class RequestRecord:
     body_begun: bool = False
     body_ended: bool = False
     anthropic: bool = False
+    limit_headers: tuple[tuple[bytes, bytes], ...] = ()
     labels: Labels = field(default_factory=Labels)
     attempt: Attempt | None = None  # at one of several servers
     prediction_refused: bool = False  # by the upstream, which then got the request without it
@@ -67,6 +70,16 @@ class RequestRecord:
     def tenant(self) -> str:
         """Whose request it is; empty before the check of its key."""
         return self.identity.tenant if self.identity else ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request had no answer, or a broken one; not if its client left."""
+        return self.outcome not in ("ok", "cancelled")
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of prompt and answer as far as they are known."""
+        return 0 if self.usage is None else self.usage.prompt_tokens + self.usage.completion_tokens
 
     @property
     def seconds(self) -> float:
@@ -96,11 +109,17 @@ class RequestRecord:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.status, self.body_begun = message["status"], True
-                message["headers"] = [*message.get("headers", ()), *self._headers()]
+                message["headers"] = [*self._without_limits(message.get("headers", ())), *self._headers()]
             await send(message)
             self.body_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         return watched
+
+    def _without_limits(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
+        """An upstream's headers, without those on its limits where the key has limits here."""
+        if not self.limit_headers:
+            return headers
+        return (pair for pair in headers if not pair[0].startswith(_LIMITS))
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()
@@ -110,6 +129,7 @@ class RequestRecord:
             self.status >= 400 or self.method != "POST"
         ):  # the server would go on to read it, however long it is
             yield b"connection", b"close"
+        yield from self.limit_headers
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()
         if self.attempt is not None and self.attempt.fallback is not None:

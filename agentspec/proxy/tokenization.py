@@ -22,9 +22,10 @@ from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import Body, Text, TokenIds
 from agentspec.proxy.body.amounts import check_amounts, check_characters
 from agentspec.proxy.body.head import check_head
-from agentspec.proxy.endpoint import Exchange, GenerationEndpoint, respond
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.inspection import StreamInspector
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
+from agentspec.proxy.streaming.sending import respond
 
 # Fields of a chat that shape its prompt.
 _OF_CHAT = (

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_va
 
 from agentspec.errors import ConfigurationError
 from agentspec.settings.api_keys import ApiKey, read_secret
+from agentspec.settings.rate_limits import RateLimits
 from agentspec.types import DEFAULT_TENANT
 
 MIN_SECRET = 32
@@ -39,6 +40,10 @@ class ServerSettings(BaseModel):
     host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
     port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     api_keys: tuple[ApiKey, ...] = Field(default=(), description="Keys clients must send; none leaves the door open")
+    key_limits: RateLimits = Field(
+        default_factory=RateLimits,
+        description="Table [server.key_limits]: limits of each key that sets none of its own",
+    )
     max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
     max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
     max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; further ones wait")
@@ -159,10 +164,30 @@ class ServerSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _limits_fit_keys(self) -> Self:
+        if not self.key_limits.unlimited and not self.api_keys:
+            raise ValueError("server.key_limits limits API keys, and there are none: add [[server.api_keys]]")
+        known: dict[tuple[str, str], ApiKey] = {}
+        for key in (one for one in self.api_keys if one.role == "tenant"):
+            if (other := known.setdefault((key.tenant, key.label), key)).own_limits != key.own_limits:
+                raise ValueError(
+                    f"keys of tenant {key.tenant!r} named {key.label!r} count as one and have different limits:"
+                    f" set the same, or another name ({_differing(other, key)})"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _key_has_certificate(self) -> Self:
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise ValueError("tls_key_file needs tls_cert_file beside it")
         return self
+
+    @property
+    def limits_of_keys(self) -> dict[tuple[str, str], RateLimits]:
+        """The limits of each tenant's keys, by tenant and label; keys without limits are not in it."""
+        tenants = (key for key in self.api_keys if key.role == "tenant")
+        limits = {(key.tenant, key.label): key.own_limits.over(self.key_limits) for key in tenants}
+        return {owner: one for owner, one in limits.items() if not one.unlimited}
 
     @property
     def tenant_names(self) -> frozenset[str]:
@@ -177,3 +202,7 @@ class ServerSettings(BaseModel):
         if len(given) < MIN_SECRET:
             raise ConfigurationError(f"server.secret must have {MIN_SECRET} characters or more: openssl rand -hex 32")
         return given.encode()
+
+
+def _differing(one: RateLimits, other: RateLimits) -> str:
+    return ", ".join(name for name in RateLimits.model_fields if getattr(one, name) != getattr(other, name))

@@ -80,6 +80,12 @@ class Metrics:
             model,
             registry=registry,
         )
+        self._limited = Counter(
+            "agentspec_rate_limited",
+            "Requests that a limit of their key refused (429)",
+            ("tenant", "limit"),
+            registry=registry,
+        )
         self.in_flight = Gauge("agentspec_requests_in_flight", "Requests being answered", registry=registry)
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
@@ -121,6 +127,10 @@ class Metrics:
 
     def prediction_refused(self, model: str | None) -> None:
         self._unpredicted.labels(self._label(model)).inc()
+
+    def limited(self, tenant: str, limit: str) -> None:
+        """Count a request that a limit of its key refused; both labels are of the configuration."""
+        self._limited.labels(tenant, limit).inc()
 
     def _child(self, metric: T, *labels: str) -> T:
         """The sample of these labels, remembered: looking it up by `labels` costs several times as much."""

@@ -52,12 +52,18 @@ class Caller:
 class Identity:
     """Whose key a request has. An operator reads the metrics and uses no models; a tenant the reverse.
 
-    Without configured keys everybody is the default tenant and operator in one.
+    Without configured keys everybody is the default tenant and operator in one. `owner` are the tenant and what the key
+    is called among that tenant's.
     """
 
     tenant: str
     uses_models: bool = True
     reads_metrics: bool = False
+    key: str = ""
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        return self.tenant, self.key
 
 
 EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
@@ -123,7 +129,7 @@ def request_id(headers: Headers) -> str:
 
 def _identity(key: ApiKey) -> Identity:
     operator = key.role == "operator"
-    return Identity(key.tenant, uses_models=not operator, reads_metrics=operator)
+    return Identity(key.tenant, uses_models=not operator, reads_metrics=operator, key=key.label)
 
 
 def _given_key(headers: Headers) -> str:

@@ -17,9 +17,9 @@ _TOKENS = (
     " num_predict".split()
 )
 _ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
-_CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
+CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
 _LISTS = ("stop", "stop_sequences", "stop_token_ids", "bad_words", "stop_regex")
-COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *_CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
+COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
 
 TOKENIZED_CHARACTERS = 1_000_000
 CHARACTERS_PER_TOKEN = 16  # no text of a language has so many
@@ -41,7 +41,7 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
 
     Servers accept "9" and 9.0 as numbers and read negative ones as "all", so that only plain counts can be bounded.
     """
-    choices = max(_count(fields, name, 1, limits.max_choices, "server.max_choices") for name in _CHOICES)
+    choices = max(_count(fields, name, 1, limits.max_choices, "server.max_choices") for name in CHOICES)
     for name in _TOKENS:
         _count(fields, name, 0, limits.max_output_tokens, "server.max_output_tokens")
     for name in _ALTERNATIVES:

@@ -15,8 +15,9 @@ from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
 from agentspec.proxy.body.amounts import check_characters
-from agentspec.proxy.endpoint import Exchange, respond
+from agentspec.proxy.endpoint import Exchange
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
+from agentspec.proxy.streaming.sending import respond
 from agentspec.types import GenerateRequest
 
 

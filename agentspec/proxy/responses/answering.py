@@ -16,9 +16,9 @@ from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import named_event
 from agentspec.protocol.upstream_errors import without_account
-from agentspec.proxy.endpoint import EVENT_STREAM, note, record_failure, respond
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.streaming.sending import EVENT_STREAM, note, record_failure, respond
 from agentspec.types import Delta
 
 Keep = Callable[[EventWriter], Awaitable[None]]

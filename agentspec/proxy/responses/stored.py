@@ -20,12 +20,12 @@ from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import shown_name
 from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.head import check_head
-from agentspec.proxy.endpoint import respond
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
 from agentspec.proxy.responses.keeping import ResponseNotFoundError, not_found
 from agentspec.proxy.responses.upstreams import ResponsesInspector
+from agentspec.proxy.streaming.sending import respond
 
 MAX_PAGE = 100
 PAGE = 20

@@ -21,7 +21,7 @@ from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 
 RELOADABLE = frozenset(
-    "api_keys allowed_hosts max_body_bytes max_messages max_concurrent request_timeout drain_timeout"
+    "api_keys key_limits allowed_hosts max_body_bytes max_messages max_concurrent request_timeout drain_timeout"
     " speculation_object tls_cert_file tls_key_file max_connections_per_address max_header_bytes header_timeout"
     " min_body_rate body_rate_window keep_alive_timeout write_timeout max_choices max_output_tokens max_logprobs"
     " max_prompts max_embedding_inputs max_tools queue_timeout max_queued stream_pacing stream_pacing_characters"

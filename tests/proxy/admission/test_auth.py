@@ -17,7 +17,9 @@ from agentspec.types import GenerateRequest, Labels
 def authenticator(tmp_path: Path) -> Authenticator:
     for tenant in ("a", "b"):
         (tmp_path / tenant).write_text(f"key-of-{tenant}\n")
-    return Authenticator([ApiKey(tenant=tenant, key_file=tmp_path / tenant) for tenant in ("a", "b")])
+    return Authenticator(
+        [ApiKey(tenant=tenant, name=f"{tenant}'s", key_file=tmp_path / tenant) for tenant in ("a", "b")]
+    )
 
 
 def sent(*values: str) -> Headers:
@@ -25,8 +27,8 @@ def sent(*values: str) -> Headers:
 
 
 def test_the_tenant_comes_from_the_key(authenticator: Authenticator) -> None:
-    assert authenticator.identify(sent("Bearer key-of-a")) == Identity("a")
-    assert authenticator.identify(sent("bearer key-of-b ")) == Identity("b")
+    assert authenticator.identify(sent("Bearer key-of-a")) == Identity("a", key="a's")
+    assert authenticator.identify(sent("bearer key-of-b ")) == Identity("b", key="b's")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Limits on what each API key asks for, and the count of what it used."""

@@ -1,0 +1,89 @@
+"""What stands around every request for a model: the limits of its key, and the count of what it used."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+
+from agentspec.errors import RateLimitError
+from agentspec.proxy.metering.demand import Demand, demand_of
+from agentspec.proxy.metering.headers import anthropic_headers, openai_headers
+from agentspec.proxy.metering.key_limits import KeyLimits, LimitsKeys, Settle
+from agentspec.proxy.metering.limiter import Standing
+from agentspec.proxy.request_record import RequestRecord
+from agentspec.settings.server import ServerSettings
+from agentspec.telemetry.metrics import Metrics
+
+_FREE = nullcontext()
+
+
+@dataclass(slots=True)
+class Metering:
+    """Limits and counts the requests of all keys; without keys it does nothing."""
+
+    limits: LimitsKeys = field(default_factory=KeyLimits)
+    metrics: Metrics | None = None
+    has_keys: bool = False
+
+    def update(self, settings: ServerSettings) -> None:
+        """Use other keys and limits for the requests to come."""
+        self.has_keys = bool(settings.api_keys)
+        self.limits.update(settings)
+
+    def within_limits(
+        self, record: RequestRecord, path: str, body: bytes, fields: Mapping[str, Any]
+    ) -> AbstractAsyncContextManager[Any]:
+        """Run a request for a model as an asynchronous context. Raises `RateLimitError` if it has to come later, and
+        `OverRateLimitError` if it asks for more tokens than there will ever be.
+        """
+        if not self.has_keys or record.identity is None:
+            return _FREE
+        return MeteredCall(self, record, demand_of(path, body, fields))
+
+
+class MeteredCall:
+    """One request as an asynchronous context. A class of its own, since it is entered by every request."""
+
+    __slots__ = ("_demand", "_metering", "_record", "_settle")
+
+    def __init__(self, metering: Metering, record: RequestRecord, demand: Demand) -> None:
+        self._metering = metering
+        self._record = record
+        self._demand = demand
+        self._settle: Settle | None = None
+
+    async def __aenter__(self) -> None:
+        limits, record = self._metering.limits, self._record
+        assert record.identity is not None
+        if not limits.has(record.identity.owner):
+            return
+        verdict, self._settle = await limits.admit(record.identity.owner, self._demand)
+        record.limit_headers = _headers(record, verdict.standing)
+        if verdict.refusal is not None:
+            if self._metering.metrics is not None and isinstance(verdict.refusal, RateLimitError):
+                self._metering.metrics.limited(record.tenant, verdict.refusal.limit)
+            raise verdict.refusal
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = self._record.failed or (error is not None and not _is_cancelled(error))
+        unknown = 0 if failed or self._record.usage is not None else self._demand.within(None)
+        if self._settle is not None:
+            self._settle(unknown + self._record.tokens)
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether the client has gone: what was computed for it is not given back."""
+    return isinstance(error, (asyncio.CancelledError, ClientDisconnect))
+
+
+def _headers(record: RequestRecord, standing: Standing) -> tuple[tuple[bytes, bytes], ...]:
+    return anthropic_headers(standing, time.time()) if record.anthropic else openai_headers(standing)

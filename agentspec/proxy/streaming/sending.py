@@ -1,0 +1,90 @@
+"""Sends answers: as one JSON object, or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Send
+
+from agentspec.errors import AgentSpecError
+from agentspec.protocol.obfuscation import filler
+from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
+from agentspec.proxy.errors import log_unexpected, outcome
+from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.streaming.framing import CHUNKS, Framing
+from agentspec.types import Delta
+
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
+    """Answer with one JSON object."""
+    answer = Accumulator()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            note(record, delta)
+            answer.add(delta)
+    body = encode(writer.body(answer))
+    await respond(send, Response(body, media_type="application/json"))
+
+
+async def send_sse(
+    deltas: AsyncGenerator[Delta],
+    writer: ResponseWriter,
+    record: RequestRecord,
+    send: Send,
+    *,
+    obfuscate: bool = False,
+    framing: Framing = CHUNKS,
+) -> None:
+    """Answer with server-sent events, filled up to equal sizes if `obfuscate`.
+
+    An error before the first delta is raised and gets its own HTTP status.
+    """
+    async with aclosing(deltas):
+        first = await anext(deltas, Delta(finish_reason="stop"))
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        try:
+            await _send_chunks(first, writer, record, send, framing, obfuscate)
+            async for delta in deltas:
+                await _send_chunks(delta, writer, record, send, framing, obfuscate)
+        except Exception as error:
+            record_failure(record, error)
+            await _send(send, framing.error(error, record.request_id))
+        await _send(send, framing.end)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_chunks(
+    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, framing: Framing, obfuscate: bool
+) -> None:
+    note(record, delta)
+    events = [framing.event(chunk, obfuscate=obfuscate) for chunk in writer.chunks(delta)]
+    for data in events or ([filler()] if obfuscate else []):
+        await _send(send, data)
+
+
+async def _send(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def respond(send: Send, response: Response) -> None:
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
+
+
+def note(record: RequestRecord, delta: Delta) -> None:
+    if delta.text or delta.token_ids or delta.extra:
+        record.token_arrived()
+    record.read(delta)
+
+
+def record_failure(record: RequestRecord, error: Exception) -> None:
+    record.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)
+    log_unexpected(error, record.request_id)

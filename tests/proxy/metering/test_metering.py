@@ -1,0 +1,198 @@
+"""Limits of keys as clients of the three APIs meet them, and what a call gives back."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.errors import EngineError
+from agentspec.proxy.admission.auth import Authenticator
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import Settings
+from agentspec.settings.rate_limits import RateLimits
+from agentspec.settings.server import ServerSettings
+from agentspec.testing import Answer, FakeBackend
+
+CHAT, MESSAGES, RESPONSES, EMBEDDINGS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI, "max_tokens": 8},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 8},
+    MESSAGES: {"messages": HI, "max_tokens": 8},
+    RESPONSES: {"input": "hi", "max_output_tokens": 8},
+}
+MINUTE = re.compile(r"(\d|[1-5]\d)s|1m0s")
+
+
+@pytest.fixture
+def keyed(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Start a gateway with the key `canary-a` of tenant a and `canary-b` of b, which has no limits."""
+    monkeypatch.setenv("KEY_A", "canary-a")
+    monkeypatch.setenv("KEY_B", "canary-b")
+
+    def start(backend: Any, **limits: Any) -> Any:
+        return gateway({"fake": backend}, api_keys=keys(**limits))
+
+    return start
+
+
+def keys(**limits: Any) -> tuple[ApiKey, ...]:
+    return ApiKey(tenant="a", key_env="KEY_A", **limits), ApiKey(tenant="b", key_env="KEY_B")
+
+
+def post(running: Any, path: str, key: str = "a", **fields: Any) -> httpx.Response:
+    body = {"model": "fake", **BODIES.get(path, {}), **fields}
+    return httpx.post(running.url + path, json=body, headers={"authorization": f"Bearer canary-{key}"}, timeout=60)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_headers_tell_where_the_key_stands_and_the_next_request_is_refused(keyed: Any, path: str, stream: bool) -> None:
+    running = keyed(FakeBackend(Answer(text="one two")), requests_per_minute=2, tokens_per_minute=1000)
+    names = ("requests", "tokens")
+    for left in (1, 0):
+        answer = post(running, path, stream=stream)
+        assert answer.status_code == 200, answer.text
+        found = answer.headers
+        if path == MESSAGES:
+            assert found["anthropic-ratelimit-requests-limit"] == "2"
+            assert found["anthropic-ratelimit-requests-remaining"] == str(left)
+            assert all(
+                re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found[f"anthropic-ratelimit-{one}-reset"])
+                for one in names
+            )
+            assert not any(name.startswith("x-ratelimit") for name in found)
+        else:
+            assert (found["x-ratelimit-limit-requests"], found["x-ratelimit-limit-tokens"]) == ("2", "1000")
+            assert found["x-ratelimit-remaining-requests"] == str(left)
+            assert 0 < int(found["x-ratelimit-remaining-tokens"]) < 1000
+            assert all(MINUTE.fullmatch(found[f"x-ratelimit-reset-{one}"]) for one in names)
+    refused = post(running, path, stream=stream)
+    assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+    error = refused.json()["error"]
+    assert error["type"] == "rate_limit_error" and "requests_per_minute = 2" in error["message"]
+    if path == MESSAGES:
+        assert refused.json()["type"] == "error" and refused.headers["anthropic-ratelimit-requests-remaining"] == "0"
+    else:
+        assert error["code"] == "rate_limit_exceeded" and refused.headers["x-ratelimit-remaining-requests"] == "0"
+    other = post(running, path, "b", stream=stream)
+    assert other.status_code == 200 and not any("ratelimit" in name for name in other.headers)
+    assert running.metric("agentspec_rate_limited_total", tenant="a", limit="requests_per_minute") == 1
+
+
+def test_what_is_no_work_of_a_model_is_not_limited(keyed: Any) -> None:
+    running = keyed(FakeBackend("hi"), requests_per_minute=1)
+    assert post(running, CHAT, model="unknown").status_code == 404
+    assert post(running, CHAT).status_code == 200
+    assert post(running, CHAT).status_code == 429
+    keyed_a = {"authorization": "Bearer canary-a"}
+    assert httpx.get(f"{running.url}/v1/models", headers=keyed_a).status_code == 200
+    assert post(running, "/v1/messages/count_tokens", messages=HI).status_code != 429
+
+
+def test_a_request_that_never_fits_is_told_so(keyed: Any) -> None:
+    running = keyed(FakeBackend("hi"), tokens_per_minute=100)
+    for path in (CHAT, RESPONSES):
+        name = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        answer = post(running, path, **{name: 500})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "request_over_rate_limit"
+        assert "tokens_per_minute = 100" in answer.json()["error"]["message"]
+        assert "retry-after" not in answer.headers
+    assert post(running, MESSAGES, max_tokens=500).json()["error"]["type"] == "invalid_request_error"
+    unbounded = {name: value for name, value in BODIES[CHAT].items() if name != "max_tokens"}
+    headers = {"authorization": "Bearer canary-a"}
+    asked = httpx.post(running.url + CHAT, json={"model": "fake", **unbounded}, headers=headers)
+    assert asked.status_code == 200 and asked.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def left(running: Any) -> int:
+    """The tokens that the key has left, once every request is over."""
+    running.metric("agentspec_requests_in_flight")
+    answer = post(running, CHAT, max_tokens=0)
+    return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+def test_a_failed_call_gives_its_tokens_back(keyed: Any) -> None:
+    fake = FakeBackend(Answer(text="one two", error=EngineError("broken"), error_after=0))
+    running = keyed(fake, tokens_per_minute=2000)
+    before = left(running)
+    assert post(running, CHAT, max_tokens=1500).status_code == 500
+    assert before - left(running) < 100
+    assert post(running, CHAT, max_tokens=1500, stop=5).status_code == 400
+    assert before - left(running) < 200
+
+
+def test_what_an_answer_took_replaces_the_estimate(keyed: Any) -> None:
+    running = keyed(FakeBackend(Answer(text="one two")), tokens_per_minute=2000)
+    answer = post(running, CHAT, max_tokens=1500)
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 500
+    used = answer.json()["usage"]["total_tokens"]
+    running.metric("agentspec_requests_in_flight")
+    found = int(post(running, CHAT, max_tokens=1500).headers["x-ratelimit-remaining-tokens"])
+    assert found == int(answer.headers["x-ratelimit-remaining-tokens"]) - used
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_upstream_that_tells_no_usage_is_charged_the_estimate(keyed: Any, upstream: Any, told: bool) -> None:
+    content: dict[str, Any] = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
+    if told:
+        content["usage"] = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+    def script(request: Any) -> None:
+        request.answer(json.dumps(content).encode(), x_ratelimit_remaining_tokens="77")
+
+    running = keyed(upstream(script).backend(shared_upstream=True), tokens_per_minute=2000)
+    first = int(post(running, CHAT, max_tokens=900).headers["x-ratelimit-remaining-tokens"])
+    assert 1050 < first < 1100, "the upstream's own limits are none of this key's"
+    running.metric("agentspec_requests_in_flight")
+    second = post(running, CHAT, max_tokens=900)
+    assert int(second.headers["x-ratelimit-remaining-tokens"]) == (first - 5 if told else 2 * first - 2000)
+    assert post(running, CHAT, "b").headers["x-ratelimit-remaining-tokens"] == "77"
+
+
+def test_requests_at_once(keyed: Any, until: Any) -> None:
+    fake = FakeBackend(Answer(text="one two three four", latency=0.2))
+    running = keyed(fake, concurrent_requests=1)
+    answers: list[httpx.Response] = []
+    first = threading.Thread(target=lambda: answers.append(post(running, CHAT)))
+    first.start()
+    until(lambda: fake.requests)
+    second = post(running, CHAT)
+    assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+    first.join()
+    running.metric("agentspec_requests_in_flight")
+    assert answers[0].status_code == post(running, CHAT).status_code == 200
+
+
+def test_a_client_that_leaves_pays_what_it_asked_for_and_frees_its_place(
+    keyed: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeBackend(Answer(text="one two three four " * 50, latency=0.05))
+    running = keyed(fake, concurrent_requests=1, tokens_per_minute=2000)
+    headers = {"authorization": "Bearer canary-a"}
+    body = {"model": "fake", "messages": HI, "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", running.url + CHAT, json=body, headers=headers) as answer:
+        next(answer.iter_lines())
+    running.metric("agentspec_requests_in_flight")
+    assert left(running) < 1000
+
+
+def test_a_reload_changes_limits_and_keeps_what_was_used(keyed: Any) -> None:
+    running = keyed(FakeBackend("hi"), requests_per_minute=1)
+    assert [post(running, CHAT).status_code for _ in range(2)] == [200, 429]
+    limited = {"api_keys": keys(), "key_limits": RateLimits(requests_per_minute=3)}
+    for change, expected in ((limited, [200, 200, 429]), ({"api_keys": keys()}, [200, 200, 200])):
+        settings = ServerSettings.model_validate({**dict(Settings().server), **change})
+        running.app.apply(settings, Authenticator(settings.api_keys))
+        assert [post(running, CHAT).status_code for _ in range(3)] == expected
+
+
+def test_embeddings_count_their_texts(keyed: Any) -> None:
+    running = keyed(FakeBackend("hi"), tokens_per_minute=100)
+    assert post(running, EMBEDDINGS, input=["a"] * 400).json()["error"]["code"] == "request_over_rate_limit"

@@ -1,0 +1,74 @@
+"""Limits of keys in the configuration: whose they are, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentspec.errors import ConfigurationError
+from agentspec.settings.api_keys import ApiKey, read_keys
+from agentspec.settings.load import load_settings
+from agentspec.settings.rate_limits import RateLimits
+
+KEYS = """
+[[server.api_keys]]
+tenant = "a"
+key_env = "A"
+requests_per_minute = 5
+tokens_per_day = 0
+[[server.api_keys]]
+tenant = "b"
+name = "ci"
+key_env = "B"
+[[server.api_keys]]
+role = "operator"
+key_env = "METRICS"
+"""
+
+
+def settings(folder: Path, text: str) -> dict[tuple[str, str], RateLimits]:
+    file = folder / "agentspec.toml"
+    file.write_text(text)
+    return load_settings(file).server.limits_of_keys
+
+
+def test_a_key_has_its_own_limits_and_else_the_default_ones(tmp_path: Path) -> None:
+    defaults = "[server.key_limits]\nrequests_per_minute = 9\ntokens_per_day = 1000\n"
+    found = settings(tmp_path, defaults + KEYS)
+    assert found == {
+        ("a", "A"): RateLimits(requests_per_minute=5),
+        ("b", "ci"): RateLimits(requests_per_minute=9, tokens_per_day=1000),
+    }
+    assert list(settings(tmp_path, KEYS)) == [("a", "A")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[server.key_limits]\nrequests_per_minute = 9\n", r"add \[\[server.api_keys\]\]"),
+        ("[server.key_limits]\nrequests_per_minute = -1\n" + KEYS, "server.key_limits.requests_per_minute.*-1"),
+        ("[server.key_limits]\nrequest_per_minute = 1\n" + KEYS, "did you mean 'requests_per_minute'"),
+        (KEYS + "tokens_per_day = 5\n", "an operator's key uses no models"),
+        (
+            KEYS + '[[server.api_keys]]\ntenant = "b"\nname = "ci"\nkey_env = "C"\nconcurrent_requests = 2\n',
+            r"named 'ci' count as one and have different limits.*\(concurrent_requests\)",
+        ),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        settings(tmp_path, text)
+
+
+def test_a_key_may_be_replaced_by_one_of_the_same_name(tmp_path: Path) -> None:
+    again = '[[server.api_keys]]\ntenant = "b"\nname = "ci"\nkey_env = "C"\n'
+    assert set(settings(tmp_path, KEYS + again)) == {("a", "A")}
+
+
+def test_entries_with_the_same_key_and_other_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "canary")
+    monkeypatch.setenv("B", "canary")
+    with pytest.raises(ConfigurationError, match="leave one of them out") as caught:
+        read_keys([ApiKey(key_env="A", tokens_per_day=5), ApiKey(key_env="B")])
+    assert "canary" not in str(caught.value)
