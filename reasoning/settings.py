@@ -74,7 +74,7 @@ class DelegationSettings(StrategySettings):
         default=None,
         ge=1,
         description="Tokens of thinking generated, dropped ones too, after which the base model thinks on alone;"
-        " unset: eight times budget_tokens",
+        " unset: eight times budget_tokens, and for lookahead 3 depth + 2 times where that is more",
     )
     temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
     top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
@@ -83,8 +83,18 @@ class DelegationSettings(StrategySettings):
 
     @property
     def most_spent(self) -> int:
-        """`spend_tokens`, or its default: more than a run spends whose drafts are sometimes accepted."""
-        return 8 * self.budget_tokens if self.spend_tokens is None else self.spend_tokens
+        """`spend_tokens`, or its default: more than a run spends whose drafts are about as long as what is kept."""
+        return self.spend_factor * self.budget_tokens if self.spend_tokens is None else self.spend_tokens
+
+    @property
+    def spend_factor(self) -> int:
+        """The default of `spend_tokens` in `budget_tokens`.
+
+        For each step that is kept at most two drafts, a score and a step of the base model are generated, or
+        (Speculative Thinking) a look, the same words once more, and two takeovers. Twice as much leaves room for
+        longer drafts.
+        """
+        return 8
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:
@@ -246,6 +256,13 @@ class LookaheadSettings(DelegationSettings):
         if self.compare != "embedding" and self.similarity != type(self).model_fields["similarity"].default:
             raise ValueError('similarity concerns compare = "embedding": leave it out, or set compare')
         return self
+
+    @property
+    def spend_factor(self) -> int:
+        """With every draft refused, each step that is kept takes `depth` drafts, `depth + 1` steps of the base model
+        and a verdict. Half as much again leaves room for drafts that are longer than what is kept.
+        """
+        return max(super().spend_factor, 3 * self.depth + 2)
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:

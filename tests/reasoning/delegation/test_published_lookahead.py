@@ -56,6 +56,12 @@ def ahead(depth: int, steps: int = 7) -> Case:
     return Case(chain("d", steps), chain("o", steps), kept, [True] * steps, settings={"depth": depth})
 
 
+def refused(digit: str, **settings: Any) -> Case:
+    """A draft that is cut behind `digit` gives way to the base model's step 1."""
+    small, base = {START: f"a b c {digit} rest\n\n", "1": "d2\n\n"}, chain("o", 2)
+    return Case(small, base, ["b o1\n\n", "s d2\n\n"], [False, True], settings=settings)
+
+
 CASES = {
     # The window moves on while drafts are accepted.
     **{f"all accepted, depth {depth}": ahead(depth) for depth in (1, 2, 3, 4, 8)},
@@ -136,19 +142,8 @@ CASES = {
         ["s a b c 1", "b  2\n\n", "s d3\n\n"],
         [True, True],
     ),
-    "a cut draft that differs": Case(
-        {START: "a b c 9 rest\n\n", "1": "d2\n\n"},
-        {START: "o1\n\n", "1": "o2\n\n"},
-        ["b o1\n\n", "s d2\n\n"],
-        [False, True],
-    ),
-    "a cut draft, strictly": Case(
-        {START: "a b c 1 rest\n\n", "1": "d2\n\n"},
-        {START: "o1\n\n", "1": "o2\n\n"},
-        ["b o1\n\n", "s d2\n\n"],
-        [False, True],
-        settings={"rule": "strict"},
-    ),
+    "a cut draft that differs": refused("9"),
+    "a cut draft, strictly": refused("1", rule="strict"),
     "behind the base model's cut step no draft is kept": Case(
         {START: "x9\n\n", "1": " 2\n\n", "2": "d3\n\n"},
         {START: "a b c 1 rest\n\n", "1": " 2\n\n", "2": "o3\n\n"},

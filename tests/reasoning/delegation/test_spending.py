@@ -1,0 +1,115 @@
+"""`spend_tokens` by default ends no delegation early, however long a run is, and ends one that runs away."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import Ended, Event
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.settings import (
+    DelegationSettings,
+    LookaheadSettings,
+    SpecReasonSettings,
+    SpeculativeThinkingSettings,
+)
+from agentspec.testing import Answer, Script, ThinkingModel
+from agentspec.types import GenerateRequest, SamplingParams
+
+NAMED: dict[str, Any] = {"base": "base", "small": "small", "end_on_repeat": False, "answer_marks": ()}
+LONG = [250, pytest.param(1500, marks=pytest.mark.slow)]
+
+
+def lookahead(depth: int, **given: Any) -> LookaheadSettings:
+    return LookaheadSettings(**NAMED, depth=depth, **given)
+
+
+def steps(name: str, most: int = 12, words: int = 1) -> Callable[[str], str]:
+    """Paragraphs of one to `most` words, at least `words` in sum, which follow from the thinking so far."""
+
+    def step(thinking: str) -> str:
+        drawn = random.Random(zlib.crc32(f"{name} {thinking}".encode()))
+        written: list[str] = []
+        while sum(len(paragraph.split()) for paragraph in written) < words:
+            written.append(" ".join(f"{name}{drawn.randrange(1000)}" for _ in range(drawn.randint(1, most))) + "\n\n")
+        return "".join(written)
+
+    return step
+
+
+def drawn(share: float) -> Callable[[str], bool]:
+    """The verdict about a step, which follows from its words: `share` of them are accepted."""
+    return lambda step: zlib.crc32(step.encode()) % 1000 < 1000 * share
+
+
+class SlowJudge(ThinkingModel):
+    """While it thinks about one draft, all others of the window are written, and the base model's steps behind them."""
+
+    def _respond(self, request: GenerateRequest) -> Script:
+        answer = super()._respond(request)
+        return Answer(answer, first_latency=0.03) if answer == "unaligned" else answer
+
+
+def think(settings: DelegationSettings, small: ThinkingModel, base: ThinkingModel) -> tuple[Thinking, Event]:
+    backend = DelegationBackend.of(settings, base=base, small=small)
+    request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
+    thinking = Thinking(request, settings, backend.roles)
+
+    async def run() -> list[Event]:
+        return [event async for event in backend.think(thinking)]
+
+    return thinking, anyio.run(run)[-1]
+
+
+@pytest.mark.parametrize("budget", LONG)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(lookahead(depth), id=f"lookahead {depth}") for depth in (1, 4, 16)),
+        pytest.param(SpecReasonSettings(**NAMED), id="specreason"),
+        pytest.param(SpecReasonSettings(**NAMED, pipelined=False), id="specreason, plain"),
+        pytest.param(SpeculativeThinkingSettings(**NAMED), id="speculative thinking"),
+        pytest.param(SpeculativeThinkingSettings(**NAMED, small_reasons=False), id="led by the base model"),
+    ],
+)
+def test_no_run_ends_delegation_early(settings: DelegationSettings, share: float, budget: int) -> None:
+    """Whatever share of drafts is accepted, drafts as long as the base model's steps never use the default up."""
+    accepted = drawn(share)
+    across = isinstance(settings, SpeculativeThinkingSettings)  # words are looked at across blank lines
+    base = SlowJudge(
+        steps("base", words=200 if across else 1),
+        same=lambda draft, own: accepted(draft),
+        score=lambda step: "9" if accepted(step) else "0",
+    )
+    small = ThinkingModel(steps("wait" if across and share < 1 else "small", words=200 if across else 1))
+    settings = settings.model_copy(update={"budget_tokens": budget})
+    thinking, ended = think(settings, small, base)
+    assert ended == Ended("budget") and budget - 200 <= thinking.counts.all_kept <= budget
+    assert thinking.counts.spent["small"] > 0 and thinking.counts.all_spent < settings.most_spent
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [lookahead(4), pytest.param(lookahead(16), marks=pytest.mark.slow), SpecReasonSettings(**NAMED)],
+    ids=["lookahead 4", "lookahead 16", "specreason"],
+)
+def test_drafts_that_run_away_are_ended(settings: DelegationSettings) -> None:
+    """The base model's steps have two tokens, and each costs drafts that are as long as a step may be."""
+    settings = settings.model_copy(update={"budget_tokens": 150, "step_tokens": 100})
+    small = ThinkingModel(lambda thinking: "on and " * 200)
+    base = SlowJudge(steps("base", 1), same=lambda draft, own: False, score=lambda step: "0")
+    thinking, ended = think(settings, small, base)
+    assert ended == Ended("budget") and thinking.counts.all_kept == 150
+    assert thinking.counts.spent["small"] <= settings.most_spent
+    assert {step.author for step in thinking.steps[-20:]} == {"base"} and thinking.room("small") == 0
+
+
+def test_what_is_set_is_what_counts() -> None:
+    assert lookahead(16, spend_tokens=500).most_spent == 500
