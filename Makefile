@@ -74,13 +74,17 @@ check-long: CHOICE = -m long
 check-long: WORKERS = 0
 check-long: export AGENTSPEC_VLLM_ENV = $(CURDIR)/.ci/vllm
 check-long: export AGENTSPEC_CLIENTS_ENV = $(CURDIR)/.ci/clients
-check-long: .ci/vllm/bin/vllm .ci/clients/.complete test
+check-long: export AGENTSPEC_DEPLOY_ENV = $(CURDIR)/.ci/deploy
+check-long: .ci/vllm/bin/vllm .ci/clients/.complete .ci/deploy/.complete test
 
 .ci/vllm/bin/vllm:
 	-PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/vllm-env .ci/vllm
 
 .ci/clients/.complete: .ci/clients-env
 	-PYTHON=$(PYTHON) .ci/clients-env .ci/clients && touch $@
+
+.ci/deploy/.complete: .ci/deploy-env
+	-PYTHON=$(PYTHON) .ci/deploy-env .ci/deploy && touch $@
 
 mutants: CHOICE = -m mutants
 mutants: test
