@@ -131,7 +131,8 @@ class GenerateRequest:
     `thinking_budget` is the most tokens of thoughts; only local models can keep to it.
     `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
     target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. `acceptance` makes the
-    answers of a local model lossy; only the operator's settings set it.
+    answers of a local model lossy; only the operator's settings set it. With `prefill_next` off nothing is read ahead
+    after the answer.
     """
 
     model: str
@@ -160,6 +161,7 @@ class GenerateRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
     acceptance: LossyAcceptance | None = None
+    prefill_next: bool = True
 
     def __post_init__(self) -> None:
         given = [name for name in ("messages", "text", "token_ids") if getattr(self, name) is not None]

@@ -57,6 +57,9 @@ class TorchSettings(BaseModel):
         ge=0,
         description="Most key/value memory kept between a session's calls; unset takes what running requests leave",
     )
+    prefill_next_turn: bool = Field(
+        default=True, description="While a caller's tools run, read what is known of its next prompt in idle time"
+    )
 
     @model_validator(mode="after")
     def _draft_model_is_used(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.base import NONE, Capabilities, Floats
+from agentspec.backends.base import Capabilities, Floats
 from agentspec.backends.local_abilities import AnswerReader
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.tenant_threads import TenantThreads
@@ -24,6 +24,7 @@ from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.delivery import Inbox
 from agentspec.backends.torch.engine.engine import Engine
+from agentspec.backends.torch.engine.prefill.next_turn import NextTurns
 from agentspec.backends.torch.engine.request import EngineRequest, prompt_length
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
@@ -36,6 +37,7 @@ from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
+from agentspec.backends.torch.text.model_tokens import ModelTokens
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -47,7 +49,7 @@ from agentspec.errors import (
     OverloadedError,
 )
 from agentspec.telemetry.samples import EngineSample
-from agentspec.types import Delta, GenerateRequest, LossyAcceptance, Message
+from agentspec.types import Delta, GenerateRequest, LossyAcceptance
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -59,7 +61,7 @@ ENDING_TOKENS = 64  # of a prompt, in which a template may open the thinking
 PLACE_SECONDS = 0.05  # between two attempts to queue the next choice while no choice of the request runs
 
 
-class TorchBackend:
+class TorchBackend(ModelTokens):
     """Generates with a Hugging Face model in this process and drafts from the token cache `cache`.
 
     The caller owns the cache: `aclose` does not close it. Without a cache, drafts come from an n-gram index of each
@@ -92,6 +94,13 @@ class TorchBackend:
         self._engine = Engine(context, settings, self._open_session)
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
         self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
+        self._next_turns = NextTurns(
+            self._tokenizer,
+            self._engine.prefill,
+            lambda: self._engine.scheduler.idle,
+            self._off_the_loop,
+            enabled=settings.prefill_next_turn,
+        )
 
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
@@ -131,11 +140,12 @@ class TorchBackend:
         `ShuttingDownError` when the engine is closed.
         """
         self._engine.require_running()
+        watched = self._next_turns.watch(request)
         choices, parser_spec = await self._prepared(request)
         async with aclosing(self._answers(choices)) as deltas:
             parsers = [parser_spec.parser() for _ in choices]
             async for delta in deltas:
-                yield parsers[delta.index].parse(delta)
+                yield watched(parsers[delta.index].parse(delta))
 
     async def continue_answer(
         self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
@@ -247,6 +257,7 @@ class TorchBackend:
         return await computed(self._tasks, lambda: VectorScan(rows, self.target.device))
 
     async def aclose(self) -> None:
+        await self._next_turns.aclose()
         self._tasks.close()
         self._long_prompts.close()
         await asyncio.to_thread(self._engine.close)
@@ -317,38 +328,10 @@ class TorchBackend:
         """The text at the end of a prompt, by which thinking is expected or not, and the whole prompt."""
         return self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True), list(prompt)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as a completion prompt."""
-        return self._tokenizer.encode(text, special=True)
-
-    def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
-        """Token ids of `messages` through the chat template, ready for the assistant's answer."""
-        return self._tokenizer.encode_chat(messages, continue_final=continue_final)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` without special tokens."""
-        return self._tokenizer.decode(token_ids)
-
-    async def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_arguments: Mapping[str, Any] = NONE,
-    ) -> str:
-        """The prompt text that the chat template makes of `messages`, ready for the assistant's answer."""
-        shown = partial(self._tokenizer.render, messages, tools=tools, template_arguments=template_arguments)
-        return await asyncio.to_thread(shown)
-
-    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
-        """Token ids of `text` as the continuation of a prompt or, with `begins`, as its beginning."""
-        return await asyncio.to_thread(self._tokenizer.encode, text, special=begins)
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await asyncio.to_thread(self._tokenizer.decode, token_ids)
-
-    async def spell(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` with special tokens by their names."""
-        return await asyncio.to_thread(self._tokenizer.decode, token_ids, special=True)
+    async def prefill(self, request: GenerateRequest, *, unfinished: bool = False) -> bool:
+        """Read what is known of the next prompt behind the messages of `request`, as `Prefills.prefill` says."""
+        self._engine.require_running()
+        return await self._next_turns.prefill(request, unfinished=unfinished)
 
     async def metrics(self, name: str) -> EngineSample:
         """The part of `stats` that the gateway's metrics show."""

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from agentspec.backends.torch.model.device import is_device_error
 from agentspec.errors import AgentSpecError, EngineStoppedError, ShuttingDownError
 
 T = TypeVar("T")
+
+QUIET_SECONDS = 0.02  # without work before idle workers get a turn: between two forwards of one answer is less
 
 
 def on_own_thread(function: Callable[[], T]) -> T:
@@ -55,12 +58,16 @@ class Worker(Protocol):
 class ComputeThread:
     """One thread that gives its workers a turn each, and ends once it has no workers.
 
-    Engines with a thread each would slow each other down (see `on_own_thread`).
+    Engines with a thread each would slow each other down (see `on_own_thread`). An idle worker gets one turn at a time,
+    and only while no other worker has been ready for `QUIET_SECONDS`.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._workers: list[Worker] = []
+        self._idle: list[Worker] = []
+        self._busy = False  # whether a worker had the last turn
+        self._worked = 0.0  # when the last of these turns ended, by `perf_counter`
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -72,10 +79,16 @@ class ComputeThread:
                 self._thread.start()
             self._changed.notify()
 
-    def remove(self, worker: Worker) -> None:
-        """Give `worker` no more turns. The thread ends when the last worker is removed."""
+    def add_idle(self, worker: Worker) -> None:
+        """Let `worker` compute while all others rest. It does not keep the thread running."""
         with self._changed:
-            self._workers.remove(worker)
+            self._idle.append(worker)
+            self._changed.notify()
+
+    def remove(self, worker: Worker) -> None:
+        """Give `worker` no more turns. The thread ends when the last worker is removed that is not an idle one."""
+        with self._changed:
+            (self._idle if worker in self._idle else self._workers).remove(worker)
             self._changed.notify()
 
     def wake(self) -> None:
@@ -106,8 +119,15 @@ class ComputeThread:
         with self._changed:
             while self._workers:
                 if ready := [worker for worker in self._workers if worker.ready]:
+                    self._busy = True
                     return ready
-                self._changed.wait()
+                if self._busy:
+                    self._busy, self._worked = False, perf_counter()
+                idle = next((worker for worker in self._idle if worker.ready), None)
+                left = self._worked + QUIET_SECONDS - perf_counter()
+                if idle is not None and left <= 0:
+                    return [idle]
+                self._changed.wait(None if idle is None else left)
             self._thread = None
             return []
 

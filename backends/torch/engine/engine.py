@@ -9,6 +9,7 @@ from collections.abc import Callable
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.compute_thread import compute_thread, stopped_by
+from agentspec.backends.torch.engine.prefill.reader import PrefillReader
 from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
@@ -36,16 +37,29 @@ class Engine:
         self.scheduler = Scheduler(context, settings)
         context.free_memory = self.scheduler.prefix_cache.clear
         self._open_session = open_session
+        self._prefills_next = settings.prefill_next_turn
         self.failure: EngineStoppedError | None = None
         self._ended = threading.Event()
+        self.prefills = PrefillReader(context, self.scheduler, self.device_failed)
         self._thread = compute_thread(context.target.device)
         self._thread.add(self)
+        self._thread.add_idle(self.prefills)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises the errors of `Scheduler.add`, and `EngineStoppedError` once the device failed."""
         self.require_running()
         self.scheduler.add(request)
+        self.prefills.queue.arrived(request.tenant, request.prompt)
         self._thread.wake()
+
+    def prefill(self, tenant: str, tokens: list[int]) -> bool:
+        """Read `tokens`, which begin a prompt that is expected, into slots that its request will find, while there is
+        nothing else to do on the device. False if such slots are not kept. Any thread may call this.
+        """
+        if self.failure is not None or not self.prefills.add(tenant, tokens):
+            return False
+        self._thread.wake()
+        return True
 
     def cancel(self, request: EngineRequest) -> None:
         """Free the request's place now and stop its work before the next step. Does nothing if it has finished."""
@@ -54,6 +68,7 @@ class Engine:
 
     def lend(self, slots: int) -> Callable[[], None]:
         """Set KV slots aside as `Scheduler.lend` does, and let what waits for them go on when they are given back."""
+        self.prefills.pause()
         give_back = self.scheduler.lend(slots)
 
         def end() -> None:
@@ -110,6 +125,7 @@ class Engine:
             self._end(self.failure)
 
     def _step(self) -> None:
+        self.prefills.pause()
         self.scheduler.remove_cancelled()
         schedule = self.scheduler.schedule(self._open)
         for sequence, outcome in run_step(schedule, self.context):
@@ -155,6 +171,8 @@ class Engine:
             self.scheduler.share_prompt(sequence)
         if sequence.finish is not None:
             self.scheduler.remove(sequence, clean=True)
+            if self._prefills_next and sequence.request.original.prefill_next:
+                self.prefills.answered(sequence.request)
         if outcome is not None:
             sequence.request.deliver(outcome)
 
@@ -173,7 +191,9 @@ class Engine:
 
     def _end(self, error: AgentSpecError) -> None:
         try:
+            self.prefills.close()
             unfinished = self.scheduler.clear()
+            self._thread.remove(self.prefills)
             self._thread.remove(self)
             for request in unfinished:
                 request.deliver(error)

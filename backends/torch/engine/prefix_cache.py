@@ -47,6 +47,16 @@ class PrefixCache:
         """The number of texts of which none is the beginning of another."""
         return sum(1 for _ in self._ends())
 
+    def takes(self, nbytes: int) -> bool:
+        """Whether so many bytes are within the limit."""
+        return self._limit is None or nbytes <= self._limit
+
+    def known(self, tenant: str, tokens: Tokens) -> int:
+        """How many leading `tokens` have slots. They count as used now."""
+        path = self._match(tenant, tokens)
+        self._touch(node for node, _ in path)
+        return sum(length for _, length in path)
+
     def find(
         self, tenant: str, tokens: Sequence[int], capacity: int, left_bytes: int | None = None
     ) -> SequenceCache | None:

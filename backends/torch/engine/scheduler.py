@@ -137,6 +137,11 @@ class Scheduler:
         return False
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits, not even for slots that are lent."""
+        return not (self.active or self._preempted or len(self._waiting))
+
+    @property
     def kv_slots(self) -> int:
         """KV slots reserved by the active sequences, and lent for other work."""
         return self.kv_budget.used(list(self.active))
@@ -226,16 +231,19 @@ class Scheduler:
         the last token, which must be computed because its logits are needed.
         """
         capacity = self.kv_budget.initial(request, len(tokens))
-        found = self._reusable(request, tokens[:-1], capacity)
+        found = self.reusable(request.tenant, tokens[:-1], capacity, reserved_slots=capacity)
         if found is not None:
             self._context.counters.reused_tokens += found.length
         return found or self._context.target.new_cache(capacity)
 
-    def _reusable(self, request: EngineRequest, tokens: list[int], capacity: int) -> KVCache | None:
-        """The slots of the longest cached prefix; None if there are none, or no memory for a copy of them."""
-        left = max(0, self.kv_budget.idle_bytes(self.active) - capacity * self.kv_budget.slot_bytes)
+    def reusable(self, tenant: str, tokens: list[int], capacity: int, reserved_slots: int = 0) -> SequenceCache | None:
+        """The slots of the longest cached prefix; None if there are none, or no memory for a copy of them.
+
+        Idle slots leave room for `reserved_slots` that the budget does not know of yet.
+        """
+        left = max(0, self.kv_budget.idle_bytes(self.active) - reserved_slots * self.kv_budget.slot_bytes)
         try:
-            return self.prefix_cache.find(request.tenant, tokens, capacity, left)
+            return self.prefix_cache.find(tenant, tokens, capacity, left)
         except Exception as error:
             if is_device_error(error):
                 raise
@@ -320,17 +328,23 @@ class Scheduler:
         first tokens.
         """
         cache, request = sequence.kv_cache, sequence.request
-        if not (request.original.store and isinstance(cache, SequenceCache)):
-            return
-        tokens = sequence.tokens[: cache.length if length is None else length]
+        if request.original.store and isinstance(cache, SequenceCache):
+            tokens = sequence.tokens[: cache.length if length is None else length]
+            self.keep(request.tenant, tokens, cache, copy=length is not None)
+
+    def keep(self, tenant: str, tokens: list[int], cache: SequenceCache, *, copy: bool = False) -> None:
+        """Move the slots of `tokens` from `cache` into the prefix cache, or copy them."""
         try:
-            left = self.kv_budget.idle_bytes(self.active)
-            self.prefix_cache.keep(request.tenant, tokens, cache, left, copy=length is not None)
+            self.prefix_cache.keep(tenant, tokens, cache, self.kv_budget.idle_bytes(self.active), copy=copy)
         except Exception as error:  # no memory for the copy: the answer itself is not affected
             if is_device_error(error):
                 raise
             logger.warning("the rows of an answer are not kept for the next call: %s", error_location(error))
             self.prefix_cache.clear()
+
+    def keeps(self, tokens: int) -> bool:
+        """Whether the slots of so many tokens could be kept if no others were."""
+        return self.prefix_cache.takes(tokens * self.kv_budget.slot_bytes) and self.kv_budget.fits(tokens, [])
 
     def lend(self, slots: int) -> Callable[[], None]:
         """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from agentspec.types import Source
@@ -22,6 +22,7 @@ class EngineStats:
     `draft_sizes` counts answers' steps, and `step_drafts` whole steps, by the number of draft tokens verified.
     `graph_sizes` are the numbers of tokens recorded as CUDA graphs; `graph_replays` counts the forwards they served.
     `substituted` counts drafted tokens that a lossy rule accepted in place of the model's own.
+    `prefills` counts prompts read ahead that were launched, used and cancelled, and the tokens computed for them.
     """
 
     model: str
@@ -57,6 +58,7 @@ class EngineStats:
     cost_seconds: Mapping[int, float]
     draft_failures: int = 0
     substituted: int = 0
+    prefills: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -123,6 +125,7 @@ def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, s
         cost_seconds=engine.context.governor.cost.table(),
         draft_failures=counters.draft_failures,
         substituted=counters.substituted,
+        prefills=asdict(engine.prefills.queue.counts),
     )
 
 

@@ -52,6 +52,23 @@ class Counting:
         assert self.gone.wait(WAIT)
 
 
+def test_an_idle_worker_computes_while_no_other_is_ready_and_keeps_no_thread_alive() -> None:
+    home, log = ComputeThread("test-idle"), list[str]()
+    idle, worker = Counting(home, "idle", log, 3), Counting(home, "work", log, 0)
+    home.add_idle(idle)
+    worker.left = 2
+    home.add(worker)
+    deadline = time.monotonic() + WAIT
+    while len(log) < 5 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert log == ["work", "work", "idle", "idle", "idle"]
+    worker.leave()
+    wait_until_over("test-idle")
+    idle.left = 1
+    home.remove(idle)
+    assert not home._idle
+
+
 def wait_until_over(name: str) -> None:
     deadline = time.monotonic() + WAIT
     while any(thread.name == name for thread in threading.enumerate()):

@@ -1,0 +1,107 @@
+"""After an answer with tool calls: has what is known of the next prompt read while the caller's tools run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from agentspec.backends.torch.engine.prefill.known_prompt import after_calls, known_prompt
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.responses import Accumulator
+from agentspec.telemetry.safe_errors import safe_message
+from agentspec.types import Delta, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+WAITS = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)  # seconds between looks at an engine that is busy: then it helps nobody
+
+OffTheLoop = Callable[[GenerateRequest, Callable[[], list[int]]], Awaitable[list[int]]]
+
+
+@dataclass(slots=True)
+class AnswerWatch:
+    """Follows an answer to `request`, and tells `ended` of its last delta before the client sees it."""
+
+    request: GenerateRequest
+    ended: Callable[[GenerateRequest, Accumulator], None]
+    answer: Accumulator = field(default_factory=Accumulator)
+
+    def add(self, delta: Delta) -> Delta:
+        self.answer.add(delta)
+        if delta.finish_reason == "tool_calls":
+            self.ended(self.request, self.answer)
+        return delta
+
+
+class NextTurns:
+    """The next turns of one backend's callers. `queue` takes a tenant's tokens as `Engine.prefill` does, `is_idle`
+    tells whether the engine rests, `off_the_loop` runs work on a request's prompt in a thread.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerAdapter,
+        queue: Callable[[str, list[int]], bool],
+        is_idle: Callable[[], bool],
+        off_the_loop: OffTheLoop,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        self._tokenizer, self._queue, self._is_idle, self._off_the_loop = tokenizer, queue, is_idle, off_the_loop
+        self._enabled = enabled
+        self._waiting: dict[str, asyncio.Task[None]] = {}  # by the id of the first call that has no result yet
+
+    def watch(self, request: GenerateRequest) -> Callable[[Delta], Delta]:
+        """What to pass the answer's deltas through."""
+        self._came(request)
+        wanted = self._enabled and request.prefill_next and request.store and request.messages is not None
+        return AnswerWatch(request, self._ended).add if wanted and request.sampling.n == 1 else lambda delta: delta
+
+    async def prefill(self, request: GenerateRequest, *, unfinished: bool = False) -> bool:
+        """As `Prefills.prefill`. Raises `InvalidRequestError` for messages that the template refuses."""
+        if not request.store or request.messages is None:
+            return False
+        known = partial(known_prompt, self._tokenizer, request, unfinished=unfinished)
+        return self._queue(request.tenant, await self._off_the_loop(request, known))
+
+    async def aclose(self) -> None:
+        waiting, self._waiting = list(self._waiting.values()), {}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _came(self, request: GenerateRequest) -> None:
+        """The next turn has come before its prompt was read: it is expected no more."""
+        for message in reversed(request.messages or ()):
+            if message.get("role") != "tool":
+                return
+            if task := self._waiting.pop(str(message.get("tool_call_id")), None):
+                task.cancel()
+
+    def _ended(self, request: GenerateRequest, answer: Accumulator) -> None:
+        following = after_calls(request, answer)
+        if following is None or following.messages is None:
+            return
+        first = str(following.messages[-1]["tool_calls"][0].get("id"))
+        task = asyncio.create_task(self._launch(following))
+        self._waiting[first] = task
+        task.add_done_callback(lambda _: self._waiting.pop(first, None))
+
+    async def _launch(self, request: GenerateRequest) -> None:
+        """Queue the next turn once the engine rests: a prompt is not even tokenized for an engine that is busy."""
+        for seconds in WAITS:
+            await asyncio.sleep(seconds)
+            if self._is_idle():
+                break
+        else:
+            return
+        try:
+            await self.prefill(request)
+        except InvalidRequestError:  # a template without tools' results: the caller will send something else
+            pass
+        except Exception as error:
+            logger.warning("the next turn is not read ahead: %s", safe_message(error))

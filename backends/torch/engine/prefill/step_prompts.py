@@ -1,0 +1,73 @@
+"""Learns by labels which step of a workflow follows which, and with what tokens the prompts of each step begin."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from agentspec.backends.torch.engine.prefix_cache import Tokens, common_prefix
+from agentspec.backends.torch.engine.request import EngineRequest
+
+MOST_STEPS = 1024  # steps, and sessions, that are remembered
+LONGEST = 4096  # tokens of a prompt that are remembered
+LEAST_SHARE = 0.3  # of a step's successors, from which one is expected
+
+Key = tuple[str, str | None, str]  # tenant, workflow, and a step or a session
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The last prompt of a step with its session, what prompts of two sessions had in common, and the next steps."""
+
+    session: str | None = None
+    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
+    shared: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
+    followers: Counter[Key] = field(default_factory=Counter)
+
+    def saw(self, session: str | None, prompt: list[int]) -> None:
+        tokens = np.asarray(prompt[:LONGEST], dtype=np.int64)
+        if session != self.session and len(self.tokens):
+            self.shared = tokens[: common_prefix(self.tokens, tokens)]
+        self.session, self.tokens = session, tokens
+
+
+class StepPrompts:
+    """What was learned of the requests with a session and a step among their labels. Only one thread may use it."""
+
+    def __init__(self) -> None:
+        self._steps: OrderedDict[Key, StepRecord] = OrderedDict()
+        self._places: OrderedDict[Key, Key] = OrderedDict()
+
+    def ended(self, request: EngineRequest) -> list[int]:
+        """Learn from a request that has been answered. Returns the tokens with which the prompt of the step that is
+        likely to be next begins; empty if none is known.
+        """
+        labels = request.original.labels
+        if labels.session is None or labels.step is None or not request.original.store:
+            return []
+        place, step = (request.tenant, labels.workflow, labels.session), (request.tenant, labels.workflow, labels.step)
+        before = self._places.get(place)
+        if before not in (None, step) and before in self._steps:  # a step that follows itself finds its own slots
+            self._steps[before].followers[step] += 1
+        _put(self._places, place, step)
+        record = self._steps.get(step) or StepRecord()
+        _put(self._steps, step, record)
+        record.saw(labels.session, request.prompt)
+        return self._next(record)
+
+    def _next(self, record: StepRecord) -> list[int]:
+        for follower, count in record.followers.most_common(1):
+            if count >= LEAST_SHARE * record.followers.total() and follower in self._steps:
+                return [int(token) for token in self._steps[follower].shared]
+        return []
+
+
+def _put(kept: OrderedDict[Key, V], key: Key, value: V) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > MOST_STEPS:
+        kept.popitem(last=False)

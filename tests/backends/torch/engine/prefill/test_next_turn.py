@@ -1,0 +1,146 @@
+"""After an answer with tool calls the backend reads the next prompt, unless it comes before that, or was not wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentspec.backends.local_abilities import Prefills
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.engine.prefill import next_turn
+from agentspec.types import Delta, GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}</tool_call>{% endfor %};"
+    "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+MESSAGES = ({"role": "system", "content": "Be kind to all of them. " * 4}, {"role": "user", "content": "hello"})
+SHORT = SamplingParams(temperature=0, max_tokens=12)
+CALLING = GenerateRequest(
+    "tiny",
+    messages=MESSAGES,
+    tools=(TOOL,),
+    tool_choice="required",
+    parallel_tool_calls=False,
+    sampling=SamplingParams(temperature=0, max_tokens=100),
+)
+
+
+@pytest.fixture
+async def backend_of(lab_class: Any, tiny_model: Any, tokenizer_of: Any) -> AsyncIterator[Any]:
+    lab = lab_class(tiny_model("llama"), tokenizer_of(TEMPLATE))
+    async with AsyncExitStack() as stack:
+
+        def make(**settings: Any) -> TorchBackend:
+            backend = TorchBackend(lab.loaded, TorchSettings(**settings))
+            stack.push_async_callback(backend.aclose)
+            return backend
+
+        yield make
+
+
+async def turn(backend: TorchBackend, request: GenerateRequest) -> tuple[dict[str, Any], Any]:
+    """The assistant's message, and the last delta."""
+    deltas = [delta async for delta in backend.generate(request)]
+    calls = [call for delta in deltas for call in delta.extra.get("tool_calls", ())]
+    arguments = "".join(call["function"].get("arguments") or "" for call in calls)
+    call = {"id": calls[0]["id"], "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert json.loads(arguments) == {"a": "b"} and deltas[-1].finish_reason == "tool_calls"
+    return {"role": "assistant", "content": "", "tool_calls": [call]}, deltas[-1]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def following(message: dict[str, Any]) -> GenerateRequest:
+    id = message["tool_calls"][0]["id"]
+    result = {"role": "tool", "tool_call_id": id, "content": "42"}
+    return replace(CALLING, messages=(*MESSAGES, message, result), tool_choice="none", sampling=SHORT)
+
+
+async def settled(backend: TorchBackend) -> None:
+    """Wait until nothing is left to read."""
+    while backend._next_turns._waiting or backend._engine.prefills.ready:
+        await asyncio.sleep(0.01)
+
+
+async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> None:
+    backend = backend_of()
+    message, _ = await turn(backend, CALLING)
+    await settled(backend)
+    assert backend.stats().prefills["launched"] == 1
+    with_slots = [delta async for delta in backend.generate(following(message))]
+    prompt = backend._tokenizer.prompt(following(message))
+    assert len(prompt) - with_slots[-1].usage.cached_tokens == len("42;>")
+    assert backend.stats().prefills["used"] == 1
+    plain = backend_of(prefill_next_turn=False)
+    await turn(plain, CALLING)
+    without = [delta async for delta in plain.generate(following(message))]
+    assert without[-1].usage.cached_tokens < with_slots[-1].usage.cached_tokens
+    assert tokens_of(without) == tokens_of(with_slots)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [({"prefill_next_turn": False}, {}), ({}, {"prefill_next": False}), ({}, {"store": False})],
+    ids=["setting", "request", "store"],
+)
+async def test_nothing_is_read_where_it_is_not_wanted(backend_of: Any, settings: Any, fields: Any) -> None:
+    backend = backend_of(**settings)
+    await turn(backend, replace(CALLING, **fields))
+    assert not backend._next_turns._waiting
+    await settled(backend)
+    assert backend.stats().prefills["launched"] == 0
+
+
+async def test_a_tool_that_is_faster_leaves_nothing_to_read(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_turn, "WAITS", (60.0,))
+    backend = backend_of()
+    message, _ = await turn(backend, CALLING)
+    assert backend._next_turns._waiting
+    async for _ in backend.generate(following(message)):
+        pass
+    await settled(backend)
+    assert backend.stats().prefills["launched"] == 0
+
+
+async def test_an_engine_that_is_always_busy_is_left_alone(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of()
+    backend._next_turns._is_idle = lambda: False
+    monkeypatch.setattr(next_turn, "WAITS", (0.001, 0.001))
+    await turn(backend, CALLING)
+    await settled(backend)
+    assert backend.stats().prefills["launched"] == 0
+
+
+async def test_a_prompt_can_be_read_ahead_by_whoever_knows_it(backend_of: Any) -> None:
+    backend = backend_of()
+    assert isinstance(backend, Prefills)
+    start = GenerateRequest("tiny", messages=MESSAGES[:1])
+    assert await backend.prefill(start)
+    assert not await backend.prefill(replace(start, store=False))
+    assert not await backend.prefill(GenerateRequest("tiny", text="hello"))
+    await settled(backend)
+    request = GenerateRequest("tiny", messages=MESSAGES, sampling=SamplingParams(max_tokens=1))
+    last = [delta async for delta in backend.generate(request)][-1]
+    assert last.usage.cached_tokens == backend.stats().prefills["tokens"] > 90
+
+
+async def test_what_waits_ends_with_the_backend(backend_of: Any) -> None:
+    backend = backend_of()
+    await turn(backend, CALLING)
+    await backend.aclose()
+    assert not backend._next_turns._waiting

@@ -1,0 +1,212 @@
+"""Reading ahead: answers stay what they are, slots stay within the budget, and nobody waits for more than a chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.engine.prefill import job as job_module
+from agentspec.backends.torch.engine.prefill import reader as reader_module
+from agentspec.backends.torch.engine.prefill.reader import PrefillReader
+from agentspec.errors import OverloadedError
+from agentspec.speculation.governor import CHUNKS
+from agentspec.types import Labels, SamplingParams
+
+ROW_BYTES = 256
+GREEDY = SamplingParams(temperature=0)
+TEXTS = [[n * k % 200 for n in range(1, length)] for k, length in ((3, 40), (7, 90), (7, 60), (11, 150))]
+
+ask = st.tuples(st.just("ask"), st.sampled_from(TEXTS), st.sampled_from([0, 9]), st.sampled_from(["a", "b"]))
+read = st.tuples(st.just("read"), st.sampled_from(TEXTS), st.sampled_from([1, 12]), st.sampled_from(["a", "b"]))
+turns = st.tuples(st.just("turns"), st.integers(1, 5), st.just(0), st.just(""))
+cancel = st.tuples(st.just("cancel"), st.integers(0, 3), st.just(0), st.just(""))
+interleavings = st.lists(st.one_of(ask, read, turns, cancel), max_size=14)
+
+
+budgets, chunks = st.sampled_from([170, 330, 900]), st.sampled_from([8, 24])
+
+
+@given(interleavings, budgets, chunks)
+@settings(max_examples=7)
+def test_any_interleaving_leaves_answers_and_the_budget_as_they_are(
+    lab: Any, stepped: Any, steps: Any, slots: int, chunk: int
+) -> None:
+    interleave(lab, stepped, steps, slots, chunk)
+
+
+@pytest.mark.slow
+@given(interleavings, budgets, chunks)
+@settings(max_examples=150)
+def test_any_of_many_interleavings(lab: Any, stepped: Any, steps: Any, slots: int, chunk: int) -> None:
+    interleave(lab, stepped, steps, slots, chunk)
+
+
+def interleave(lab: Any, stepped: Any, steps: Any, slots: int, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module, "CHUNKS", (chunk,))
+        one = stepped(kv_bytes=ROW_BYTES * slots, max_active=2)
+        answers = []
+        for kind, what, more, tenant in steps:
+            if kind == "ask" and len(what) + more + 4 + 64 <= slots:
+                try:
+                    answers.append(one.ask([*what, *range(more)], 4, tenant=tenant))
+                except OverloadedError:
+                    continue
+            elif kind == "read":
+                one.engine.prefill(tenant, [*what, *range(more)])
+            elif kind == "turns":
+                for _ in range(what):
+                    one.turn()
+            elif kind == "cancel" and what < len(answers):
+                one.engine.cancel(answers[what].request)
+        one.run()
+        for answer in answers:
+            if not answer.request.cancelled:
+                assert answer.error is None
+                assert answer.tokens == lab.oracle(answer.request.prompt, GREEDY, max_tokens=4, stop_ids=())
+        assert one.scheduler.kv_budget.lent == 0 and one.scheduler.idle
+        one.end()
+
+
+def long_prompt(seed: int = 3, length: int = 300) -> list[int]:
+    return [n * seed % 200 for n in range(1, length)]
+
+
+def test_what_was_read_is_found_by_its_request(stepped: Any) -> None:
+    one, known = stepped(kv_bytes=ROW_BYTES * 1000), long_prompt()
+    assert one.engine.prefill("default", known)
+    one.run()
+    answer = one.ask([*known, 5, 6, 7])
+    one.run()
+    assert answer.last.usage.cached_tokens == len(known)
+    counts = one.reader.queue.counts
+    assert (counts.launched, counts.used, counts.cancelled, counts.tokens) == (1, 1, 0, len(known))
+
+
+def test_another_tenant_finds_nothing_of_it(stepped: Any) -> None:
+    one, known = stepped(kv_bytes=ROW_BYTES * 1000), long_prompt()
+    one.engine.prefill("a", known)
+    one.run()
+    answer = one.ask([*known, 5], tenant="b")
+    one.run()
+    assert answer.last.usage.cached_tokens == 0 and one.reader.queue.counts.used == 0
+
+
+def test_work_waits_for_the_chunk_that_is_read_and_no_more(stepped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "CHUNKS", (32,))
+    one, known = stepped(kv_bytes=ROW_BYTES * 1000), long_prompt()
+    one.engine.prefill("default", known)
+    one.turn()
+    one.turn()
+    assert one.reader.queue.counts.tokens == 64
+    answer = one.ask([1, 2, 3])
+    while answer.last is None:
+        assert one.engine.ready and not one.reader.ready  # all turns are the request's
+        one.turn()
+    assert one.reader.queue.counts.tokens == 64
+    one.run()  # what was read is not read again
+    assert one.reader.queue.counts.tokens == len(known)
+
+
+def test_the_expected_request_takes_what_was_read_of_it_so_far(stepped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "CHUNKS", (32,))
+    one, known = stepped(kv_bytes=ROW_BYTES * 1000), long_prompt()
+    one.engine.prefill("default", known)
+    one.turn()
+    answer = one.ask([*known, 9])
+    one.run()
+    assert answer.last.usage.cached_tokens == 32 and not one.reader.queue
+    assert one.reader.queue.counts.tokens == 32
+
+
+def test_slots_that_other_work_dropped_are_read_again_but_not_forever(stepped: Any) -> None:
+    one, known = stepped(kv_bytes=ROW_BYTES * 420), long_prompt()
+    one.engine.prefill("default", known)
+    for n in range(4):
+        one.run()
+        assert one.scheduler.prefix_cache.nbytes >= min(1, 2 - n) * ROW_BYTES * len(known)
+        one.ask([n, *range(100, 330)])  # needs all slots but a hundred
+    one.run()
+    counts = one.reader.queue.counts
+    assert len(known) < counts.tokens <= job_module.READINGS * len(known)
+    assert not one.reader.queue and counts.cancelled == 1
+
+
+def test_what_could_not_be_kept_is_not_read(stepped: Any) -> None:
+    known = long_prompt()
+    for settings_ in ({"kv_bytes": ROW_BYTES * 200}, {"kv_bytes": ROW_BYTES * 900, "prefix_bytes": 0}):
+        one = stepped(**settings_)
+        assert not one.engine.prefill("default", known) and not one.turn()
+    assert not one.engine.prefill("default", known[:7])
+
+
+def test_a_model_without_slots_that_can_be_kept_reads_nothing_ahead(stepped: Any, monkeypatch: Any) -> None:
+    one = stepped()
+    one.scheduler.kv_budget.limit = None
+    one.scheduler.prefix_cache._limit = 0  # as for a model whose slots cannot be counted
+    assert not one.engine.prefill("default", long_prompt())
+
+
+def test_a_forward_that_fails_costs_the_job_alone(stepped: Any, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stepped(kv_bytes=ROW_BYTES * 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefillReader, "_read_chunk", lambda *_: 1 / 0)
+        one.engine.prefill("default", long_prompt())
+        one.run()
+    assert not one.reader.queue and one.scheduler.kv_budget.lent == 0 and one.engine.failure is None
+    answer = one.ask([1, 2, 3])
+    one.run()
+    assert answer.tokens == lab.oracle([1, 2, 3], GREEDY, max_tokens=6, stop_ids=())
+
+
+def test_loans_for_other_work_come_first(stepped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "CHUNKS", (32,))
+    one = stepped(kv_bytes=ROW_BYTES * 420)
+    one.engine.prefill("default", long_prompt())
+    one.turn()
+    give_back = one.engine.lend(400)
+    assert one.scheduler.kv_budget.lent == 400
+    one.reader.turn()  # no room for the rest
+    give_back()
+    assert one.scheduler.kv_budget.lent == 0
+
+
+def test_a_chunk_takes_no_longer_than_it_may(stepped: Any) -> None:
+    one = stepped()
+    cost = one.engine.context.governor.cost
+    cost.calibrate([(1, 0, 0.001), (64, 0, 0.04), (256, 0, 0.16)])
+    assert 48 <= one.reader._chunk(0) <= 96
+    cost.calibrate([(1, 0, 1.0), (256, 0, 9.0)])
+    assert one.reader._chunk(0) == CHUNKS[-1]
+
+
+def visit(one: Any, session: str, step: str, prompt: list[int]) -> Any:
+    answer = one.ask(prompt, 2, labels=Labels(session, "flow", step))
+    one.run()
+    return answer
+
+
+def test_the_beginning_of_the_next_steps_prompts_is_learned_and_read(stepped: Any) -> None:
+    one, plan, act = stepped(kv_bytes=ROW_BYTES * 2000), long_prompt(3, 80), long_prompt(7, 120)
+    for n, session in enumerate(("one", "two")):
+        visit(one, session, "plan", [*plan, 201 + n, *range(n, 20)])
+        visit(one, session, "act", [*act, 201 + n, *range(n, 30)])
+    one.scheduler.prefix_cache.clear()
+    visit(one, "three", "plan", [*plan, 210, 1, 2])
+    assert one.reader.queue.counts.tokens == len(act)
+    answer = visit(one, "three", "act", [*act, 210, 3])
+    assert answer.last.usage.cached_tokens == len(act) and one.reader.queue.counts.used == 1
+
+
+def test_without_the_setting_or_with_store_off_no_step_is_expected(stepped: Any) -> None:
+    for fields, options in (({}, {"prefill_next_turn": False}), ({"store": False}, {}), ({"prefill_next": False}, {})):
+        one = stepped(kv_bytes=ROW_BYTES * 2000, **options)
+        for session in ("one", "two", "three"):
+            one.scheduler.prefix_cache.clear()
+            for step, seed in (("plan", 3), ("act", 7)):
+                one.ask([*long_prompt(seed, 80), len(session)], 2, labels=Labels(session, "flow", step), **fields)
+                one.run()
+        assert one.reader.queue.counts.tokens == 0
