@@ -32,7 +32,7 @@ from agentspec.errors import (
     UpstreamTimeoutError,
 )
 from agentspec.langchain import structured_output
-from agentspec.langchain.labels import labels_of_call
+from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
 from agentspec.runtime import Runtime
 from agentspec.step.calls import observe
@@ -46,6 +46,7 @@ _OWN = (
     "speculation",
     "session",
     "store",
+    "prefill",
     "latency_target_ms_per_token",
 )  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
@@ -62,7 +63,8 @@ class ChatAgentSpec(BaseChatModel):
     Every sampling option may be set here or per call. Options that `SamplingParams` lacks go to the endpoint unchanged;
     the local engine refuses those that it does not support. The `model` of a surrounding step applies unless the call
     names one. Where neither this object nor the call sets `speculation` or `session`, the step's apply, and LangGraph's
-    `thread_id` as the last choice for the session. Raises `AgentSpecError`s.
+    `thread_id` as the last choice for the session. After an answer that calls tools the local engine reads what is
+    known of the next prompt, unless `prefill` is off or LangGraph runs a step again. Raises `AgentSpecError`s.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -98,6 +100,7 @@ class ChatAgentSpec(BaseChatModel):
     session: str | None = None
     latency_target_ms_per_token: float | None = Field(default=None, gt=0)
     store: bool = True
+    prefill: bool = True
     extra_body: dict[str, Any] = Field(default_factory=dict)
     streaming: bool = False  # LangChain's option: `invoke` reports tokens to callbacks as they arrive
     timeout: float | None = Field(default=None, gt=0)
@@ -268,6 +271,7 @@ class ChatAgentSpec(BaseChatModel):
             deadline_s=policy.deadline_s,
             strategy=policy.strategy,
             extra=extra,
+            prefill_next=chosen["prefill"] and not is_replayed(),
         )
 
     def _answer(self, call: GenerateRequest) -> Callable[[], AsyncGenerator[Delta]]:

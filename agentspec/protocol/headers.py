@@ -15,6 +15,7 @@ PREFIX = "x-agentspec-"
 MAX_LABEL = 256
 MAX_PRIORITY = 2**31 - 1
 STRATEGY_HEADER = f"{PREFIX}strategy"
+PREFILL_HEADER = f"{PREFIX}prefill"
 SESSION_PARENT, SESSION_FINAL = "x-dynamo-parent-session-id", "x-dynamo-session-final"
 """NVIDIA Dynamo's headers for the session that began this one, and for a session's last request."""
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
@@ -75,11 +76,13 @@ class StepPolicy:
 ANY = StepPolicy()
 
 
-def label_headers(labels: Labels, *, speculation: bool = True, store: bool = True, keep: str = "") -> dict[str, str]:
+def label_headers(
+    labels: Labels, *, speculation: bool = True, store: bool = True, prefill: bool = True, keep: str = ""
+) -> dict[str, str]:
     """Labels and switches as headers. Blanks, `%` and non-ASCII characters not in `keep` are percent-encoded."""
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
     headers = {f"{PREFIX}{name}": quote(value, safe=_PRINTABLE + keep) for name, value in named.items() if value}
-    switches = {"speculation": speculation, "store": store}
+    switches = {"speculation": speculation, "store": store, "prefill": prefill}
     return headers | {f"{PREFIX}{name}": "off" for name, on in switches.items() if not on}
 
 

@@ -195,7 +195,14 @@ def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:
     lossy = CounterMetricFamily(
         "agentspec_engine_lossy_tokens", "Tokens that a lossy rule accepted for the model's own", labels=("backend",)
     )
+    ahead = CounterMetricFamily(
+        "agentspec_engine_prefills", "Prompts read before they came, by outcome", labels=("backend", "outcome")
+    )
+    ahead_tokens = CounterMetricFamily("agentspec_engine_prefill_tokens", "Tokens read ahead", labels=("backend",))
     for engine in (sample for sample in samples if isinstance(sample, EngineSample)):
+        for outcome in ("launched", "used", "cancelled"):
+            ahead.add_metric([engine.backend, outcome], engine.prefills.get(outcome, 0))
+        ahead_tokens.add_metric([engine.backend], engine.prefills.get("tokens", 0))
         lossy.add_metric([engine.backend], engine.substituted)
         failures.add_metric([engine.backend], engine.draft_failures)
         queued.add_metric([engine.backend], engine.queued)
@@ -207,7 +214,20 @@ def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:
         for family, counts in ((drafted, engine.drafted), (accepted, engine.accepted)):
             for source, count in counts.items():
                 family.add_metric([engine.backend, source], count)
-    yield from (drafted, accepted, queued, active, rows, preempted, forwards, shares, failures, lossy)
+    yield from (
+        drafted,
+        accepted,
+        queued,
+        active,
+        rows,
+        preempted,
+        forwards,
+        shares,
+        failures,
+        lossy,
+        ahead,
+        ahead_tokens,
+    )
 
 
 def _upstreams(samples: Iterable[BackendSample]) -> Iterator[Metric]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,8 @@ class EngineSample:
 
     `forwards` maps a number of answers to the number of forwards that they shared; `rows` counts reserved KV slots,
     `draft_failures` the answers that went on without drafts because their drafter failed, `substituted` the tokens that
-    a lossy rule accepted in place of the model's own.
+    a lossy rule accepted in place of the model's own. `prefills` counts the prompts read ahead that were "launched",
+    "used" and "cancelled", and the "tokens" computed for them.
     """
 
     backend: str
@@ -25,6 +26,7 @@ class EngineSample:
     rows: int
     draft_failures: int = 0
     substituted: int = 0
+    prefills: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class OpenAIBackend:
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
-            **label_headers(labels, speculation=request.speculation, store=request.store),
+            **label_headers(labels, speculation=request.speculation, store=request.store, prefill=request.prefill_next),
             **policy_of(request).headers(),
         }
         told = self._session_headers(request.tenant, labels, {})

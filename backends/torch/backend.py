@@ -347,6 +347,7 @@ class TorchBackend(ModelTokens):
             rows=stats.kv_rows,
             draft_failures=stats.draft_failures,
             substituted=stats.substituted,
+            prefills=stats.prefills,
         )
 
     def stats(self) -> EngineStats:

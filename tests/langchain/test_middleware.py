@@ -295,6 +295,17 @@ def test_a_step_that_runs_again_is_known_as_such(inside: bool) -> None:
     assert watching.seen[4:] == [("model", True)]
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_next_turn_is_read_ahead_unless_a_step_runs_again_or_it_is_switched_off(wanted: bool) -> None:
+    model, fake = own(Answer("", extra=calling("look", city="Rome")), "sunny", "again")
+    middleware = [AgentSpecMiddleware(prefill=wanted)]
+    agent: Any = create_agent(model, [look], middleware=middleware, checkpointer=InMemorySaver())
+    agent.invoke(HI, THREAD)
+    first = list(agent.get_state_history(THREAD))[-2]
+    agent.invoke(None, first.config)
+    assert [request.prefill_next for request in fake.requests] == [wanted, wanted, False]
+
+
 def test_what_an_agent_did_is_the_same_with_and_without_the_middleware() -> None:
     def transcript(*middleware: Any) -> list[tuple[str, Any]]:
         call = {"name": "look", "args": {"city": "Rome"}, "id": "c1"}
@@ -331,10 +342,11 @@ async def test_every_client_reaches_the_gateway_with_its_labels(
         ChatAgentSpec(model="fake", base_url=url),
     ]
     for model in models:
-        middleware = AgentSpecMiddleware(policy=StepPolicy(priority=3, latency_ms_per_token=40, speculation=False))
+        policy = StepPolicy(priority=3, latency_ms_per_token=40, speculation=False)
+        middleware = AgentSpecMiddleware(policy=policy, prefill=False)
         await ask(create_agent(model, [look], middleware=[middleware], name="weather"), asynchronous)
         request = fake.requests[-1]
-        assert request.labels == Labels("t1", "weather", "model")
+        assert request.labels == Labels("t1", "weather", "model") and not request.prefill_next
         assert (request.priority, request.latency_target_ms_per_token, request.speculation) == (3, 40, False)
     row = rows()["weather", "model"]
     assert (row.calls, row.failed_calls) == (4, 0) and row.completion_tokens == 4 * 3

@@ -32,12 +32,13 @@ def test_labels_survive_the_header(label: str) -> None:
 
 def test_switches_are_sent_when_off() -> None:
     assert label_headers(Labels()) == {}
-    sent = label_headers(Labels(workflow="w", step="s"), speculation=False, store=False)
+    sent = label_headers(Labels(workflow="w", step="s"), speculation=False, store=False, prefill=False)
     assert sent == {
         "x-agentspec-workflow": "w",
         "x-agentspec-step": "s",
         "x-agentspec-speculation": "off",
         "x-agentspec-store": "off",
+        "x-agentspec-prefill": "off",
     }
 
 

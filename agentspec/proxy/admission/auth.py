@@ -32,6 +32,7 @@ class Caller:
     speculation: bool
     store: bool
     policy: StepPolicy = ANY
+    prefill: bool = True
 
     def sign(self, request: GenerateRequest) -> GenerateRequest:
         """`request` with this caller's tenant, labels and switches, and with the policy where the body says nothing."""
@@ -42,6 +43,7 @@ class Caller:
             labels=self.labels,
             speculation=self.speculation,
             store=self.store,
+            prefill_next=self.prefill,
             priority=request.priority or asked.priority or 0,
             latency_target_ms_per_token=asked.latency_ms_per_token if target is None else target,
             deadline_s=asked.deadline_s,
@@ -118,7 +120,8 @@ def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FI
     """
     labels = identified(read_labels(headers), headers, fields)
     speculation, store = read_switch(headers, "speculation"), read_switch(headers, "store")
-    return Caller(tenant, labels, speculation=speculation, store=store, policy=read_policy(headers))
+    prefill, policy = read_switch(headers, "prefill"), read_policy(headers)
+    return Caller(tenant, labels, speculation=speculation, store=store, policy=policy, prefill=prefill)
 
 
 def request_id(headers: Headers) -> str:
