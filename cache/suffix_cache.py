@@ -25,6 +25,7 @@ from agentspec.cache.request import CacheRequest, draft_batch
 from agentspec.cache.responses import ResponseLimits, open_responses
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.cache.tool_turns import open_tool_turns
+from agentspec.cache.usage import open_usage
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
 
@@ -56,6 +57,7 @@ class SuffixCache:
         content_filter: ContentFilter | None,
         store_error: str | None,
         responses: ResponseLimits,
+        usage_days: int,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
@@ -70,6 +72,7 @@ class SuffixCache:
         )
         self.responses = open_responses(store, responses)
         self.tool_turns = open_tool_turns(store, retention, content_filter, responses.total // 2, responses.tenant)
+        self.usage = open_usage(store, usage_days)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
         self._left_behind = False
@@ -97,6 +100,7 @@ class SuffixCache:
         refuse_patterns: Sequence[str] = (),
         responses_bytes: int = 64 << 20,
         responses_age: float | None = 30 * 86400.0,
+        usage_days: int = 400,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
@@ -112,7 +116,8 @@ class SuffixCache:
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
-        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
+        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Counts in `usage`
+        are kept for `usage_days` days. Raises
         `ConfigurationError` for settings that cannot work, and `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
@@ -126,7 +131,7 @@ class SuffixCache:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
         store, why_not = cls._open_store(path, mode, limits)
-        cache = cls(store, default, limits, kept, content_filter, why_not, answers)
+        cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
         try:
             lifetime.register(cache)
             cache._start(mode)
@@ -256,6 +261,7 @@ class SuffixCache:
         if self._store is None:
             self.responses.forget(selection)
             self.tool_turns.forget(selection)
+            self.usage.forget(selection)
         return count
 
     def flush(self) -> None:
@@ -373,6 +379,7 @@ class SuffixCache:
             self._sync.maintain()
         self.responses.maintain()
         self.tool_turns.maintain()
+        self.usage.maintain()
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

@@ -20,6 +20,7 @@ from agentspec.cli import (
     reasoning,
     serve,
     trace,
+    usage,
     verify,
 )
 from agentspec.cli.common import ErrorGroup
@@ -66,4 +67,5 @@ app.add_typer(knn.app, name="knn")
 app.add_typer(reasoning.app, name="reasoning")
 app.add_typer(trace.app, name="trace")
 app.command()(doctor.doctor)
+app.command()(usage.usage)
 app.command()(verify.verify)

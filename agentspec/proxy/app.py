@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -55,8 +56,9 @@ from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
-from agentspec.proxy.metering.key_limits import KeyLimits, LimitsKeys
+from agentspec.proxy.metering.key_limits import KeyLimits
 from agentspec.proxy.metering.metering import Metering
+from agentspec.proxy.metering.usage_meter import UsageMeter
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.prompts import CompletionsEndpoint
 from agentspec.proxy.request_record import RequestRecord
@@ -80,7 +82,7 @@ class Shared:
     `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
     `scrape` returns the metrics of all processes, given those of this one; `drain` tells the others of a drained
     server. The gateway was started at `since`, in
-    seconds since 1970; None is now. `key_limits` are those of API keys.
+    seconds since 1970; None is now. `metering` is around requests for models.
     """
 
     limiter: Admission
@@ -89,7 +91,7 @@ class Shared:
     scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
     since: int | None = None
     drain: Spread | None = None
-    key_limits: LimitsKeys = field(default_factory=KeyLimits)
+    metering: Metering | None = None
 
 
 def create_app(
@@ -110,7 +112,8 @@ def create_app(
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     places = EnginePlaces(server, settings.backends)
     pages, deadlines = Pages(runtime, shared, places), Deadlines()
-    metering = Metering(shared.key_limits, pages.registry)
+    metering = shared.metering or _metering(runtime)
+    metering.metrics = pages.registry
     metering.update(server)
     common = (runtime, server, limiter, budget, deadlines, places, metering, engine)
     responses = ResponsesEndpoint(RESPONSES, *common)
@@ -141,8 +144,8 @@ def create_app(
         routes.append(_RecordedRoute(path, handler, methods, "uses_models"))
     _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
-    loading = Loading(runtime)
-    router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
+    loading = Loading(runtime, metering.begin)
+    router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: _lifespan(loading, metering))
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
     return GatewayMiddleware(
         router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints, runtime, budget, metering
@@ -280,6 +283,18 @@ def _refuse_twice(routes: Sequence[Route]) -> None:
     twice = [path for path, count in Counter(route.path for route in routes).items() if count > 1]
     if twice:
         raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")
+
+
+def _metering(runtime: Runtime) -> Metering:
+    """The limits and counts of a gateway of one process."""
+    limits = KeyLimits()
+    return Metering(limits, UsageMeter(lambda: runtime.cache.usage, limits))
+
+
+@asynccontextmanager
+async def _lifespan(loading: Loading, metering: Metering) -> AsyncIterator[None]:
+    async with loading.lifespan(), metering.lifespan():  # which stores the last counts before the cache is closed
+        yield
 
 
 async def _rendered(metrics: Metrics) -> bytes:

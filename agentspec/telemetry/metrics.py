@@ -86,6 +86,9 @@ class Metrics:
             ("tenant", "limit"),
             registry=registry,
         )
+        self._tenant_tokens = Counter(
+            "agentspec_tenant_tokens", "Tokens of tenants' prompts and answers", ("tenant", "kind"), registry=registry
+        )
         self.in_flight = Gauge("agentspec_requests_in_flight", "Requests being answered", registry=registry)
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
@@ -127,6 +130,11 @@ class Metrics:
 
     def prediction_refused(self, model: str | None) -> None:
         self._unpredicted.labels(self._label(model)).inc()
+
+    def tenant_tokens(self, tenant: str, *, prompt: int, completion: int) -> None:
+        """Count the tokens of a tenant's request; the tenant is a configured one."""
+        self._child(self._tenant_tokens, tenant, "prompt").inc(prompt)
+        self._child(self._tenant_tokens, tenant, "completion").inc(completion)
 
     def limited(self, tenant: str, limit: str) -> None:
         """Count a request that a limit of its key refused; both labels are of the configuration."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from agentspec.proxy.metering.demand import Demand, demand_of
 from agentspec.proxy.metering.headers import anthropic_headers, openai_headers
 from agentspec.proxy.metering.key_limits import KeyLimits, LimitsKeys, Settle
 from agentspec.proxy.metering.limiter import Standing
+from agentspec.proxy.metering.usage_meter import UsageMeter
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
@@ -26,16 +27,44 @@ _FREE = nullcontext()
 
 @dataclass(slots=True)
 class Metering:
-    """Limits and counts the requests of all keys; without keys it does nothing."""
+    """Limits and counts the requests of all keys; without keys it does nothing.
+
+    Without a `meter` nothing is stored. `elsewhere`: another process does it all for what comes here.
+    """
 
     limits: LimitsKeys = field(default_factory=KeyLimits)
+    meter: UsageMeter | None = None
     metrics: Metrics | None = None
+    elsewhere: bool = False
     has_keys: bool = False
 
     def update(self, settings: ServerSettings) -> None:
         """Use other keys and limits for the requests to come."""
-        self.has_keys = bool(settings.api_keys)
+        self.has_keys = bool(settings.api_keys) and not self.elsewhere
         self.limits.update(settings)
+        if self.meter is not None:
+            limits = settings.limits_of_keys.values()
+            self.meter.reads_day = self.has_keys and any(one.tokens_per_day for one in limits)
+
+    async def begin(self) -> None:
+        """Read what keys used today, before requests come."""
+        if self.meter is not None:
+            await self.meter.flush()
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Store what is counted from time to time, and at the end."""
+        if self.meter is None:
+            yield
+            return
+        task = asyncio.create_task(self.meter.run())
+        try:
+            yield
+        finally:
+            await self.meter.finish()  # first: nobody could tell what was stored if the task ended in its midst
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
     def within_limits(
         self, record: RequestRecord, path: str, body: bytes, fields: Mapping[str, Any]
@@ -74,10 +103,17 @@ class MeteredCall:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failed = self._record.failed or (error is not None and not _is_cancelled(error))
-        unknown = 0 if failed or self._record.usage is not None else self._demand.within(None)
+        record, metering = self._record, self._metering
+        assert record.identity is not None
+        failed = record.failed or (error is not None and not _is_cancelled(error))
+        unknown = 0 if failed or record.usage is not None else self._demand.within(None)
         if self._settle is not None:
-            self._settle(unknown + self._record.tokens)
+            self._settle(unknown + record.tokens)
+        if metering.meter is not None:
+            metering.meter.note(record.identity.owner, record, failed=failed, estimated=unknown)
+        if metering.metrics is not None and record.usage is not None:
+            counts = {"prompt": record.usage.prompt_tokens, "completion": record.usage.completion_tokens}
+            metering.metrics.tenant_tokens(record.tenant, **counts)
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ from agentspec.proxy.admission.auth import Identity
 from agentspec.proxy.admission.turns import ProgramCall
 from agentspec.proxy.app import VERSION, Shared, backend_samples, create_app, index_size
 from agentspec.proxy.forwarding.engine_link import TENANT_HEADER, noted
+from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import BACKLOG
@@ -91,7 +92,8 @@ class EngineServer(MemberServer):
     def __init__(self, start: Start) -> None:
         settings = own_settings(start.settings)
         self._runtime = Runtime(settings)
-        app = create_app(self._runtime, settings, shared=Shared(Unlimited(), settings.server.max_body_memory))
+        shared = Shared(Unlimited(), settings.server.max_body_memory, metering=Metering(elsewhere=True))
+        app = create_app(self._runtime, settings, shared=shared)
         app.authenticator, app.logs_requests = RelayedCallers(), False
         super().__init__(app, replace(start, settings=settings), Connections(settings.server, _MOST_CONNECTIONS))
         self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), self._runtime)

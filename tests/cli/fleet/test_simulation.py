@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-CALLS = Path(__file__).resolve().parents[2] / "examples" / "calls.jsonl"
+CALLS = Path(__file__).resolve().parents[3] / "examples" / "calls.jsonl"
 QUICK = ("fleet", "simulate", CALLS, "--engines", 2, "--sessions", 40, "--seeds", 2, "--rate", 2)
 
 

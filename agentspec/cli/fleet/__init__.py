@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli import fleet_simulate
 from agentspec.cli.common import JsonOption, print_json
+from agentspec.cli.fleet.simulation import calibrate, simulate
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ SECONDS = 10.0
 _COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "calls", "retries", "failures", "ejections")
 
 
-app.command()(fleet_simulate.simulate)
-app.command()(fleet_simulate.calibrate)
+app.command()(simulate)
+app.command()(calibrate)
 
 
 @app.command()

@@ -1,0 +1,120 @@
+"""Counts what keys used, and brings the counts to the cache's database every few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+
+from agentspec.cache.usage import KeepsUsage, UsageRow, day_of
+from agentspec.errors import AgentSpecError
+from agentspec.proxy.logs import logger
+from agentspec.proxy.metering.key_limits import LimitsKeys, Owner
+from agentspec.proxy.metering.window import DAY
+from agentspec.proxy.request_record import RequestRecord
+from agentspec.types import Usage
+
+FLUSH_SECONDS = 5.0
+SOON_SECONDS = 0.5  # until the store was reached for the first time
+LAST_SECONDS = 10.0  # that the end waits for the last counts to be stored
+_PATIENCE = 3  # failures in a row before the log says so: a store may still be starting
+
+_Key = tuple[str, str, str, str]  # day, tenant, key and model
+
+
+@dataclass(slots=True)
+class UsageMeter:
+    """The counts that are not stored yet; `store` opens the store, in a thread. For one event loop.
+
+    What cannot be stored waits for the next try. `limits` are told what was stored, and what the day's total is now;
+    with `reads_day` also while nothing happens here: other gateways may add to it.
+    """
+
+    store: Callable[[], KeepsUsage]
+    limits: LimitsKeys
+    clock: Callable[[], float] = time.time
+    reads_day: bool = False
+    _rows: dict[_Key, UsageRow] = field(default_factory=dict)
+    _since: float = 0.0  # of the oldest of them
+    _failures: int = 0
+    _reached: bool = False
+    _storing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def note(self, owner: Owner, record: RequestRecord, *, failed: bool, estimated: int) -> None:
+        """Count a request that is over. `estimated` stands for its tokens where nobody told them."""
+        now, used = self.clock(), record.usage or Usage()
+        if not self._rows:
+            self._since = now
+        row = UsageRow(
+            day_of(now),
+            *owner,
+            record.model or "",
+            requests=1,
+            errors=int(failed),
+            prompt_tokens=used.prompt_tokens,
+            cached_tokens=used.cached_tokens,
+            completion_tokens=used.completion_tokens,
+            accepted_tokens=record.speculation.accepted if record.speculation else 0,
+            estimated_tokens=estimated,
+        )
+        self._put(row)
+
+    async def run(self) -> None:
+        """Store what was counted every few seconds."""
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS if self._reached or not self.reads_day else SOON_SECONDS)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Store what was counted. Logs what goes wrong; the counts then wait."""
+        async with self._storing:
+            if self._rows or self.reads_day:
+                await self._flush()
+
+    async def finish(self) -> None:
+        """Store what is left, but do not wait for it for long."""
+        with anyio.move_on_after(LAST_SECONDS, shield=True):
+            await self.flush()
+        if self._rows:
+            logger.warning("usage is not stored", requests=sum(row.requests for row in self._rows.values()))
+
+    async def _flush(self) -> None:
+        now, since = self.clock(), self._since
+        rows, self._rows = list(self._rows.values()), {}
+        try:
+            stored = await anyio.to_thread.run_sync(lambda: self.store().add(rows, since=since, day=day_of(now)))
+        except BaseException as error:
+            self._keep(rows, since)
+            if not isinstance(error, Exception):
+                raise
+            self._warn(error)
+            return
+        self._failures, self._reached = 0, True
+        self._tell(now, rows, stored)
+
+    def _tell(self, now: float, rows: list[UsageRow], stored: Mapping[Owner, int]) -> None:
+        amounts: Counter[Owner] = Counter()
+        for row in rows:
+            if row.day == day_of(now):
+                amounts[row.owner] += row.tokens
+        self.limits.recorded(int(now // DAY), amounts, stored)
+
+    def _keep(self, rows: list[UsageRow], since: float) -> None:
+        self._since = min(since, self._since) if self._rows else since
+        for row in rows:
+            self._put(row)
+
+    def _put(self, row: UsageRow) -> None:
+        key = (row.day, row.tenant, row.key, row.model)
+        present = self._rows.get(key)
+        self._rows[key] = row if present is None else row.plus(present)
+
+    def _warn(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == _PATIENCE:
+            reason = error.message if isinstance(error, AgentSpecError) else type(error).__name__
+            logger.warning("usage cannot be stored now; the counts wait", error=reason)

@@ -1,0 +1,60 @@
+"""Usage of a process without a database. It is gone at its exit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from agentspec.cache.deletion import Selection
+from agentspec.cache.usage.row import Owner, UsageRow, last_day, oldest_day
+
+
+class MemoryUsage:
+    """A `UsageStore` in memory."""
+
+    def __init__(self, days: int) -> None:
+        self._days = days
+        self._lock = threading.Lock()
+        self._rows: dict[tuple[str, str, str, str], UsageRow] = {}
+
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
+        with self._lock:
+            for row in rows:
+                key = (row.day, row.tenant, row.key, row.model)
+                present = self._rows.get(key)
+                self._rows[key] = row if present is None else present.plus(row)
+            totals: Counter[Owner] = Counter()
+            for row in self._rows.values():
+                if row.day == day:
+                    totals[row.owner] += row.tokens
+            return totals
+
+    def read(
+        self, *, tenant: str | None = None, model: str | None = None, since: str = "", until: str = "9999"
+    ) -> list[UsageRow]:
+        with self._lock:
+            found = sorted(self._rows.items())
+        return [
+            row
+            for _, row in found
+            if since <= row.day <= until and tenant in (None, row.tenant) and model in (None, row.model)
+        ]
+
+    def forget(self, selection: Selection) -> int:
+        last = last_day(selection)
+        if last is None:
+            return 0
+        return self._remove(lambda row: row.tenant == selection.tenant and row.day <= last)
+
+    def maintain(self) -> None:
+        oldest = oldest_day(time.time(), self._days)
+        self._remove(lambda row: row.day < oldest)
+
+    def _remove(self, goes: Callable[[UsageRow], bool]) -> int:
+        with self._lock:
+            gone = [key for key, row in self._rows.items() if goes(row)]
+            for key in gone:
+                del self._rows[key]
+            return len(gone)
