@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ def nested(depth: int) -> Any:
     return value
 
 
+def require_refusal(value: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        check_json(value, "field")
+    assert caught.value.param == "field" and caught.value.message.startswith("field ")
+
+
 def circle() -> Any:
     value: list[Any] = []
     value.append(value)
@@ -50,16 +57,24 @@ def circle() -> Any:
         ({1: 2}, "not a string"),
         ([b"x"], "Python bytes"),
         ([object()], "Python object"),
-        (nested(MAX_JSON_DEPTH + 1), "nested more than"),
-        (nested(100_000), "nested more than"),
-        (circle(), "nested more than"),
-        ([0] * (MAX_JSON_VALUES + 1), "more than 100,000"),
     ],
 )
 def test_what_is_refused_names_the_field(value: Any, says: str) -> None:
-    with pytest.raises(InvalidRequestError, match=says) as caught:
-        check_json(value, "field")
-    assert caught.value.param == "field" and caught.value.message.startswith("field ")
+    require_refusal(value, says)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: nested(MAX_JSON_DEPTH + 1), "nested more than"),
+        (lambda: nested(100_000), "nested more than"),
+        (circle, "nested more than"),
+        (lambda: [0] * (MAX_JSON_VALUES + 1), "more than 100,000"),
+    ],
+    ids=["too-deep", "far-too-deep", "circle", "too-many"],
+)
+def test_large_values_are_refused(made: Callable[[], Any], says: str) -> None:
+    require_refusal(made(), says)
 
 
 def test_values_at_the_bounds_pass() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import struct
 import subprocess
@@ -146,15 +147,18 @@ def a_row(**changed: Any) -> Any:
     return SimpleNamespace(**{**fields, **names, **key, **packed, **changed})
 
 
-BOMB = zlib.compress(bytes(1 << 28), 9)
+@functools.cache
+def bomb() -> bytes:
+    """Not made where the module is imported: that takes a second, in every process that collects the tests."""
+    return zlib.compress(bytes(1 << 28), 9)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tokens": BOMB},
-        {"tokens": BOMB, "token_count": 2**62},
-        {"tokens": BOMB, "token_count": -1},
+        {"tokens": bomb},
+        {"tokens": bomb, "token_count": 2**62},
+        {"tokens": bomb, "token_count": -1},
         {"tokens": zlib.compress(b"odd")},
         {"tokens": zlib.compress(np.arange(100).astype("<i4").tobytes())[:-3]},
         {"tokens": zlib.compress(np.full(100, -5, "<i4").tobytes())},
@@ -166,13 +170,14 @@ BOMB = zlib.compress(bytes(1 << 28), 9)
 )
 def test_i7_forged_rows_are_refused(changed: dict[str, Any]) -> None:
     assert len(decode(a_row()).tokens) == 100
+    changed = {name: value() if callable(value) else value for name, value in changed.items()}
     with pytest.raises(CacheFormatError):
         decode(a_row(**changed))
 
 
 def test_i7_a_bomb_in_the_learned_state_is_not_unpacked() -> None:
     with pytest.raises(ValueError, match="more than"):
-        inflate(BOMB, MOST_LEARNED)
+        inflate(bomb(), MOST_LEARNED)
 
 
 # No code in data.
