@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 RESAMPLES = 10_000
 MIN_PAIRS = 7
-NAMES = {"variant", "file", "figure", "note", "verdict", "server", "case", "of", "strides", "drafter"}
+NAMES = {"variant", "file", "figure", "note", "verdict", "server", "case", "of", "strides", "drafter", "pair"}
 
 Progress = Callable[[str], None]
 Verdict = Literal["aim met", "met", "missed", "not measured"]

@@ -88,13 +88,7 @@ class DelegationSettings(StrategySettings):
 
     @property
     def spend_factor(self) -> int:
-        """The default of `spend_tokens` in `budget_tokens`.
-
-        For each step that is kept at most two drafts, a score and a step of the base model are generated, or
-        (Speculative Thinking) a look, the same words once more, and two takeovers. Twice as much leaves room for
-        longer drafts.
-        """
-        return 8
+        return 8  # twice what a step takes at the most: two drafts, a score, and a step of the base model
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:
@@ -167,15 +161,11 @@ class SpeculativeThinkingSettings(DelegationSettings):
     budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
-    begin_tokens: int = Field(
-        default=100, ge=0, description="Tokens the base model begins with if small_reasons = false"
-    )
+    begin_tokens: int = Field(default=100, ge=0, description="Tokens the base model begins with if not small_reasons")
     peek_tokens: int = Field(
         default=20, ge=1, description="Tokens after a blank line that are looked at, across blank lines"
     )
-    verify_tokens: int = Field(
-        default=125, ge=1, description="Tokens the base model writes where something is verified"
-    )
+    verify_tokens: int = Field(default=125, ge=1, description="Tokens the base model writes where words verify")
     overload: int = Field(default=15, ge=1, description="Doubts after which the base model checks the whole")
     overload_most: int = Field(default=30, ge=1, description="Most doubts that are waited for")
     rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check")
@@ -259,10 +249,7 @@ class LookaheadSettings(DelegationSettings):
 
     @property
     def spend_factor(self) -> int:
-        """With every draft refused, each step that is kept takes `depth` drafts, `depth + 1` steps of the base model
-        and a verdict. Half as much again leaves room for drafts that are longer than what is kept.
-        """
-        return max(super().spend_factor, 3 * self.depth + 2)
+        return max(8, 3 * self.depth + 2)  # half as much again as `depth` drafts, a verdict and `depth + 1` own steps
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:

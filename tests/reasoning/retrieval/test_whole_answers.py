@@ -133,7 +133,7 @@ def keeps(rule: str, text: str, backend: Any, request: GenerateRequest) -> bool:
     [
         ("bm25", 3),
         *(pytest.param(kind, 12, marks=pytest.mark.slow) for kind in KINDS),
-        *(pytest.param(kind, 200, marks=pytest.mark.long) for kind in KINDS),
+        *(pytest.param(kind, 200, marks=[pytest.mark.long, pytest.mark.timeout(1800)]) for kind in KINDS),
     ],
 )
 async def test_speculation_changes_no_answer(
@@ -239,7 +239,8 @@ async def test_fields_that_are_not_read_here_are_refused(backend: Any) -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    "questions", [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+    "questions",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
 async def test_the_default_model_calls_and_keeps_forms(default_model: Any, questions: int) -> None:
     from agentspec.backends.settings import TorchSettings
