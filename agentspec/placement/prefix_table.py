@@ -53,16 +53,17 @@ class PrefixTable:
 
     def sent(self, blocks: Sequence[int], name: str) -> None:
         """A prompt of these blocks has gone to the member `name`."""
-        known = self._holders
+        known, alone, before = self._holders, (name,), len(self._holders)
+        find, renew = known.get, known.move_to_end
         for block in reversed(blocks):  # the first block becomes the newest
-            holders = known.get(block)
+            holders = find(block)
             if holders is None:
-                known[block] = (name,)
-                self._bytes += ENTRY_BYTES + HOLDER_BYTES
-                continue
-            known.move_to_end(block)
-            if name not in holders:
-                self._replace(block, (name, *holders[: MOST_HOLDERS - 1]))
+                known[block] = alone
+            else:
+                renew(block)
+                if name not in holders:
+                    self._replace(block, (name, *holders[: MOST_HOLDERS - 1]))
+        self._bytes += (len(known) - before) * (ENTRY_BYTES + HOLDER_BYTES)
         while self._bytes > self._max_bytes:
             _, holders = known.popitem(last=False)
             self._bytes -= ENTRY_BYTES + HOLDER_BYTES * len(holders)

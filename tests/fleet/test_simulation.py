@@ -133,6 +133,16 @@ def test_capacity_is_where_open_sessions_begin_to_grow():
     assert capacity(scenario.model_copy(update={"engines": 40}), [shape]) == pytest.approx(400.0, rel=0.15)
 
 
+def test_the_capacity_for_a_few_sessions_is_found_with_few_simulated_ones(monkeypatch):
+    tried = []
+    run = Simulation.run
+    monkeypatch.setattr(Simulation, "run", lambda self: tried.append(self._scenario.sessions) or run(self))
+    scenario, shape = _one_after_the_other()
+    found = capacity(scenario.model_copy(update={"sessions": 10}), [shape])
+    assert max(tried) == 500
+    assert 8.5 < found < 12.5
+
+
 def test_variants_are_compared_on_the_same_sessions():
     said = []
     scenario = Scenario(sessions=60, engines=3, rate=1.0, costs=SMALL, warm_up=0.0)
