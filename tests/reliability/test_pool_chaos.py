@@ -7,6 +7,7 @@ byte.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,16 +115,34 @@ class Clients:
     stopped: bool = False
     numbers: int = 0
     limit: float = 120.0
+    storing: int = 0
+    """So many of them ask `/v1/responses`, which keeps its answers."""
+    kept: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """The answers that say they are stored, and those that say they are not."""
 
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=self.limit, limits=limits) as client:
-            await asyncio.gather(*(self._ask_on(client) for _ in range(self.count)))
+            await asyncio.gather(*(self._ask_on(client, number < self.storing) for number in range(self.count)))
 
-    async def _ask_on(self, client: httpx.AsyncClient) -> None:
+    async def _ask_on(self, client: httpx.AsyncClient, storing: bool) -> None:
+        ask = self._stored if storing else self._outcome
         while not self.stopped:
             self.numbers += 1
-            self.outcomes[await self._outcome(client, f"c{self.numbers}")] += 1
+            self.outcomes[await ask(client, f"c{self.numbers}")] += 1
+
+    async def _stored(self, client: httpx.AsyncClient, call: str) -> str:
+        body = {"model": "m", "input": call, "user": call, "stream": True}
+        content = b""
+        async with client.stream("POST", "/v1/responses", json=body) as response:
+            async for piece in response.aiter_raw():
+                content += piece
+        if b"event: response.completed" not in content:
+            return f"lost: {response.status_code} {content[:200]!r}"
+        ended = json.loads(content.split(b"event: response.completed\ndata: ")[1].split(b"\n")[0])["response"]
+        (self.kept if ended["store"] else self.left).append(ended["id"])
+        return "whole"
 
     async def _outcome(self, client: httpx.AsyncClient, call: str) -> str:
         body = {"model": "m", "messages": [{"role": "user", "content": call}], "user": call, "stream": True}
@@ -141,7 +161,10 @@ Chaos = Callable[[], None]
 
 def under_load(url: str, streams: int, chaos: Chaos) -> Counter[str]:
     """How calls end while `chaos` happens."""
-    clients = Clients(url, streams)
+    return loaded(Clients(url, streams), chaos).outcomes
+
+
+def loaded(clients: Clients, chaos: Chaos) -> Clients:
     thread = threading.Thread(target=lambda: asyncio.run(clients.run()))
     thread.start()
     try:
@@ -150,7 +173,7 @@ def under_load(url: str, streams: int, chaos: Chaos) -> Counter[str]:
         clients.stopped = True
         thread.join(180)
     assert not thread.is_alive()
-    return clients.outcomes
+    return clients
 
 
 def settings(fleet: FleetSettings = FLEET, **backend: Any) -> Settings:
@@ -282,3 +305,86 @@ def test_a_name_whose_addresses_change_moves_new_calls_and_ends_none(
     outcomes = under_load(running.url, streams, chaos)
     assert outcomes.keys() == {"whole"} and engines.sent_twice() == []
     assert set(engines.begun()) == {"e1", "e2", "e3"}
+
+
+@contextmanager
+def gateway_process(folder: Path, urls: list[str], path: str, **environment: str) -> Iterator[str]:
+    """A gateway in a process of its own, which keeps stored answers in the database at `path`."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    file = folder / "agentspec.toml"
+    file.write_text(
+        f"[server]\nport = {port}\nmax_concurrent = 1000\n[cache]\npath = {json.dumps(path)}\n"
+        f'[backends.up]\nkind = "openai"\nbase_urls = {json.dumps(urls)}\nvllm = "off"\nsglang = "off"\n'
+        'responses = "off"\n[models.m]\nbackend = "up"\n'
+    )
+    command = [sys.executable, "-c", "from agentspec.cli import app; app()", "serve", "--config", str(file)]
+    process = subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not ready(url):
+            assert process.poll() is None
+        yield url
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def ready(url: str) -> bool:
+    time.sleep(0.1)
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def found(url: str, answers: list[str]) -> int:
+    """How many of the stored answers can be read."""
+    with httpx.Client(base_url=url) as client:
+        return sum(client.get(f"/v1/responses/{answer}").status_code == 200 for answer in answers)
+
+
+def store_is_lost(url: str, streams: int, seconds: float, lose: Chaos, restore: Chaos, until: Any) -> None:
+    """No call ends because nothing can be kept for a while, what says it is stored is, and later all is again."""
+    clients = Clients(url, streams, storing=streams // 2)
+
+    def chaos() -> None:
+        until(lambda: clients.kept)
+        time.sleep(1)
+        lose()
+        time.sleep(seconds)
+        until(lambda: clients.left)
+        restore()
+        again = len(clients.kept) + streams
+        until(lambda: len(clients.kept) > again)
+
+    outcomes = loaded(clients, chaos).outcomes
+    assert outcomes.keys() == {"whole"}, outcomes
+    assert found(url, clients.kept) == len(clients.kept)
+
+
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_postgresql_that_restarts_breaks_no_call(
+    engines: Engines, server: Any, postgres: str, until: Any, tmp_path: Path, streams: int, seconds: float
+) -> None:
+    engines.start("e1")
+    engines.start("e2")
+    with gateway_process(tmp_path, engines.urls("e1", "e2").split(), postgres) as url:
+        try:
+            store_is_lost(url, streams, seconds, server.stop, server.start, until)
+        finally:
+            server.start()
+    assert engines.sent_twice() == []
+
+
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_a_full_disk_breaks_no_call(
+    engines: Engines, preload: Path, until: Any, tmp_path: Path, streams: int, seconds: float
+) -> None:
+    engines.start("e1")
+    engines.start("e2")
+    full, cache = tmp_path / "full", tmp_path / "cache"
+    faults = {"FAULT_FULL": str(full), "LD_PRELOAD": str(preload)}
+    with gateway_process(tmp_path, engines.urls("e1", "e2").split(), str(cache), **faults) as url:
+        store_is_lost(url, streams, seconds, full.touch, full.unlink, until)
+    assert engines.sent_twice() == []
