@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.items import CALL_OUTPUTS, CALLS, Item
+from agentspec.protocol.openai_responses.items import (
+    ADDITIONAL_TOOLS,
+    CALL_OUTPUTS,
+    CALLS,
+    SEARCH_CALL,
+    SEARCH_OUTPUT,
+    Item,
+)
 from agentspec.protocol.openai_responses.tool_input import as_arguments
-from agentspec.protocol.openai_responses.tools import chat_name
+from agentspec.protocol.openai_responses.tool_names import SEARCH_KEY, Key, ToolNames, key_of
 
 _SYSTEM = ("system", "developer")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages of a chat request; `origins` has for each the position of its first item, -1 for instructions."""
+    """The messages of a chat request; `origins` has for each the position of its first item, -1 for instructions.
 
+    `names` has the names of the tools in the chat, and learns those of tools that were called and are not offered.
+    """
+
+    names: ToolNames = field(default_factory=ToolNames)
     messages: list[dict[str, Any]] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     _called: set[str] = field(default_factory=set)
@@ -29,6 +41,8 @@ class Conversation:
         """
         for position, item in enumerate(items):
             kind = item["type"]
+            if kind == ADDITIONAL_TOOLS:
+                continue  # says nothing, and offers tools
             if kind in CALL_OUTPUTS:
                 self._add_output(item, position, position - first_new)
             elif kind != "message" or item["role"] == "assistant":
@@ -54,7 +68,22 @@ class Conversation:
         if item["call_id"] not in self._called:
             name = f"input[{index}].call_id"
             raise InvalidRequestError(f"{name} names no tool call of this conversation", param=name)
-        self._add({"role": "tool", "tool_call_id": item["call_id"], "content": _joined(item["output"])}, position)
+        content = self._found(item) if item["type"] == SEARCH_OUTPUT else _joined(item["output"])
+        self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, position)
+
+    def _found(self, item: Item) -> str:
+        """What a search for tools found, as the model calls it."""
+        found = [self.names.of_key(key) for tool in item["tools"] for key in _keys(tool)]
+        return f"These tools can be called now: {', '.join(found)}" if found else "No tool was found."
+
+    def _function(self, item: Item) -> dict[str, Any]:
+        """A call as chats have it."""
+        if item["type"] == SEARCH_CALL:
+            arguments = item["arguments"]
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            return {"name": self.names.of_key(SEARCH_KEY), "arguments": written}
+        written = as_arguments(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
+        return {"name": self.names.of_key(key_of(item["name"], item.get("namespace"))), "arguments": written}
 
     def _add_written(self, item: Item, position: int) -> None:
         """Add a thought, a message or a call of the model: one message of a chat has all that belong together."""
@@ -69,7 +98,7 @@ class Conversation:
         elif item["type"] == "reasoning":
             turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item)
         else:
-            call = {"id": item["call_id"], "type": "function", "function": _function(item)}
+            call = {"id": item["call_id"], "type": "function", "function": self._function(item)}
             turn.setdefault("tool_calls", []).append(call)
             self._called.add(item["call_id"])
 
@@ -88,10 +117,11 @@ def _begins_anew(kind: str, turn: dict[str, Any]) -> bool:
     return turn["content"] is not None or "tool_calls" in turn
 
 
-def _function(item: Item) -> dict[str, Any]:
-    """A call as chats have it."""
-    arguments = as_arguments(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
-    return {"name": chat_name(item["name"], item.get("namespace")), "arguments": arguments}
+def _keys(tool: Any) -> list[Key]:
+    """The tools in a definition, which was read before."""
+    if tool["type"] != "namespace":
+        return [key_of(tool["name"], None)]
+    return [key_of(one["name"], tool["name"]) for one in tool["tools"]]
 
 
 def _thoughts(item: Item) -> str:

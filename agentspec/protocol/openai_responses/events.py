@@ -15,13 +15,17 @@ from agentspec.protocol.openai_responses.output_items import (
     Event,
     MessageItem,
     OutputItem,
+    SearchCallItem,
     ThoughtItem,
 )
 from agentspec.protocol.openai_responses.request import ResponsesRequest
+from agentspec.protocol.openai_responses.tool_names import SEARCH_KEY
 from agentspec.protocol.usage import speculation_object
 from agentspec.types import Delta, Speculation, TokenLogprob, Usage
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+_Call = CallItem | CustomCallItem | SearchCallItem
 
 
 @dataclass(slots=True)
@@ -40,7 +44,7 @@ class EventWriter:
     _places: dict[str, int] = field(default_factory=dict)  # item id -> its place in the output
     _ended: dict[str, str] = field(default_factory=dict)  # item id -> its final status
     _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
-    _calls: dict[int, CallItem | CustomCallItem] = field(default_factory=dict)
+    _calls: dict[int, _Call] = field(default_factory=dict)
     _finish: str | None = None
     _usage: Usage | None = None
     _speculation: Speculation | None = None
@@ -119,13 +123,17 @@ class EventWriter:
         if arguments := function.get("arguments"):
             yield from self._place(call, call.add(str(arguments)))
 
-    def _called(self, id: str, name: str) -> CallItem | CustomCallItem:
+    def _called(self, id: str, chat_name: str) -> _Call:
         """A call by the name that the tool has in the chat."""
-        tool = next((one for one in self.request.tools if one.function.get("name") == name), None)
-        if tool is None:
-            return CallItem(id, name)
-        kind = CustomCallItem if tool.kind == "custom" else CallItem
-        return kind(id, str(tool.name), tool.namespace)
+        key = self.request.names.key(chat_name)
+        if key is None:
+            return CallItem(id, chat_name)
+        if key == SEARCH_KEY:
+            return SearchCallItem(id)
+        tool = next((one for one in self.request.tools if one.key == key), None)
+        if tool is None:  # one that the conversation speaks of, and the request does not offer
+            return CallItem(id, key[1], key[0] or None)
+        return (CustomCallItem if tool.kind == "custom" else CallItem)(id, tool.name, tool.namespace)
 
     def _next(self, item: MessageItem | ThoughtItem) -> Iterator[Event]:
         yield from self._end_text()

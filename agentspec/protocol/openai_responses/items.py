@@ -10,12 +10,14 @@ from typing import Annotated, Any, TypeGuard
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.json_values import check_json
 from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, validated, wrong_type
 
 MAX_ID = 128
 Item = dict[str, Any]
-CALLS = ("function_call", "custom_tool_call")
-CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+ADDITIONAL_TOOLS, SEARCH_CALL, SEARCH_OUTPUT = "additional_tools", "tool_search_call", "tool_search_output"
+CALLS = ("function_call", "custom_tool_call", SEARCH_CALL)
+CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output", SEARCH_OUTPUT)
 ROLES = ("user", "system", "developer", "assistant")
 _Id = Annotated[Text, must(lambda text: 0 < len(text) <= MAX_ID, f" must have 1 to {MAX_ID} characters")]
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
@@ -66,6 +68,20 @@ class _Grouped(Model):
     namespace: Text | None = None
 
 
+class _SearchItem(Model):
+    call_id: _Id = REQUIRED
+    execution: Annotated[Text, must(lambda one: one == "client", " must be client")] = "server"
+
+
+class _SearchOutput(_SearchItem):
+    tools: list[Any] = REQUIRED
+
+
+class _AdditionalTools(Model):
+    role: Annotated[Text, must(lambda one: one == "developer", " must be developer")] = REQUIRED
+    tools: list[Any] = REQUIRED
+
+
 class _Thought(Model):
     text: Text = REQUIRED
 
@@ -101,13 +117,17 @@ def _item(value: Any, name: str, media: bool) -> Item:
     kind = value.get("type") or ("message" if "role" in value else None)
     if kind == "message":
         return _message(value, name, media)
+    if kind in (SEARCH_CALL, SEARCH_OUTPUT):
+        return _search(value, kind, name)
+    if kind == ADDITIONAL_TOOLS:
+        return _additional_tools(value, name)
     if kind in CALLS:
         return _call(value, kind, name)
     if kind in CALL_OUTPUTS:
         return _call_output(value, kind, name)
     if kind == "reasoning":
         return _reasoning(value, name)
-    known = ", ".join(("message", *CALLS, *CALL_OUTPUTS, "reasoning"))
+    known = ", ".join(("message", *CALLS, *CALL_OUTPUTS, ADDITIONAL_TOOLS, "reasoning"))
     shown = shown_name(kind) if isinstance(kind, str) else kind_of(kind)
     raise InvalidRequestError(f"{name}.type {shown!r} is not supported here; known: {known}", param=f"{name}.type")
 
@@ -177,7 +197,7 @@ def _call(value: Mapping[str, Any], kind: str, name: str) -> Item:
 
 def _call_output(value: Mapping[str, Any], kind: str, name: str) -> Item:
     given = _CallOutputItem.parse(value, name)
-    _refuse_others(value, name, {"call_id", "output", "name"})
+    _refuse_others(value, name, {"call_id", "output", "name", "namespace"})
     output = given.output
     if isinstance(output, list):
         output = [_part(part, f"{name}.output[{at}]", False) for at, part in enumerate(output)]
@@ -188,6 +208,27 @@ def _call_output(value: Mapping[str, Any], kind: str, name: str) -> Item:
     prefix = "ctco" if kind == "custom_tool_call_output" else "fco"
     head = {"id": _id_of(value, name, prefix), "type": kind, "status": "completed"}
     return head | {"call_id": given.call_id, "output": output}
+
+
+def _search(value: Mapping[str, Any], kind: str, name: str) -> Item:
+    """A search for tools that the client made itself, or what it found. Those of OpenAI's servers are refused."""
+    wanted = {"execution": "server", **value}
+    call = _SearchItem.parse(wanted, name)
+    if kind == SEARCH_OUTPUT:
+        prefix, content = "tso", {"tools": _SearchOutput.parse(wanted, name).tools}
+    else:
+        prefix, content = "tsc", {"arguments": value.get("arguments", {})}
+    check_json(content, name)
+    _refuse_others(value, name, {"call_id", "execution", *content})
+    head = {"id": _id_of(value, name, prefix), "type": kind, "status": "completed"}
+    return {**head, "call_id": call.call_id, "execution": "client", **content}
+
+
+def _additional_tools(value: Mapping[str, Any], name: str) -> Item:
+    given = _AdditionalTools.parse(value, name)
+    _refuse_others(value, name, {"role", "tools"})
+    check_json(given.tools, f"{name}.tools")
+    return {"id": _id_of(value, name, "at"), "type": ADDITIONAL_TOOLS, "role": given.role, "tools": given.tools}
 
 
 def _reasoning(value: Mapping[str, Any], name: str) -> Item:

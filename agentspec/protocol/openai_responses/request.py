@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -15,13 +15,10 @@ from pydantic import AfterValidator, Field
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
-from agentspec.protocol.openai_responses.tools import (
-    ClientTool,
-    allowed_tools,
-    chat_tools,
-    client_tools,
-    without_form,
-)
+from agentspec.protocol.openai_responses.offered import brought_tools, chat_tools, offered_tools
+from agentspec.protocol.openai_responses.tool_choice import allowed_tools
+from agentspec.protocol.openai_responses.tool_names import ToolNames
+from agentspec.protocol.openai_responses.tools import ClientTool, client_tools, without_form
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, shown_name, wrong_type
@@ -147,14 +144,17 @@ class _ResponsesBody(Body):
 class ResponsesRequest:
     """A request that was read. `items` is its own input; `fields` are the parts that the answer repeats.
 
-    `store` and `previous` (an id) are what the client wishes; `chat` has the fields of the chat request besides its
-    messages; `tools` are those in it, as the client names them.
+    `store` and `previous` (an id) are what the client wishes; `known` are the tools that it declares, then those that
+    its items bring. With `continuing`, `chat` has the fields of the chat request besides its messages, `tools` are
+    those in it, as the client names them, and `names` what they are called in it.
     """
 
     items: list[Item]
     fields: Mapping[str, Any]
     chat: Mapping[str, Any]
-    tools: Sequence[ClientTool]
+    known: tuple[Sequence[ClientTool], Sequence[ClientTool]]
+    choice: Any
+    local: bool
     instructions: str | None
     previous: str | None
     stream: bool
@@ -162,10 +162,30 @@ class ResponsesRequest:
     truncation: Literal["auto", "disabled"]
     obfuscation: bool | None
     logprobs: bool
+    tools: Sequence[ClientTool] = ()
+    names: ToolNames = field(default_factory=ToolNames)
+
+    def continuing(self, history: Sequence[Item]) -> ResponsesRequest:
+        """This request after the items of earlier responses. Raises `InvalidRequestError` for tools of either."""
+        declared, own = self.known
+        brought = brought_tools(history, "previous_response_id", enforce=self.local)
+        tools = offered_tools([*declared, *brought, *own])
+        names = ToolNames.of(tool.key for tool in tools)
+        chat: dict[str, Any] = {**self.chat}
+        if self.choice is not None:
+            chosen, tools = allowed_tools(self.choice, tools)
+            chat["tool_choice"] = chosen
+            if isinstance(chosen, ClientTool):
+                chat["tool_choice"] = {"type": "function", "function": {"name": names.of_key(chosen.key)}}
+        if tools:
+            chat["tools"] = chat_tools(tools, names)
+        elif chat.get("tool_choice") in ("auto", "none"):
+            del chat["tool_choice"]  # without tools it says nothing, and chats refuse it
+        return replace(self, chat=chat, tools=tools, names=names)
 
     def conversation(self, history: Sequence[Item] = ()) -> Conversation:
         """The messages of instructions, the items of earlier responses, and this request. Raises as `parse_input`."""
-        made = Conversation()
+        made = Conversation(self.names)
         if self.instructions:
             made.instruct(self.instructions)
         made.add_all([*history, *self.items], first_new=len(history))
@@ -181,7 +201,7 @@ class ResponsesRequest:
     def without_forms(self) -> ResponsesRequest:
         """This request for a model that cannot be held to the forms of tools' inputs."""
         tools = [without_form(tool) for tool in self.tools]
-        return replace(self, tools=tools, chat={**self.chat, **({"tools": chat_tools(tools)} if tools else {})})
+        return replace(self, tools=tools, chat={**self.chat, "tools": chat_tools(tools, self.names)})
 
     def own_name(self, param: str | None, origins: Sequence[int], first_new: int) -> str | None:
         """The name in this request of the field that its chat calls `param`.
@@ -206,6 +226,7 @@ class ResponsesRequest:
 def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) -> ResponsesRequest:
     """Parse a request. `local`: for a model that reads text alone and takes the effort as a template's argument.
 
+    One that continues an earlier response offers tools only after `continuing`.
     Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported.
     """
     fields = _ResponsesBody.parse(body)
@@ -219,13 +240,17 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
     if fields.top_logprobs and not logprobs:
         message = f"top_logprobs needs include = [{_LOGPROBS!r}]"
         raise InvalidRequestError(message, param="top_logprobs")
-    chat, tools = _chat(fields, local, logprobs)
+    chat = _chat(fields, local, logprobs)
+    declared = client_tools(fields.tools or [], enforce=local)
+    own = brought_tools(items, "input[{}]", enforce=local)
     _ResponsesBody.finish(body)
-    return ResponsesRequest(
+    request = ResponsesRequest(
         items=items,
         fields=_repeated(fields),
         chat=chat,
-        tools=tools,
+        known=(declared, own),
+        choice=fields.tool_choice,
+        local=local,
         instructions=fields.instructions,
         previous=fields.previous_response_id,
         stream=fields.stream,
@@ -234,21 +259,16 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
         obfuscation=stream_options.include_obfuscation,
         logprobs=logprobs,
     )
+    return request if request.previous else request.continuing(())
 
 
-def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> tuple[dict[str, Any], list[ClientTool]]:
+def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]:
+    """The fields of the chat request besides messages and tools."""
     chat: dict[str, Any] = {"model": fields.model, **fields.given(*_AS_IN_CHATS)}
     if fields.max_output_tokens is not None:
         chat["max_tokens"] = fields.max_output_tokens
     if logprobs:
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
-    tools = client_tools(fields.tools or [], enforce=local)
-    if fields.tool_choice is not None:
-        chat["tool_choice"], tools = allowed_tools(fields.tool_choice, tools)
-    if tools:
-        chat["tools"] = chat_tools(tools)
-    elif chat.get("tool_choice") in ("auto", "none"):
-        del chat["tool_choice"]  # without tools it says nothing, and chats refuse it
     text = _nested(_TextConfig, fields.text, "text")
     if (form := _response_format(text.format or {})) is not None:
         chat["response_format"] = form
@@ -257,7 +277,7 @@ def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> tuple[dict[str
     effort = _nested(_Reasoning, fields.reasoning, "reasoning").effort
     if effort is not None:
         chat["reasoning_effort"] = _STRONGEST if local and effort not in CHAT_EFFORTS else effort
-    return chat, tools
+    return chat
 
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,12 +1,12 @@
 """The tools of a Responses request, and the functions that stand for them in a chat.
 
 A custom tool takes text instead of JSON: in a chat it is a function with one argument, the text. A namespace groups
-tools: in a chat each has a name that begins with the namespace's.
+tools; `tool_names.py` says what they are called in a chat, `offered.py` which of them a request offers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -19,29 +19,36 @@ from agentspec.protocol.openai_responses.lark_regex import (
     lark_regex,
 )
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
+from agentspec.protocol.openai_responses.tool_names import SEARCH, SEARCH_KEY, Key, key_of
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, wrong_type
 
-_CHOICES = ("none", "auto", "required")
-_DESCRIBED = ("name", "description", "parameters", "strict")
+_DESCRIBED = ("description", "parameters", "strict")
 _SYNTAXES = ("lark", "regex")
+_HOSTED_SEARCH = " must be client: this server does not search for tools itself"
 _NAMED_SYNTAX = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool as its client names it, and its `function` in a chat.
+    """A tool as its client names it, and what its function in a chat has besides a name.
 
-    `param` is its place in the request. `enforced` is False if the model is told the form of its input, and not held
-    to it.
+    `param` is its place in the request; `about` tells what its namespace is for. `deferred`: the model sees it only
+    once it was searched for. `enforced` is False if the model is told the form of its input, and not held to it.
     """
 
     param: str
-    name: Any
+    name: str
     function: Mapping[str, Any]
-    kind: Literal["function", "custom"] = "function"
+    kind: Literal["function", "custom", "tool_search"] = "function"
     namespace: str | None = None
+    about: str | None = None
+    deferred: bool = False
     enforced: bool = True
+
+    @property
+    def key(self) -> Key:
+        return SEARCH_KEY if self.kind == SEARCH else key_of(self.name, self.namespace)
 
     @property
     def formed(self) -> bool:
@@ -49,16 +56,31 @@ class ClientTool:
         return self.kind == "custom" and "strict" in self.function
 
 
+_Name = Annotated[Text, must(bool, " must not be empty")]
+
+
 class _Namespace(Model):
-    name: Text = REQUIRED
+    name: _Name = REQUIRED
     description: Text | None = None
     tools: list[Any] = REQUIRED
 
 
-class _Custom(Model):
-    name: Text = REQUIRED
+class _FunctionTool(Model):
+    name: _Name = REQUIRED
+    defer_loading: bool | None = None
+
+
+class _CustomTool(Model):
+    name: _Name = REQUIRED
     description: Text | None = None
+    defer_loading: bool | None = None
     format: dict[str, Any] | None = None
+
+
+class _SearchTool(Model):
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    execution: Annotated[Text, must(lambda one: one == "client", _HOSTED_SEARCH)] = "server"
 
 
 class _InputFormat(Model):
@@ -67,24 +89,22 @@ class _InputFormat(Model):
     definition: Text = ""
 
 
-def chat_name(name: str, namespace: str | None) -> str:
-    """The name in a chat of the tool `name` of `namespace`."""
-    if not namespace:
-        return name
-    return f"{namespace}{name}" if namespace.endswith("_") or name.startswith("_") else f"{namespace}__{name}"
-
-
-def client_tools(tools: Sequence[Any], *, enforce: bool) -> list[ClientTool]:
-    """The tools of a request, those of namespaces one by one.
+def client_tools(tools: Sequence[Any], *, enforce: bool, param: str = "tools") -> list[ClientTool]:
+    """The tools in the field `param`, those of namespaces one by one.
 
     `enforce`: whether the model can be held to a form of its arguments. Raises `InvalidRequestError` for a tool that
-    the client does not run itself, and for more than `MAX_TOOLS`.
+    the client does not run itself, for two of one name, and for more than `MAX_TOOLS`.
     """
-    each = (one for index, tool in enumerate(tools) for one in _tools(tool, f"tools[{index}]", enforce))
+    each = (one for index, tool in enumerate(tools) for one in _tools(tool, f"{param}[{index}]", enforce))
     found = list(islice(each, MAX_TOOLS + 1))  # grammars take long to read: those of tools too many are not
     if len(found) > MAX_TOOLS:
-        message = f"tools has more than {MAX_TOOLS} entries, those of namespaces counted"
-        raise InvalidRequestError(message, param="tools")
+        message = f"{param} has more than {MAX_TOOLS} entries, those of namespaces counted"
+        raise InvalidRequestError(message, param=param)
+    keys: set[Key] = set()
+    for tool in found:
+        if tool.key in keys:
+            raise InvalidRequestError(f"{tool.param}: two tools have the same name", param=f"{tool.param}.name")
+        keys.add(tool.key)
     return found
 
 
@@ -95,6 +115,8 @@ def grammar_characters(tools: Any) -> int:
         match tool:
             case {"type": "namespace", "tools": [*inside]}:
                 size += sum(map(_grammar_length, inside))
+            case {"type": "additional_tools" | "tool_search_output", "tools": [*inside]}:  # items of an input
+                size += grammar_characters(inside)
             case _:
                 size += _grammar_length(tool)
     return size
@@ -117,11 +139,6 @@ def without_form(tool: ClientTool) -> ClientTool:
     return replace(tool, function=function | {"parameters": parameters | {"properties": properties}}, enforced=False)
 
 
-def chat_tools(tools: Iterable[ClientTool]) -> list[dict[str, Any]]:
-    """`tools` as a chat request has them."""
-    return [{"type": "function", "function": dict(tool.function)} for tool in tools]
-
-
 def _tools(tool: Any, param: str, enforce: bool) -> Iterator[ClientTool]:
     if not isinstance(tool, dict):
         raise wrong_type(param, "an object", tool)
@@ -130,39 +147,41 @@ def _tools(tool: Any, param: str, enforce: bool) -> Iterator[ClientTool]:
         return
     space = _Namespace.parse(tool, param)
     _refuse_others(tool, param, _Namespace)
-    about = space.description
     for index, inner in enumerate(space.tools):
         name = f"{param}.tools[{index}]"
         if not isinstance(inner, dict):
             raise wrong_type(name, "an object", inner)
-        yield _inside(_tool(inner, name, enforce), space.name, about)
-        about = None  # what a namespace is for is told once, by its first tool
-
-
-def _inside(tool: ClientTool, namespace: str, about: str | None) -> ClientTool:
-    if not isinstance(tool.name, str):
-        raise wrong_type(f"{tool.param}.name", "a string", tool.name)
-    function = {**tool.function, "name": chat_name(tool.name, namespace)}
-    if about and isinstance(own := function.get("description", ""), str):
-        function["description"] = f"{about}\n\n{own}".rstrip()
-    return replace(tool, namespace=namespace, function=function)
+        if inner.get("type") == SEARCH:
+            raise InvalidRequestError(f"{name}: {SEARCH} is in no namespace", param=f"{name}.type")
+        yield replace(_tool(inner, name, enforce), namespace=space.name, about=space.description)
 
 
 def _tool(tool: dict[str, Any], param: str, enforce: bool) -> ClientTool:
     kind = tool.get("type")
     if kind == "function":
-        _refuse_others(tool, param, _DESCRIBED)
-        return ClientTool(param, tool.get("name"), {key: tool[key] for key in _DESCRIBED if tool.get(key) is not None})
+        given = _FunctionTool.parse(tool, param)
+        _refuse_others(tool, param, (*_DESCRIBED, *_FunctionTool.model_fields))
+        function = {key: tool[key] for key in _DESCRIBED if tool.get(key) is not None}
+        return ClientTool(param, given.name, function, deferred=given.defer_loading is True)
     if kind == "custom":
         return _custom(tool, param, enforce)
+    if kind == SEARCH:
+        return _search(tool, param)
     shown = repr(shown_name(kind)) if isinstance(kind, str) else kind_of(kind)
     message = f"{param}.type is {shown}: only tools that the client runs itself are supported here: function, custom"
-    raise InvalidRequestError(f"{message}, and namespace with those inside", param=f"{param}.type")
+    raise InvalidRequestError(f"{message}, {SEARCH}, and namespace with those inside", param=f"{param}.type")
+
+
+def _search(tool: dict[str, Any], param: str) -> ClientTool:
+    _SearchTool.parse({"execution": "server", **tool}, param)
+    _refuse_others(tool, param, _SearchTool)
+    function = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
+    return ClientTool(param, SEARCH, function, "tool_search")
 
 
 def _custom(tool: dict[str, Any], param: str, enforce: bool) -> ClientTool:
-    given = _Custom.parse(tool, param)
-    _refuse_others(tool, param, _Custom)
+    given = _CustomTool.parse(tool, param)
+    _refuse_others(tool, param, _CustomTool)
     form = _InputFormat.parse(given.format or {"type": "text"}, f"{param}.format")
     _refuse_others(given.format or {}, f"{param}.format", _InputFormat)
     constrained = form.type == "grammar"
@@ -178,8 +197,9 @@ def _custom(tool: dict[str, Any], param: str, enforce: bool) -> ClientTool:
     if pattern is not None:
         parameters["properties"] = {ARGUMENT: {"type": "string", "description": _described(form), "pattern": pattern}}
     described = {} if given.description is None else {"description": given.description}
-    function = {"name": given.name, **described, "parameters": parameters, **({"strict": True} if pattern else {})}
-    return ClientTool(param, given.name, function, "custom", enforced=not constrained or pattern is not None)
+    function = {**described, "parameters": parameters, **({"strict": True} if pattern else {})}
+    enforced = not constrained or pattern is not None
+    return ClientTool(param, given.name, function, "custom", deferred=given.defer_loading is True, enforced=enforced)
 
 
 def _described(form: _InputFormat) -> str:
@@ -208,39 +228,3 @@ def _refuse_others(value: Mapping[str, Any], param: str, known: type[Model] | Se
         if key not in (*names, "type") and given not in (None, False, []):
             shown = f"{param}.{shown_name(key)}"
             raise InvalidRequestError(f"{shown} is not supported here", param=shown)
-
-
-def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[Any, list[ClientTool]]:
-    """The tool choice of a chat request, and the tools that it allows. Raises `InvalidRequestError`."""
-    if isinstance(choice, str):
-        if choice not in _CHOICES:
-            raise _wrong_choice("tool_choice must be none, auto, required or an object that names a tool")
-        return choice, [*tools]
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind in ("function", "custom"):
-        return {"type": "function", "function": {"name": _named(choice, tools).function["name"]}}, [*tools]
-    if kind == "allowed_tools":
-        return _allowed(choice, tools)
-    raise _wrong_choice("tool_choice must name a function or a custom tool, or allowed_tools that are such")
-
-
-def _allowed(choice: dict[str, Any], tools: Sequence[ClientTool]) -> tuple[str, list[ClientTool]]:
-    mode, listed = choice.get("mode", "auto"), choice.get("tools")
-    if mode not in ("auto", "required") or not isinstance(listed, list):
-        raise _wrong_choice("tool_choice.mode must be auto or required, and tool_choice.tools an array")
-    if any(not isinstance(one, dict) or one.get("type") not in ("function", "custom") for one in listed):
-        raise _wrong_choice("tool_choice.tools may hold functions and custom tools only")
-    names = {_named(one, tools).param for one in listed}
-    return mode, [tool for tool in tools if tool.param in names]
-
-
-def _named(choice: Mapping[str, Any], tools: Sequence[ClientTool]) -> ClientTool:
-    wanted = (choice.get("type"), choice.get("namespace"), choice.get("name"))
-    for tool in tools:
-        if (tool.kind, tool.namespace, tool.name) == wanted and tool.name is not None:
-            return tool
-    raise _wrong_choice("tool_choice asks for a tool that tools does not have")
-
-
-def _wrong_choice(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, param="tool_choice")

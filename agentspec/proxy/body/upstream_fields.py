@@ -7,7 +7,7 @@ by name (`field_names.py`), and by value where a value is an address. Texts, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.settings import OpenAISettings
@@ -70,6 +70,7 @@ class _Region:
     text: Set[str] = frozenset()
     media: bool = False
     strings: bool = True  # whether strings are checked at all
+    inner: Mapping[str, _Region] = field(default_factory=dict)  # parts of it that are checked by rules of their own
 
 
 _OTHER = _Region(is_denied)
@@ -80,6 +81,7 @@ _ITEMS = replace(
     _MESSAGES,
     skipped=_CALLS | {"annotations", "action", "results"},
     text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id"},
+    inner={"tools": _TOOLS},  # that the conversation adds, or that were searched for
 )
 # Of rerankers, and of chats about documents: texts, or parts as messages have them, with media that vLLM fetches.
 _RANKED = frozenset("documents query queries text_1 text_2".split())
@@ -102,6 +104,7 @@ class _Level:
     `nearest` is the last name on the way; an object has names, an array has not.
     """
 
+    region: _Region
     nearest: str
     items: Iterator[tuple[Any, Any]]
     named: bool
@@ -148,9 +151,10 @@ class UpstreamFields:
 
     def _walk(self, name: str, value: Any, region: _Region) -> None:
         """Check all names and strings of the field `name`, in order, remembering only where it is."""
-        place = [_Level("", iter([(name, value)]), named=True)]
+        place = [_Level(region, "", iter([(name, value)]), named=True)]
         while place:
             level = place[-1]
+            region = level.region
             for key, value in level.items:
                 level.key = key
                 nearest = level.nearest
@@ -163,10 +167,10 @@ class UpstreamFields:
                     if region.strings and nearest not in region.text:
                         self._check_string(value, nearest, region, place)
                 elif kind is dict and key not in region.skipped:
-                    place.append(_Level(nearest, iter(value.items()), named=True))
+                    place.append(_Level(region.inner.get(key, region), nearest, iter(value.items()), named=True))
                     break
                 elif kind is list and key not in region.skipped:
-                    place.append(_Level(nearest, enumerate(value), named=False))
+                    place.append(_Level(region.inner.get(key, region), nearest, enumerate(value), named=False))
                     break
             else:
                 place.pop()

@@ -57,7 +57,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         self._check_answers(backend, exchange)
         await self._run(exchange, self._check_roles, exchange.fields, backend)
         request = await self._read(exchange, local=True)
-        history = await self._history(exchange, request)
+        request, history = await self._continued(exchange, request)
         most = self.settings.max_messages
         answer = LocalAnswer(self.runtime, backend, request, exchange.caller, history.items, most)
         first = await self._run_on(exchange, history, answer.whole)
@@ -123,8 +123,8 @@ class ResponsesEndpoint(GenerationEndpoint):
         if request.truncation == "auto":
             message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
             raise InvalidRequestError(message, param="truncation")
+        request, history = await self._continued(exchange, request)
         record.response_headers = TRANSLATED | _unenforced(request)
-        history = await self._history(exchange, request)
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
@@ -149,7 +149,8 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def _read(self, exchange: Exchange, *, local: bool) -> ResponsesRequest:
         """The request, read in a thread if it is large or its grammars take as long as a large one."""
         read = partial(parse_responses, exchange.fields, max_messages=self.settings.max_messages, local=local)
-        size = len(exchange.body) + GRAMMAR_COST * grammar_characters(exchange.fields.get("tools"))
+        grammars = sum(grammar_characters(exchange.fields.get(name)) for name in ("tools", "input"))
+        size = len(exchange.body) + GRAMMAR_COST * grammars
         return await self.budget.run(exchange.record.tenant, size, read)
 
     def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
@@ -164,6 +165,15 @@ class ResponsesEndpoint(GenerationEndpoint):
         """The result of work on the body and on `history`, in a thread if both are large."""
         size = len(exchange.body) + history.size
         return await self.budget.run(exchange.record.tenant, size, function, *arguments)
+
+    async def _continued(self, exchange: Exchange, request: ResponsesRequest) -> tuple[ResponsesRequest, History]:
+        """The request with the tools of the whole conversation, and the items that it continues."""
+        history = await self._history(exchange, request)
+        if request.previous is None:
+            return request, history
+        size = len(exchange.body) + history.size + GRAMMAR_COST * grammar_characters(history.items)
+        tenant = exchange.record.tenant
+        return await self.budget.run(tenant, size, request.continuing, history.items), history
 
     async def _history(self, exchange: Exchange, request: ResponsesRequest) -> History:
         """The items of the responses that the request continues."""

@@ -16,6 +16,7 @@ from agentspec.protocol.messages import parse_message
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import Item, parse_input
 from agentspec.protocol.openai_responses.request import parse_responses
+from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -118,12 +119,12 @@ def test_every_text_arrives_once_and_in_order(given_items: list[Item]) -> None:
     made = Conversation()
     made.add_all(parsed)
     found = [parse_message(message, "m") for message in made.finish()]
-    assert _texts(found) == _wanted(parsed)
+    assert _texts(found) == _wanted(parsed, made.names)
     assert len(made.origins) == len(found) and made.origins == sorted(made.origins)
 
 
-def _wanted(parsed: list[Item]) -> dict[str, str]:
-    """All texts of a kind in the order in which they come."""
+def _wanted(parsed: list[Item], names: ToolNames) -> dict[str, str]:
+    """All texts of a kind in the order in which they come; tools by their names in the chat."""
     kinds: dict[str, str] = dict.fromkeys(("user", "assistant", "thought", "call", "result"), "")
     for item in parsed:
         if item["type"] == "message":
@@ -131,7 +132,8 @@ def _wanted(parsed: list[Item]) -> dict[str, str]:
         elif item["type"] == "reasoning":
             kinds["thought"] += item["content"][0]["text"]
         elif item["type"] == "function_call":
-            kinds["call"] += f"{item['call_id']}{item['name']}{item['arguments']}"
+            name = names.of_key(key_of(item["name"], None))
+            kinds["call"] += f"{item['call_id']}{name}{item['arguments']}"
         else:
             kinds["result"] += item["call_id"] + item["output"]
     return kinds
@@ -173,6 +175,17 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"type": "reasoning", "summary": "x"}], "input[0].summary"),
     ([{"role": "user", "content": "\ud800"}], "input[0].content[0].text"),
     ([{"role": "user", "content": "x"}] * 101, "input"),
+    ([{"type": "tool_search_call", "call_id": "c", "arguments": {}}], "input[0].execution"),
+    ([{"type": "tool_search_call", "call_id": "c", "execution": "server", "arguments": {}}], "input[0].execution"),
+    ([{"type": "tool_search_call", "execution": "client", "arguments": {}}], "input[0].call_id"),
+    ([{"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": []}], "input[0].call_id"),
+    ([{"type": "tool_search_output", "call_id": "c", "execution": "client"}], "input[0].tools"),
+    ([{"type": "additional_tools", "role": "user", "tools": []}], "input[0].role"),
+    ([{"type": "additional_tools", "role": "developer", "tools": 5}], "input[0].tools"),
+    (
+        [{"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "\ud800"}]}],
+        "input[0].tools",
+    ),
 ]
 
 
@@ -218,7 +231,7 @@ def test_media_are_for_upstreams() -> None:
 )
 def test_the_names_of_a_chats_fields(chat: str | None, own: str | None) -> None:
     function = {"type": "function", "name": "f"}
-    space = {"type": "namespace", "name": "n", "description": "", "tools": [function, function]}
+    space = {"type": "namespace", "name": "n", "description": "", "tools": [function, {**function, "name": "g"}]}
     body = {"input": "hi", "tools": [function, space, {"type": "custom", "name": "c"}]}
     request = parse_responses(body, max_messages=9, local=True)
     assert request.own_name(chat, [-1, 0, 3], 2) == own

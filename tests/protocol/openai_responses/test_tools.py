@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.tools import allowed_tools, chat_tools, client_tools, grammar_characters
+from agentspec.protocol.openai_responses.offered import chat_tools
+from agentspec.protocol.openai_responses.tool_choice import allowed_tools
+from agentspec.protocol.openai_responses.tool_names import ToolNames
+from agentspec.protocol.openai_responses.tools import ClientTool, client_tools, grammar_characters
 from agentspec.protocol.requests import MAX_TOOLS
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
@@ -17,7 +20,8 @@ SPACE = {"type": "namespace", "name": "disk", "description": "The disk.", "tools
 
 def test_functions_of_a_chat() -> None:
     tools = client_tools([FUNCTION, CUSTOM, SPACE], enforce=True)
-    functions = [tool["function"] for tool in chat_tools(tools)]
+    names = ToolNames.of(tool.key for tool in tools)
+    functions = [tool["function"] for tool in chat_tools(tools, names)]
     assert [one["name"] for one in functions] == ["look", "write", "disk__look", "disk__write"]
     assert functions[0] == {"name": "look", "parameters": {"type": "object"}, "strict": False}
     assert functions[2]["description"] == "The disk." and functions[3]["description"] == "Writes."
@@ -28,15 +32,25 @@ def test_functions_of_a_chat() -> None:
 @pytest.mark.parametrize(
     ("choice", "chosen", "left"),
     [
-        ("auto", "auto", 4),
-        ({"type": "custom", "name": "write"}, "write", 4),
-        ({"type": "function", "name": "look", "namespace": "disk"}, "disk__look", 4),
+        ("auto", "auto", 5),
+        ({"type": "custom", "name": "write"}, "tools[1]", 5),
+        ({"type": "function", "name": "look"}, "tools[0]", 5),
+        ({"type": "function", "name": "look", "namespace": "functions"}, "tools[0]", 5),
+        ({"type": "function", "name": "look", "namespace": "disk"}, "tools[2].tools[0]", 5),
+        ({"type": "function", "name": "only"}, "tools[2].tools[2]", 5),
         ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "write"}]}, "required", 1),
     ],
 )
 def test_choices(choice: Any, chosen: str, left: int) -> None:
-    found, tools = allowed_tools(choice, client_tools([FUNCTION, CUSTOM, SPACE], enforce=True))
-    assert (found if isinstance(found, str) else found["function"]["name"]) == chosen and len(tools) == left
+    space = {**SPACE, "tools": [FUNCTION, CUSTOM, {**FUNCTION, "name": "only"}]}
+    found, tools = allowed_tools(choice, client_tools([FUNCTION, CUSTOM, space], enforce=True))
+    assert (found.param if isinstance(found, ClientTool) else found) == chosen and len(tools) == left
+
+
+def test_a_choice_that_several_namespaces_have_must_say_which() -> None:
+    spaces = [{**SPACE, "name": name} for name in ("disk", "tape")]
+    with pytest.raises(InvalidRequestError, match="several namespaces"):
+        allowed_tools({"type": "function", "name": "look"}, client_tools(spaces, enforce=True))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +79,14 @@ GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
         (5, "tools[0]"),
         ({"type": "web_search"}, "tools[0].type"),
         ({"type": "custom"}, "tools[0].name"),
-        ({**CUSTOM, "defer_loading": True}, "tools[0].defer_loading"),
+        ({**CUSTOM, "defer_loading": "yes"}, "tools[0].defer_loading"),
+        ({"type": "tool_search"}, "tools[0].execution"),
+        ({"type": "tool_search", "execution": "server"}, "tools[0].execution"),
+        ({"type": "tool_search", "execution": "client", "limit": 5}, "tools[0].limit"),
+        ({**SPACE, "tools": [{"type": "tool_search", "execution": "client"}]}, "tools[0].tools[0].type"),
+        ({**SPACE, "tools": [FUNCTION, FUNCTION]}, "tools[0].tools[1].name"),
+        ({**FUNCTION, "name": ""}, "tools[0].name"),
+        ({**FUNCTION, "output_schema": {"type": "object"}}, "tools[0].output_schema"),
         ({**CUSTOM, "format": {"type": "json"}}, "tools[0].format.type"),
         ({**CUSTOM, "format": {**GRAMMAR, "syntax": "ebnf"}}, "tools[0].format.syntax"),
         ({**CUSTOM, "format": {"type": "grammar"}}, "tools[0].format.definition"),
@@ -87,7 +108,8 @@ def test_what_is_refused(tool: Any, param: str) -> None:
 
 def test_tools_are_counted_before_those_too_many_are_read() -> None:
     unread = 5  # no tool at all, which is told only where it is read
-    full = [{**SPACE, "tools": [FUNCTION] * 100}, {**SPACE, "tools": [FUNCTION] * (MAX_TOOLS - 100)}]
+    each = [{**FUNCTION, "name": f"look{number}"} for number in range(MAX_TOOLS)]
+    full = [{**SPACE, "tools": each[:100]}, {**SPACE, "tools": each[100:]}]
     assert len(client_tools(full, enforce=True)) == MAX_TOOLS
     with pytest.raises(InvalidRequestError, match=f"more than {MAX_TOOLS}") as refused:
         client_tools([*full, FUNCTION, unread], enforce=True)
@@ -97,5 +119,6 @@ def test_tools_are_counted_before_those_too_many_are_read() -> None:
 def test_how_long_grammars_are() -> None:
     tool, length = {**CUSTOM, "format": GRAMMAR}, len(GRAMMAR["definition"])
     assert grammar_characters([tool, FUNCTION, CUSTOM, {**SPACE, "tools": [tool, CUSTOM, tool]}]) == 3 * length
+    assert grammar_characters([{"type": "additional_tools", "tools": [tool, {**SPACE, "tools": [tool]}]}]) == 2 * length
     odd = [None, 5, {"format": 5}, {"format": {"definition": 5}}, {"type": "namespace", "tools": 5}]
     assert [grammar_characters(tools) for tools in (None, 5, odd, [{"type": "namespace", "tools": odd}])] == [0] * 4

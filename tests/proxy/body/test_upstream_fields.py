@@ -44,6 +44,14 @@ def test_fields_of_other_products_are_refused(name: str) -> None:
         ({"a": {"b": [[{"c": {"model_url": None}}]]}}, "a.b[0][0].c.model_url"),
         ({"tools": [{"type": "function", "base_url": "x"}]}, "tools[0].base_url"),
         ({"tools": [{"type": "mcp", "server_url": "http://10.0.0.1"}]}, "tools[0].server_url"),
+        (
+            {"input": [{"type": "additional_tools", "tools": [{"type": "mcp", "server_url": "x.example/mcp"}]}]},
+            "input[0].tools[0].server_url",
+        ),
+        (
+            {"input": [{"type": "tool_search_output", "tools": [{"type": "namespace", "tools": [{"host": "x"}]}]}]},
+            "input[0].tools[0].tools[0].host",
+        ),
         ({"tools": [{"type": "x", "x": {"parameters": {}, "where": "http://10.0.0.1"}}]}, "tools[0].x.where"),
         ({"a": {"parameters": {"api_base": "x"}}}, "a.parameters.api_base"),
         ({"a": {"metadata": {"api_base": "x"}}}, "a.metadata.api_base"),
@@ -153,7 +161,14 @@ def test_text_and_schemas_may_speak_of_addresses() -> None:
             "functions": [{"name": "f", "parameters": schema}],
             "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
             "prompt": "http://x",
-            "input": ["http://x", "file:///x"],
+            "input": [
+                "http://x",
+                "file:///x",
+                {
+                    "type": "additional_tools",
+                    "tools": [{"type": "custom", "description": "http://x", "format": {"definition": "// of a file"}}],
+                },
+            ],
             "query": "http://x",
             "documents": ["http://x", {"title": "http://x", "text": "file:///x"}],
             "stop": ["http://"],

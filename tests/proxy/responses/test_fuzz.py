@@ -31,6 +31,13 @@ BODY: dict[str, Any] = {
         {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "5"}]},
         {"type": "custom_tool_call", "call_id": "c3", "name": "edit", "namespace": "disk", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "c3", "output": "done"},
+        {"type": "additional_tools", "role": "developer", "tools": [
+            {"type": "tool_search", "execution": "client", "description": "Searches", "parameters": {"type": "object"}},
+            {"type": "function", "name": "late", "description": "Later", "defer_loading": True}]},
+        {"type": "tool_search_call", "call_id": "c4", "execution": "client", "arguments": {"query": "late"}},
+        {"type": "tool_search_output", "call_id": "c4", "execution": "client", "tools": [
+            {"type": "namespace", "name": "tape", "description": "Tapes", "tools": [
+                {"type": "function", "name": "wind", "defer_loading": True}]}]},
     ],
     "tools": [{"type": "function", "name": "look", "description": "Looks", "parameters": {"type": "object"},
                "strict": True},
@@ -59,12 +66,16 @@ ODD: list[Any] = [
     "é\U0001f642", {"type": "json_object"}, {"effort": []}, {"type": "function_call_output", "call_id": "c1"},
     {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "regex", "definition": "("}},
     {"type": "namespace", "name": "look", "tools": [{"type": "function", "name": "look"}]}, "start: start",
+    {"type": "tool_search", "execution": "client"}, {"type": "additional_tools", "role": "developer", "tools": []},
+    "tool_search", "server", {"type": "function", "name": "late", "defer_loading": True}, "\ud800",
 ]  # fmt: skip
+JSON = {"content-type": "application/json"}  # with half surrogate pairs, which UTF-8 cannot write
 NAMES = [
     *BODY, "namespace", "input", "definition", "syntax",
     "type", "role", "content", "id", "call_id", "output", "arguments", "name", "format", "schema", "background",
     "conversation", "prompt", "stream_options", "seed", "stop", "n", "top_k", "logit_bias", "chat_template_kwargs",
     "prediction", "service_tier", "priority", "context_management", "prompt_cache_options", "max_tool_calls",
+    "defer_loading", "execution", "tools",
 ]  # fmt: skip
 
 
@@ -139,7 +150,7 @@ def fuzz(running: Any, seed: int, count: int) -> dict[int, int]:
     with httpx.Client(base_url=running.url, timeout=60) as client:
         for _ in range(count):
             body = mutated(rng)
-            answer = client.post("/v1/responses", json=body)
+            answer = client.post("/v1/responses", content=json.dumps(body), headers=JSON)
             statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
             assert answer.status_code < 500, (answer.text, json.dumps(body))
             if answer.status_code >= 400:
