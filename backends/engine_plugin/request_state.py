@@ -1,14 +1,15 @@
-"""The state of one request of the server: its cache, its next tokens, and how many of the last draft were accepted."""
+"""The state of one request of the server: its cache, what may follow, and what its client told of it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from agentspec.cache.drafting.chains import Chain
 from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.speculation.governor import RequestStats
@@ -96,33 +97,10 @@ def prediction_in(fields: Mapping[str, object]) -> tuple[int, ...]:
     return tuple(given)
 
 
-class Continuation(NamedTuple):
-    """Tokens that may follow, and for each the probability that all tokens up to it are accepted."""
-
-    tokens: list[int]
-    acceptance: list[float]
-
-    def after(self, fresh: list[int]) -> Continuation:
-        """The rest of the continuation after the output grew by `fresh`; empty if `fresh` differs from it."""
-        count = len(fresh)
-        if count == 0:
-            return self
-        if count >= len(self.tokens) or self.tokens[:count] != fresh:
-            return NOTHING
-        reached = self.acceptance[count - 1]
-        return Continuation(self.tokens[count:], [likely / reached for likely in self.acceptance[count:]])
-
-
-NOTHING = Continuation([], [])
-
-
 class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
-    __slots__ = (
-        "accepted asked cache chain continuation expected finished length output_length predicted".split()
-        + "ready request stats".split()
-    )
+    __slots__ = ("asked cache chain finished length output_length predicted ready request stats").split()
 
     def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
         self.length = length  # tokens of prompt and output
@@ -132,55 +110,48 @@ class RequestState:
         self.finished = False
         self.cache: RequestCache | None = None
         self.ready = threading.Event()  # set also if opening the cache failed
-        self.continuation = NOTHING
-        self.chain: list[int] = []  # the part of the continuation that was proposed in the last round
+        self.chain = Chain()  # for engines that verify chains
         self.asked = False
-        self.expected = 0.0
-        self.accepted = 0
         self.predicted = PredictedText(request.prediction) if request.prediction else None
 
     def advance(self, fresh: Tokens) -> Tokens:
-        """Count how many tokens of the last chain `fresh` accepted; returns the tokens of `fresh` that are output.
+        """Follow new tokens of the request; returns those that are output.
 
         The target may sample tokens after the end of an output; the server cuts them off later.
         """
-        tokens = fresh.tolist()
-        self.accepted = 0
-        for proposed, token in zip(self.chain, tokens, strict=False):
-            if proposed != token:
-                break
-            self.accepted += 1
-        self.continuation = self.continuation.after(tokens)
+        self.chain.advance(fresh)
         if self.predicted is not None:
-            self.predicted.follow(tokens)
+            self.predicted.follow(fresh.tolist())
         self.length += len(fresh)
-        return fresh[: self._still_output(tokens)]
+        return fresh[: self._still_output(fresh)]
 
-    def _still_output(self, fresh: list[int]) -> int:
-        request, count = self.request, 0
-        while count < len(fresh) and not self.finished:
-            count += 1
-            self.output_length += 1
-            self.finished = fresh[count - 1] in request.stops or self.output_length == request.max_tokens
+    def _still_output(self, fresh: Tokens) -> int:
+        request, count = self.request, 0 if self.finished else len(fresh)
+        if request.max_tokens is not None:
+            count = min(count, request.max_tokens - self.output_length)
+        tokens = fresh[:count].tolist()
+        if not request.stops.isdisjoint(tokens):
+            count = 1 + next(i for i, token in enumerate(tokens) if token in request.stops)
+            self.finished = True
+        self.output_length += count
+        self.finished = self.finished or self.output_length == request.max_tokens
         return count
 
     def is_certain(self) -> bool:
-        """Whether the continuation is long and likely enough to need no new search."""
-        return len(self.continuation.tokens) >= max(1, len(self.chain)) and self.continuation.acceptance[0] >= SURE
+        """Whether what follows is known for long enough, and likely enough, to need no new search."""
+        return self.chain.is_certain(max(1, self.chain.drafted), SURE)
 
-    def from_prediction(self, limit: int) -> Continuation:
+    def from_prediction(self, limit: int) -> list[int]:
         """What the client predicts next; empty where its prediction is lost or has mostly been wrong of late."""
         text = self.predicted
-        if text is None or text.confidence < HOPELESS or not (tokens := text.ahead(limit)):
-            return NOTHING
-        return Continuation(tokens, [text.confidence**count for count in range(1, len(tokens) + 1)])
+        return [] if text is None or text.confidence < HOPELESS else text.ahead(limit)
 
-    def acceptance(self, limit: int) -> list[float]:
-        """The acceptance probabilities of at most `limit` next tokens, corrected by the request's drafts so far."""
-        factor = min(1.0, self.stats.factor)
-        return [factor * likely for likely in self.continuation.acceptance[:limit]]
+    def confidence(self, count: int) -> list[float]:
+        """The probability that all predicted tokens up to each of the next `count` are accepted."""
+        likely = 0.0 if self.predicted is None else self.predicted.confidence
+        return [likely**length for length in range(1, count + 1)]
 
-    def propose(self, count: int, expected: float) -> list[int]:
-        """Take the first `count` tokens of the continuation as the chain to verify."""
-        self.chain, self.expected = self.continuation.tokens[:count], expected
-        return self.chain
+    @property
+    def factor(self) -> float:
+        """How often drafted tokens are accepted compared with what was expected of this request's drafts; at most 1."""
+        return min(1.0, self.stats.factor)

@@ -106,7 +106,7 @@ class TreeDrafter:
         self._recorder.extend(updates)
 
     def _search(self, turns: Sequence[TreeTurn], nodes: int) -> list[TokenTree]:
-        trees = [chain(turn.request.state.from_prediction(nodes).tokens) for turn in turns]
+        trees = [chain(turn.request.state.from_prediction(nodes)) for turn in turns]
         searched: list[int] = []
         jobs: list[DraftJob] = []
         for row, (turn, tree) in enumerate(zip(turns, trees, strict=True)):

@@ -8,12 +8,12 @@ from time import perf_counter
 from typing import NamedTuple
 
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
-from agentspec.backends.engine_plugin.request_state import NOTHING, Continuation, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.engine_plugin.round_stats import RoundStats
 from agentspec.backends.vllm.step_cost import StepTimeModel
-from agentspec.cache.index import DraftJob, propose_batch
+from agentspec.cache.drafting.chains import ChainTurn, propose_chains
 from agentspec.cache.tokens import Tokens
-from agentspec.speculation.governor import RequestStats, allocate_budget
+from agentspec.speculation.governor import RequestStats
 from agentspec.telemetry.safe_errors import safe_message
 
 ANY = RequestInfo()
@@ -104,8 +104,9 @@ class ServerDrafter:
 
     def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
         tokens = state.advance(fresh)
-        self.stats.accepted += state.accepted
-        return OutputUpdate(state, tokens, len(state.chain), state.accepted)
+        accepted = state.chain.accepted
+        self.stats.accepted += accepted
+        return OutputUpdate(state, tokens, state.chain.drafted, accepted)
 
     def _judge(self, turns: Sequence[DraftTurn], seconds: float) -> None:
         """Learn from the last step what a step costs, and for each request whether searching for drafts pays.
@@ -114,53 +115,38 @@ class ServerDrafter:
         drafts fail now may copy a page next.
         """
         asked = [state for state in self._last if state.asked]
-        self._cost.observe(len(turns) + sum(len(state.chain) for state in asked), seconds)
+        self._cost.observe(len(turns) + sum(state.chain.drafted for state in asked), seconds)
         token = seconds / max(1, sum(len(turn.fresh) for turn in turns))
         cost = max(0.0, self.stats.last_seconds - FREE * seconds) / max(1, len(asked))
         for state in asked:
-            accepted = state.accepted
-            state.stats.observe(state.expected, accepted, cost, accepted * token)
+            chain = state.chain
+            state.stats.observe(chain.expected, chain.accepted, cost, chain.accepted * token)
 
     def _draft(self, turns: Sequence[DraftTurn]) -> list[list[int]]:
         wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
-        self._search(turns)
-        chances = [turn.state.acceptance(turn.limit) for turn in turns]
-        counts = allocate_budget(chances, len(turns), lambda drafted: self._cost.many(len(turns) + drafted))
-        return [
-            turn.state.propose(count, sum(chance[:count]))
-            for turn, chance, count in zip(turns, chances, counts, strict=True)
-        ]
+        return propose_chains(
+            [self._chain_turn(turn) for turn in turns],
+            self._cost.curve,
+            floor=self._cost.least_acceptance(len(turns)),
+            vocabulary=self._vocab_size,
+            patience=PATIENCE,
+        )
 
-    def _search(self, turns: Sequence[DraftTurn]) -> None:
-        """Search the cache for the requests whose continuation from the last round is too short or too unlikely."""
-        floor = self._cost.least_acceptance(len(turns))
-        asked = [(turn.state, job) for turn in turns if (job := self._job(turn, floor))]
-        drafts = propose_batch([job for _, job in asked], PATIENCE) if asked else []
-        for (state, _), draft in zip(asked, drafts, strict=True):
-            state.continuation = self._legal(Continuation(draft.tokens.tolist(), draft.probabilities.tolist()))
-
-    def _job(self, turn: DraftTurn, floor: float) -> DraftJob | None:
-        """The search for a request; None if it must not draft now or needs no search, as with a prediction."""
-        state, cache = turn.state, turn.state.cache
-        predicted = state.from_prediction(turn.limit)
-        nothing = cache is None and not predicted.tokens
-        if nothing or state.finished or turn.limit <= 0 or not state.stats.ask():
-            state.asked, state.continuation = False, NOTHING
-            return None
+    def _chain_turn(self, turn: DraftTurn) -> ChainTurn:
+        """The request's part in the common call. It is searched for if its chain is too short or too unlikely."""
+        state, _, context, limit = turn
+        cache, predicted, factor = state.cache, state.from_prediction(limit), state.factor
+        nothing = cache is None and not predicted
+        if nothing or state.finished or limit <= 0 or not state.stats.ask():
+            state.asked = False
+            state.chain.clear()
+            return ChainTurn(state.chain, None, (), context, 0, factor)
         state.asked = True
-        if predicted.tokens:
-            state.continuation = self._legal(predicted)
-            return None
-        if cache is None or state.is_certain():
-            return None
-        return cache.drafter, cache.indexes, turn.context, turn.limit, floor, True
-
-    def _legal(self, found: Continuation) -> Continuation:
-        """The continuation up to the first token that is not in the model's vocabulary."""
-        if max(found.tokens, default=0) < self._vocab_size:
-            return found
-        count = next(i for i, token in enumerate(found.tokens) if token >= self._vocab_size)
-        return Continuation(found.tokens[:count], found.acceptance[:count])
+        if predicted:
+            state.chain.replace(predicted, state.confidence(len(predicted)))
+        elif cache is not None and not state.is_certain():
+            return ChainTurn(state.chain, cache.drafter, cache.indexes, context, limit, factor)
+        return ChainTurn(state.chain, None, (), context, limit, factor)
 
     def _report(self, error: Exception) -> None:
         if not self._failed:

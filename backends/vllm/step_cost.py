@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.cache.drafting.chains import StepCurve
 from agentspec.speculation.cost_curve import KNOTS
 from agentspec.speculation.cost_model import CostModel
 
@@ -17,23 +18,34 @@ _USUAL_RATE = 0.05  # how fast the usual error is followed
 
 Floats = NDArray[np.float64]
 
+_TOKENS: Floats = np.array([*KNOTS, _FAR], dtype=np.float64)
+
 
 class StepTimeModel:
     """Seconds of one engine step by its tokens, learned from the steps themselves."""
 
     def __init__(self) -> None:
         self._model = CostModel()
-        self._tokens = np.array([*KNOTS, _FAR], dtype=np.float64)
         self._steps = 0
         self._usual = _SURPRISE / _UNUSUAL
         self._curve = self._read()
 
+    @property
+    def curve(self) -> StepCurve:
+        return self._curve
+
     def seconds(self, tokens: int) -> float:
-        return float(np.interp(tokens, self._tokens, self._curve))
+        """As `many` for one number; asked several times a step, and numpy takes several times as long for it."""
+        points, seconds = self._curve
+        behind = int(points.searchsorted(tokens, "right"))
+        if behind in (0, len(points)):
+            return float(seconds[max(0, behind - 1)])
+        low, high = points[behind - 1], points[behind]
+        return float(seconds[behind - 1] + (seconds[behind] - seconds[behind - 1]) * (tokens - low) / (high - low))
 
     def many(self, tokens: NDArray[np.integer]) -> Floats:
         """`seconds` for each number of tokens."""
-        return np.asarray(np.interp(tokens, self._tokens, self._curve))
+        return np.asarray(np.interp(tokens, *self._curve))
 
     def observe(self, tokens: int, seconds: float) -> None:
         self._steps += 1
@@ -44,8 +56,8 @@ class StepTimeModel:
             self._model.observe(tokens, 0, seconds)
             self._curve = self._read()
 
-    def _read(self) -> Floats:
-        return self._model.many(self._tokens.astype(np.int64))
+    def _read(self) -> StepCurve:
+        return StepCurve(_TOKENS, self._model.many(_TOKENS.astype(np.int64)))
 
     def least_acceptance(self, requests: int) -> float:
         """The acceptance probability below which no draft token pays in a step of `requests` requests."""

@@ -14,6 +14,7 @@
 #include <tuple>
 #include <utility>
 
+#include "drafting/chains.hpp"
 #include "drafting/draft_batch.hpp"
 #include "drafting/drafter.hpp"
 #include "index/suffix_index.hpp"
@@ -110,6 +111,19 @@ void extend_all(const std::vector<Extension>& asked) {
                         into.value_or(nullptr), sequence, view(before)});
     }
     unlocked([&] { extend_batch(jobs); });
+}
+
+using Turn = std::tuple<Chain*, std::optional<const Drafter*>, Indexes, Input<Token>, std::size_t, double>;
+
+std::vector<std::vector<Token>> chains_of(const std::vector<Turn>& asked, std::size_t requests,
+                                          const Input<double>& tokens, const Input<double>& seconds, double floor,
+                                          Token vocabulary, std::optional<double> patience) {
+    std::vector<ChainTurn> turns;
+    for (const auto& [chain, drafter, indexes, context, limit, factor] : asked) {
+        turns.push_back({chain, drafter.value_or(nullptr), sourced(indexes), view(context), limit, factor});
+    }
+    const StepCost cost{view(tokens), view(seconds)};
+    return unlocked([&] { return propose_chains(turns, requests, cost, floor, vocabulary, within(patience)); });
 }
 
 void bind_index(nb::module_& m) {
@@ -231,6 +245,31 @@ void bind_drafter(nb::module_& m) {
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 
+void bind_chains(nb::module_& m) {
+    nb::class_<Chain>(m, "Chain")
+        .def(nb::init<>())
+        .def(
+            "advance", [](Chain& self, const Input<Token>& fresh) { self.advance(view(fresh)); }, "fresh"_a.noconvert())
+        .def("replace", &Chain::replace, "tokens"_a, "acceptance"_a)
+        .def("clear", &Chain::clear)
+        .def_prop_ro("tokens",
+                     [](const Chain& self) { return std::vector(self.tokens().begin(), self.tokens().end()); })
+        .def_prop_ro("acceptance",
+                     [](const Chain& self) { return std::vector(self.acceptance().begin(), self.acceptance().end()); })
+        .def(
+            "is_certain",
+            [](const Chain& self, std::size_t count, double least) {
+                const auto acceptance = self.acceptance();
+                return acceptance.size() >= count && !acceptance.empty() && acceptance.front() >= least;
+            },
+            "count"_a, "least"_a)
+        .def_prop_ro("drafted", &Chain::drafted)
+        .def_prop_ro("accepted", &Chain::accepted)
+        .def_prop_ro("expected", &Chain::expected);
+    m.def("propose_chains", &chains_of, "turns"_a, "requests"_a, "tokens"_a.noconvert(), "seconds"_a.noconvert(),
+          "floor"_a, "vocabulary"_a, "patience"_a = nb::none());
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -246,4 +285,5 @@ NB_MODULE(_native, m) {
     });
     bind_index(m);
     bind_drafter(m);
+    bind_chains(m);
 }

@@ -102,7 +102,7 @@ class PassageRetriever:
             if request is None or request.state.finished:
                 continue
             paths = likeliest_paths(trees[row], shape.rows) if row in trees else []
-            if predicted := request.state.from_prediction(shape.ahead).tokens:
+            if predicted := request.state.from_prediction(shape.ahead):
                 paths.insert(0, predicted)
             found[row] = passages([self._legal(path) for path in paths], request.context, shape)
 

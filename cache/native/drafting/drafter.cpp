@@ -53,6 +53,13 @@ struct Branch {
     bool operator<(const Branch& other) const { return bound < other.bound; }
 };
 
+/// The greatest first; clearing it keeps its memory.
+template <class Item>
+class Heap : public std::priority_queue<Item> {
+public:
+    void clear() { this->c.clear(); }
+};
+
 /// What was learned, as far as a draft goes by it.
 struct Learned {
     const HitRates& rates;
@@ -114,9 +121,11 @@ private:
         int depth;
     };
 
+    /// A chain looks back one node only, so that two walks do, which stay in the processor's cache.
     LevelWalk& walk(int node) {
-        if (walks_->size() < static_cast<std::size_t>(node) + 2) walks_->emplace_back();
-        return (*walks_)[node + 1];
+        const std::size_t place = chain_ ? (node + 1) % 2 : node + 1;
+        if (walks_->size() <= place) walks_->emplace_back();
+        return (*walks_)[place];
     }
 
     bool over() const { return until_ && std::chrono::steady_clock::now() >= *until_; }
@@ -175,7 +184,7 @@ private:
     Candidate take() {
         const Candidate best = open_.top();
         open_.pop();
-        if (chain_) open_ = {}, branches_ = {};
+        if (chain_) open_.clear(), branches_.clear();
         return best;
     }
 
@@ -202,8 +211,8 @@ private:
     DraftTree tree_;
     std::vector<Reach> reaches_;  // of the context and of each node
     std::unique_ptr<std::deque<LevelWalk>> walks_ = kept_walks().take();  // likewise
-    std::priority_queue<Candidate> open_;
-    std::priority_queue<Branch> branches_;
+    Heap<Candidate> open_;
+    Heap<Branch> branches_;
 };
 
 }  // namespace

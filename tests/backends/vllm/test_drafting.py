@@ -5,22 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin.request_state import (
-    NOTHING,
-    Continuation,
-    PrivateCache,
-    RequestCache,
-    RequestInfo,
-    RequestState,
-)
+from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestCache, RequestInfo, RequestState
 from agentspec.backends.vllm import drafting
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.cache import SuffixCache
+from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Labels
@@ -104,7 +99,7 @@ def test_a_wrong_prediction_is_soon_left_alone(drafter: ServerDrafter) -> None:
     client = Client(drafter, tokens(1), tokens(*range(200, 230)))
     client.turn(output, 8)
     client.state.advance(output)
-    assert client.state.from_prediction(8) == NOTHING
+    assert client.state.from_prediction(8) == []
     assert sum(map(len, chains[50:])) <= sum(map(len, chains[:50]))
 
 
@@ -220,17 +215,23 @@ def test_a_memory_that_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
     assert "without the token cache" in caplog.text
 
 
-def test_a_memory_that_stands_still_holds_nobody_up() -> None:
+def test_a_memory_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that does not answer: drafts go on from what is in memory, and no round waits for it."""
+    times = itertools.accumulate(itertools.cycle((0.001, 0.0002)))
+    monkeypatch.setattr(drafting, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(drafting, "PATIENCE", 0.1)  # on a busy machine
     go = threading.Event()
-    memory = Broken(PrivateCache(np.tile(TEXT, 2)), lambda: go.wait(600) and None)
+
+    def stand_still() -> None:
+        go.wait(600)
+
+    memory = Broken(PrivateCache(np.tile(TEXT, 2)), stand_still)
     drafter = ServerDrafter(lambda state, prompt: memory, VOCABULARY)
     client = Client(drafter, TEXT)
     drafter.flush()
     chains = []
     for start in range(0, 40, 2):
         chains += drafter.propose([client.turn(TEXT[start : start + 3], 4)])
-        time.sleep(0.001)
     late = Client(drafter, TEXT)
     drafter.propose([late.turn(TEXT[:2], 4)])
     go.set()
@@ -263,22 +264,19 @@ def test_labels_reach_the_cache(cache: SuffixCache) -> None:
     assert seen == [Labels("s", "w", "plan")]
 
 
-def test_what_is_left_of_a_draft_that_came_true() -> None:
-    ahead = Continuation([1, 2, 3, 4], [0.8, 0.4, 0.2, 0.1])
-    left = ahead.after([1, 2])
-    assert left == Continuation([3, 4], [0.5, 0.25])
-    assert ahead.after([]) is ahead
-    for fresh in ([2], [1, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
-        assert ahead.after(fresh) is NOTHING
-
-
 def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step verifies four tokens of a chain that is longer."""
     answer(drafter, tokens(1, 2, 3), TEXT)
     monkeypatch.setattr(drafting, "PATIENCE", 60.0)  # a round that was not answered would ask again
-    asked: list[int] = []
-    propose_batch = drafting.propose_batch
-    monkeypatch.setattr(drafting, "propose_batch", lambda jobs, *more: (asked.append(1), propose_batch(jobs, *more))[1])
-    monkeypatch.setattr(drafting, "allocate_budget", lambda chances, *_: [min(4, len(chance)) for chance in chances])
+    monkeypatch.setattr(drafter._cost, "_curve", StepCurve(np.array([1.0, 5.0, 6.0]), np.array([1.0, 1.0, 1e6])))
+    monkeypatch.setattr(drafter._cost, "observe", lambda *_: None)
+    searched: list[int] = []
+
+    def counting(turns: Sequence[ChainTurn], *more: Any, **how: Any) -> list[list[int]]:
+        searched.extend(1 for turn in turns if turn.drafter)
+        return propose_chains(turns, *more, **{**how, "floor": 0.0})
+
+    monkeypatch.setattr(drafting, "propose_chains", counting)
     chains = answer(drafter, tokens(1, 2, 3), TEXT, limit=32)
-    assert sum(map(len, chains)) > len(TEXT) / 2
-    assert len(asked) <= len(chains) / 2
+    assert sum(map(len, chains)) > len(TEXT) / 2 and max(map(len, chains)) == 4
+    assert len(searched) <= len(chains) / 2

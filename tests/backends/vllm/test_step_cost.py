@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.vllm.step_cost import StepTimeModel
+from agentspec.cache.drafting.chains import StepCurve
 from agentspec.speculation.governor import allocate_budget
 
 
@@ -20,8 +21,7 @@ class Line(StepTimeModel):
 
     def __init__(self, fixed: float) -> None:
         super().__init__()
-        self._tokens = np.array([0.0, 1e6])
-        self._curve = np.array([fixed, fixed + 1e6])
+        self._curve = StepCurve(np.array([0.0, 1e6]), np.array([fixed, fixed + 1e6]))
 
     def of(self, requests: int) -> Callable[[np.ndarray], np.ndarray]:
         """Seconds by the number of drafted tokens."""

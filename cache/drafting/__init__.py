@@ -1,0 +1,1 @@
+"""Draft chains for many requests of a server in one call."""
