@@ -46,12 +46,6 @@ Output<T> array_of(std::vector<T, Allocator> items) {
     return Output<T>(owned->data(), {owned->size()}, owner);
 }
 
-Output<Token> array_of(std::shared_ptr<TokenLog> log) {
-    auto* owned = new std::shared_ptr<TokenLog>(std::move(log));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::shared_ptr<TokenLog>*>(p); });
-    return Output<Token>(const_cast<Token*>((*owned)->data()), {(*owned)->size()}, owner);
-}
-
 /// Records of plain numbers as their bytes.
 template <class Record>
 Output<std::uint8_t> bytes_of(std::vector<Record> records) {
@@ -198,6 +192,7 @@ void bind_index(nb::module_& m) {
              })
         .def("memory_bytes", &SuffixIndex::memory_bytes)
         .def("transient_bytes", &SuffixIndex::transient_bytes)
+        .def("peak_bytes", &SuffixIndex::peak_bytes)
         .def("reclaimable_bytes", &SuffixIndex::reclaimable_bytes)
         .def("mapped_bytes", &SuffixIndex::mapped_bytes, Unlocked())
         .def(

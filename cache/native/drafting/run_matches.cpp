@@ -37,7 +37,7 @@ bool RunMatches::follow(const RunCursor& before) {
     for (const Position position : before.taken()) {
         if (!goes_on(position)) continue;
         if (known_.full()) return false;
-        known_.push_back({position + 1, shared_context(log_ + position + 1, query_end_)});
+        known_.push_back({position + 1, shared_context(log_ + (position + 1), query_end_)});
     }
     return true;
 }

@@ -17,7 +17,7 @@ namespace agentspec {
 class RunMatches {
 public:
     /// `most`: the query's length.
-    RunMatches(const Token* log, const Run& run, const Token* query_end, int most)
+    RunMatches(LogView log, const Run& run, const Token* query_end, int most)
         : log_(log), run_(&run), query_end_(query_end), longest_(most), unknown_(most), next_(most) {}
     /// For the query that extends the query of `before` by a token, in the same run. Not for a query after whose last
     /// tokens a piece may begin.
@@ -79,7 +79,7 @@ private:
     bool follow(const RunCursor& before);
     bool goes_on(Position position) const;
 
-    const Token* log_;
+    LogView log_;
     const Run* run_;
     const Token* query_end_;
     int longest_;

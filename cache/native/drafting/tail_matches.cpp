@@ -4,7 +4,7 @@
 
 namespace agentspec {
 
-void TailMatches::start(const Token* log, std::span<const Position> tail, const Token* query_end, int most) {
+void TailMatches::start(LogView log, std::span<const Position> tail, const Token* query_end, int most) {
     log_ = log;
     tail_ = tail;
     query_end_ = query_end;

@@ -12,7 +12,7 @@ namespace agentspec {
 class TailMatches {
 public:
     /// `most`: only the oldest position may share more tokens.
-    void start(const Token* log, std::span<const Position> tail, const Token* query_end, int most);
+    void start(LogView log, std::span<const Position> tail, const Token* query_end, int most);
 
     /// The longest shared context; before the first search an upper bound.
     int longest() const { return longest_; }
@@ -37,7 +37,7 @@ private:
     int shared_at(std::size_t place) const { return place < matches_.size() ? matches_[place].shared : 0; }
     void search();
 
-    const Token* log_ = nullptr;
+    LogView log_;
     std::span<const Position> tail_;
     const Token* query_end_ = nullptr;
     int longest_ = 0, next_ = 0;

@@ -12,11 +12,17 @@ namespace agentspec {
 /// The bytes that the parts of one index take.
 class Account {
 public:
-    void add(std::int64_t bytes) { bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+    void add(std::int64_t bytes) {
+        const std::int64_t now = bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+        for (std::int64_t most = most_; now > most && !most_.compare_exchange_weak(most, now);) {
+        }
+    }
+    /// The most there were at a time.
+    std::size_t most() const { return static_cast<std::size_t>(most_.load(std::memory_order_relaxed)); }
     std::size_t bytes() const { return static_cast<std::size_t>(bytes_.load(std::memory_order_relaxed)); }
 
 private:
-    std::atomic<std::int64_t> bytes_{0};
+    std::atomic<std::int64_t> bytes_{0}, most_{0};
 };
 
 /// Bytes on an account for as long as this object lives.

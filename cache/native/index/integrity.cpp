@@ -16,13 +16,13 @@ void require(bool holds, const std::string& what) {
 /// A part is in order, and its table is right. Returns how many of its positions are dead.
 std::size_t check_part(const TokenLog& log, const Run& run, const RunPart& part) {
     const std::span<const Position> positions = part.positions();
-    require(run.parts().size() > 1 || part.table() == RunTable(log.data(), positions), "table of another run");
+    require(run.parts().size() > 1 || part.table() == RunTable(log.view(), positions), "table of another run");
     std::size_t dead = 0;
     for (std::size_t i = 0; i < positions.size(); ++i) {
         require(positions[i] >= run.oldest() && positions[i] <= run.newest(), "a position outside its run");
         dead += log.is_dead(positions[i]);
         if (i == 0) continue;
-        const int order = compare_contexts(log.data() + positions[i - 1], log.data() + positions[i]);
+        const int order = compare_contexts(log.view() + positions[i - 1], log.view() + positions[i]);
         require(order < 0 || (order == 0 && positions[i - 1] < positions[i]),
                 "run out of order at " + std::to_string(i));
     }
@@ -80,8 +80,8 @@ void SuffixIndex::check_positions() const {
                 "span outside the log");
         require(piece.end == log_->size() || (*log_)[piece.end] == kBoundary || log_->is_dead(piece.end),
                 "a token behind a span");
-        const auto context = context_before(log_->data(), piece.begin);
-        require(context.empty() || (starts_ && starts_->contains(pair_before(log_->data() + piece.begin))),
+        const auto context = context_before(log_->view(), piece.begin);
+        require(context.empty() || (starts_ && starts_->contains(pair_before(log_->view() + piece.begin))),
                 "a start that is not known");
         needed += 1 + context.size() + (piece.end - piece.begin);
         for (Position position = piece.begin; position < piece.end; ++position, ++seen) {

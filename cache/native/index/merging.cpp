@@ -9,8 +9,7 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kSmall = 4096;   // positions that an append merges itself
-constexpr std::size_t kDeadShare = 16;  // text is taken out of a run, and pages of the log, once so much is removed
-constexpr std::size_t kRewriteShare = 8;  // the log is written anew once so much of it is removed that no page can go
+constexpr std::size_t kRewriteShare = 8;  // a short log is written anew once so much of it is removed
 constexpr std::size_t kMostRuns = 64;  // more of them, and an append merges them all, where no one else does
 
 /// A run while it is merged, counted as long as it exists.
@@ -28,7 +27,7 @@ struct Part {
 };
 
 /// Merge runs, each older than the next; the smallest neighbours first.
-Positions merge_all(const Token* log, std::vector<Part> parts, const std::shared_ptr<Account>& account) {
+Positions merge_all(LogView log, std::vector<Part> parts, const std::shared_ptr<Account>& account) {
     while (parts.size() > 1) {
         std::size_t best = 0;
         const auto size = [&](std::size_t i) { return parts[i].positions.size() + parts[i + 1].positions.size(); };
@@ -52,9 +51,9 @@ std::size_t size_of(const Runs& runs, std::size_t first, std::size_t end) {
     return size;
 }
 
-bool filter_due(const Run& run) { return kDeadShare * run.dead() > run.size(); }
-
 }  // namespace
+
+bool SuffixIndex::filter_due(const Run& run) { return kDeadShare * run.dead() > run.size(); }
 
 /// Merging until nothing is left to do, unless others see to it.
 void SuffixIndex::settle() {
@@ -89,15 +88,13 @@ bool SuffixIndex::step() {
             publish();
             return false;
         }
-        if (job.discard) {
-            discard();
-            publish();
-            return true;
-        }
         merging_end_ = job.rewrite ? runs_->size() : job.end;
     }
     try {
-        if (job.rewrite) {
+        if (job.squeeze) {
+            if (!squeeze_) begin_squeeze();
+            squeeze();
+        } else if (job.rewrite) {
             rewrite();
         } else if (size_of(*from->runs, job.first, job.end) <= kPiece) {
             merge(*from, job);
@@ -143,25 +140,23 @@ std::size_t SuffixIndex::cascade(std::size_t end, std::size_t begin, std::size_t
     return first;
 }
 
-/// Whether writing the log anew is worth the work: where pages cannot go by themselves, too many places are unneeded;
-/// where they can, their positions are not used again, and run out. The last eighth is for what comes meanwhile.
+/// Whether writing the log anew is worth the work: where its positions run out (the last eighth is for what comes
+/// meanwhile), or where it is one chunk, which is never squeezed as long as text is appended to it.
 bool SuffixIndex::rewrite_due() const {
+    if (squeezing_) return false;
     const std::size_t size = log_->size(), living = size - log_->discarded() - removed_ - truncated_;
     if (size > capacity_ - capacity_ / 8 && kRewriteShare * (size - living) > living) return true;
-    if (log_->can_discard()) {
-        return kRewriteShare * scattered_ > living + kSlack || (size > log_->capacity() / 2 && 4 * living < size);
-    }
     // What is cut from a session often is soon there again.
-    return kRewriteShare * removed_ + truncated_ > living + kSlack;
+    return size <= kChunk && kRewriteShare * removed_ + truncated_ > living + kSlack;
 }
 
-/// Whether giving pages back is worth a look at all pieces.
-bool SuffixIndex::discard_due() const {
+/// Whether taking text out of chunks is worth a look at all pieces.
+bool SuffixIndex::squeeze_due() const {
     const std::size_t living = log_->size() - log_->discarded() - removed_ - truncated_;
-    return log_->can_discard() && kDeadShare * discardable() > living + kSlack;
+    return log_->size() > kChunk && kDeadShare * discardable() > living + kSlack;
 }
 
-/// Unneeded places that no run leads to, and that may be pages of their own.
+/// Unneeded places that no run leads to, but those that chunks were left with.
 std::size_t SuffixIndex::discardable() const {
     const std::size_t all = removed_ + truncated_, others = scattered_ + dead_in_runs();
     return all - std::min(all, others);
@@ -178,9 +173,9 @@ std::size_t SuffixIndex::reclaimable() const {
     if (rewrite_due()) return dead_in_runs() * sizeof(Position) + (removed_ + truncated_) * sizeof(Token);
     std::size_t dead = 0;
     for (const auto& run : *runs_) dead += filter_due(*run) ? run->dead() : 0;
-    const bool paged = log_->can_discard();
-    return dead * (sizeof(Position) + (paged ? sizeof(Token) : 0)) +
-           (discard_due() ? discardable() * sizeof(Token) : 0);
+    const bool chunks = log_->size() > kChunk;
+    return dead * (sizeof(Position) + (chunks ? sizeof(Token) : 0)) +
+           (squeezing_ || squeeze_due() ? discardable() * sizeof(Token) : 0);
 }
 
 SuffixIndex::Job SuffixIndex::next_job() const {
@@ -192,7 +187,7 @@ SuffixIndex::Job SuffixIndex::next_job() const {
     for (std::size_t i = 0; i < runs_->size(); ++i) {
         if (filter_due(*(*runs_)[i])) return {i, i + 1};
     }
-    return {.discard = retired_.empty() && discard_due()};
+    return {.squeeze = retired_.empty() && (squeezing_ || squeeze_due())};
 }
 
 /// Begin to merge runs that are too large for one piece: the two smallest neighbours among them, or to filter one.
@@ -226,7 +221,7 @@ void SuffixIndex::go_on() {
     std::vector<RunPart>& left = merge_->left;
     const std::span<const Position> newer = left.size() > 1 ? left[1].positions() : std::span<const Position>();
     Position* piece = merge_->merged->room() + merge_->size;
-    const auto [first, second] = merge_some(log->data(), left[0].positions(), newer, kPiece, piece);
+    const auto [first, second] = merge_some(log->view(), left[0].positions(), newer, kPiece, piece);
     Position* const end = piece + first + second;
     const std::size_t kept = std::remove_if(piece, end, [&](Position p) { return log->is_dead(p); }) - piece;
     const std::size_t size = merge_->size + kept;
@@ -235,7 +230,7 @@ void SuffixIndex::go_on() {
     if (second < newer.size()) rest.push_back(left[1].behind(second));
     std::shared_ptr<const RunTable> table = no_table();
     const std::span<const Position> merged(merge_->merged->data(), size);
-    if (rest.empty()) table = std::make_shared<RunTable>(log->data(), merged, account_);
+    if (rest.empty()) table = std::make_shared<RunTable>(log->view(), merged, account_);
     std::vector<RunPart> parts{merge_->run->parts()[0].until(size, table)};
     parts.insert(parts.end(), rest.begin(), rest.end());
     const auto run = std::make_shared<Run>(std::move(parts), merge_->run->oldest(), merge_->run->newest(), 0);
@@ -278,13 +273,13 @@ std::shared_ptr<const Run> SuffixIndex::merged(const TokenLog& log, std::span<co
         parts.emplace_back(run->positions(), account_);
         dead += run->dead();
     }
-    Positions positions = merge_all(log.data(), std::move(parts), account_);
+    Positions positions = merge_all(log.view(), std::move(parts), account_);
     if (dead > 0) {
         dropped = std::erase_if(positions, [&](Position position) { return log.is_dead(position); });
         if (dropped > positions.size() / 8) positions.shrink_to_fit();
     }
     if (positions.empty()) return nullptr;
-    return std::make_shared<Run>(log.data(), std::move(positions), account_);
+    return std::make_shared<Run>(log.view(), std::move(positions), account_);
 }
 
 /// Put `run`, if any, in the place of the runs from `first` to `end`, of whose dead entries it `dropped` some.
@@ -308,7 +303,7 @@ void SuffixIndex::replace(std::size_t first, std::size_t end, const std::shared_
 void SuffixIndex::add_run(Positions positions) {
     worked(2 * positions.size());
     auto runs = std::make_shared<Runs>(*runs_);
-    runs->push_back(std::make_shared<Run>(log_->data(), std::move(positions), account_));
+    runs->push_back(std::make_shared<Run>(log_->view(), std::move(positions), account_));
     runs_ = std::move(runs);
     for (;;) {
         const std::size_t end = runs_->size();

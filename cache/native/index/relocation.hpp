@@ -2,22 +2,14 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "index/log_view.hpp"
 #include "index/sorted_run.hpp"
-#include "index/token_log.hpp"
 
 namespace agentspec {
-
-/// The tokens before `end` that stand in the same piece, kDepth at most.
-inline std::span<const Token> context_before(const Token* log, std::size_t end) {
-    std::size_t begin = end;
-    while (end - begin < kDepth && log[begin - 1] != kBoundary) --begin;
-    return {log + begin, log + end};
-}
 
 class Relocation {
 public:
@@ -25,14 +17,34 @@ public:
         Position begin, end;
     };
 
-    /// Copy `pieces` (by begin), each after a boundary and its context, into a log with room for `more` tokens.
-    Relocation(const TokenLog& from, std::span<const Piece> pieces, std::size_t more,
-               const std::shared_ptr<Account>& account, bool exact = false);
+    /// For `pieces` (by begin), each of which will stand behind a boundary and its context.
+    Relocation(LogView from, std::span<const Piece> pieces);
 
-    /// Copy what was appended to the old log since, from `begin` on. What stands before is as it was.
-    void append_rest(const TokenLog& from, std::size_t begin, const std::shared_ptr<Account>& account);
+    /// How many places the text needs.
+    std::size_t size() const { return size_; }
+    /// Hand the new text to `write`, stretch by stretch.
+    template <class Write>
+    void copy(LogView from, Write&& write) const {
+        const std::vector<Token> padding(kPadding, kBoundary);
+        write(std::span<const Token>(padding));
+        for (const Move& move : moves_) {
+            write(std::span<const Token>(padding).first(1));
+            write(context_before(from, move.begin));
+            copy(from, move.begin, move.end, write);
+        }
+    }
+    template <class Write>
+    static void copy(LogView from, std::size_t begin, std::size_t end, Write&& write) {
+        while (begin < end) {
+            const std::span<const Token> stretch = from.stretch(begin, end);
+            write(stretch);
+            begin += stretch.size();
+        }
+    }
 
-    const std::shared_ptr<TokenLog>& log() const { return log_; }
+    /// From place `begin` on everything moves to `to` and behind, as it is.
+    void move_rest(std::size_t begin, std::size_t to) { rest_ = begin, rest_to_ = to; }
+
     /// Where a position is now, if it was moved.
     std::optional<Position> moved(Position position) const;
     /// Where those of the positions are now that were moved, in their order.
@@ -44,12 +56,12 @@ private:
     struct Move {
         Position begin, end, to;
     };
-    static constexpr std::size_t kBlock = 256;
+    static constexpr std::size_t kStride = 256;
 
-    std::shared_ptr<TokenLog> log_;
     std::vector<Move> moves_;
-    std::vector<std::uint32_t> first_;  // for each block of positions the first move that ends behind its beginning
-    std::size_t rest_, rest_to_ = 0;    // from here on all moved by the same distance
+    std::vector<std::uint32_t> first_;  // for each stride of positions the first move that ends behind its beginning
+    std::size_t size_ = kPadding;
+    std::size_t rest_ = std::size_t{1} << 40, rest_to_ = 0;  // from here on all move by the same distance
 };
 
 }  // namespace agentspec

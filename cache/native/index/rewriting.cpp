@@ -1,4 +1,4 @@
-// Taking removed text out of the log of a suffix index: writing it anew, and giving back pages that nothing needs.
+// Taking removed text out of the log of a suffix index: out of one chunk after the other, or by writing all of it anew.
 #include <algorithm>
 #include <utility>
 
@@ -27,7 +27,10 @@ void SuffixIndex::rewrite() {
     }
     const std::size_t before = account_->bytes();
     const auto count = [&] { transient_ = account_->bytes() - std::min(before, account_->bytes()); };
-    Relocation relocation(*from->log, pieces, deferred_ ? rest / 64 : 0, account_);
+    const LogView old = from->log->view();
+    Relocation relocation(old, pieces);
+    std::shared_ptr<TokenLog> log = TokenLog(account_).with_room(relocation.size());
+    relocation.copy(old, [&](std::span<const Token> tokens) { log->append(tokens); });
     count();
     Runs runs;
     std::size_t looked_at = rest;
@@ -35,27 +38,28 @@ void SuffixIndex::rewrite() {
         looked_at += run->size();
         Positions positions = relocation.moved(run->positions());
         if (positions.empty()) continue;
-        runs.push_back(std::make_shared<Run>(relocation.log()->data(), std::move(positions), account_));
+        runs.push_back(std::make_shared<Run>(log->view(), std::move(positions), account_));
         count();
     }
     const Hold hold(*this);
     work_.background += looked_at;
-    exchange(relocation, std::move(runs), pieces, known, rest);
+    exchange(std::move(log), relocation, std::move(runs), pieces, known, rest);
     publish();
 }
 
-/// Take what `relocation` has written, with what came and went since it began.
-void SuffixIndex::exchange(Relocation& relocation, Runs runs, std::span<const Relocation::Piece> moved,
-                           std::size_t known, std::size_t rest) {
-    relocation.append_rest(*log_, rest, account_);
+/// Take `log`, where what was moved is, with what came and went since the rewriting began.
+void SuffixIndex::exchange(std::shared_ptr<TokenLog> log, Relocation& relocation, Runs runs,
+                           std::span<const Relocation::Piece> moved, std::size_t known, std::size_t rest) {
+    relocation.move_rest(rest, log->size());
+    log = log->with_room(log_->size() - rest);
+    Relocation::copy(log_->view(), rest, log_->size(), [&](std::span<const Token> tokens) { log->append(tokens); });
     worked(log_->size() - rest + pieces_.size() + tail_size_);
-    const std::shared_ptr<TokenLog> log = relocation.log();
     const auto older = static_cast<std::ptrdiff_t>(runs.size());
     for (std::size_t i = merging_end_; i < runs_->size(); ++i) {
         const Run& run = *(*runs_)[i];
         worked(run.size());
         Positions positions = relocation.moved(run.positions());
-        if (!positions.empty()) runs.push_back(std::make_shared<Run>(log->data(), std::move(positions), account_));
+        if (!positions.empty()) runs.push_back(std::make_shared<Run>(log->view(), std::move(positions), account_));
     }
     auto tail = tail_ ? std::make_shared<Tail>(tail_limit_, account_) : nullptr;
     std::size_t tail_size = 0;
@@ -115,41 +119,86 @@ std::size_t SuffixIndex::find_starts() {
     starts_ = std::make_shared<StartSet>(pieces_.size() + pieces_.size() / 2 + 4, account_);
     std::size_t needed = kPadding;
     for (const Piece& piece : pieces_) {
-        const std::size_t prefix = context_before(log_->data(), piece.begin).size();
+        const std::size_t prefix = context_before(log_->view(), piece.begin).size();
         needed += 1 + prefix + (piece.end - piece.begin);
-        if (prefix > 0) starts_->add(pair_before(log_->data() + piece.begin));
+        if (prefix > 0) starts_->add(pair_before(log_->view() + piece.begin));
     }
     return needed;
 }
 
-/// Give back the pages of the log that lie between living pieces, as far as runs without dead positions reach: none of
-/// them leads there and, while nothing is retired, nor does any older snapshot. Positions stay what they are.
-void SuffixIndex::discard() {
-    worked(pieces_.size());
-    std::erase_if(pieces_, [](const Piece& piece) { return !piece.sequence; });
-    find_starts();
-    const std::size_t before = log_->discarded();
-    for (std::size_t i = 0; i < runs_->size(); ++i) {
-        if ((*runs_)[i]->dead() > 0) continue;
-        const std::size_t begin = i == 0 ? kPadding : (*runs_)[i]->oldest();
-        const std::size_t end = i + 1 < runs_->size() ? (*runs_)[i + 1]->oldest() : (*runs_)[i]->newest();
-        discard_between(begin, end - kPadding);  // dead positions behind have their contexts there
+/// Find which blocks of the log are needed: those of living pieces with what stands around them, and those where what
+/// runs still hold stood. Later changes only make fewer of them needed, and touch no chunk before the last.
+void SuffixIndex::begin_squeeze() {
+    Squeeze squeeze;
+    std::shared_ptr<const Snapshot> seen;
+    {
+        const Hold hold(*this);
+        worked(pieces_.size());
+        std::erase_if(pieces_, [](const Piece& piece) { return !piece.sequence; });
+        find_starts();
+        publish();
+        seen = snapshot_;
+        const std::size_t end = tail_size_ > 0 ? tail().front() : log_->size();
+        squeeze.needed.resize(log_->size() / kBlock + 1);
+        squeeze.end = (std::max<std::size_t>(end, kPadding) - kPadding) / kChunk;
+        squeeze.need(0, kPadding);
+        for (const Piece& piece : pieces_) {
+            squeeze.need(piece.begin - 1 - context_before(log_->view(), piece.begin).size(), piece.end + 1);
+        }
+        scattered_ = 0;
+        squeezing_ = true;
     }
+    for (const auto& run : *seen->runs) {
+        if (run->dead() == 0) continue;
+        for (const RunPart& part : run->parts()) {
+            for (const Position position : part.positions()) {
+                if (seen->log->is_dead(position)) squeeze.need(position - kPadding, position + 2);
+            }
+        }
+    }
+    std::size_t gain = 0;
+    for (std::size_t nth = 0; nth < squeeze.end; ++nth) gain += squeeze.gain(nth, seen->log->chunk(nth));
+    squeeze_ = std::move(squeeze);
+    const Hold hold(*this);
+    const std::size_t all = discardable();
+    scattered_ = all - std::min(all, gain);
+}
+
+std::size_t SuffixIndex::Squeeze::gain(std::size_t nth, const LogChunk& chunk) const {
+    const std::vector<bool> blocks = blocks_of(nth);
+    const auto kept = kBlock * static_cast<std::size_t>(std::count(blocks.begin(), blocks.end(), true));
+    const std::size_t gone = chunk.present() - kept;
+    return kDeadShare * gone > chunk.present() ? gone : 0;
+}
+
+/// Take what nothing needs out of the next chunk where that is worth a copy. Positions stay what they are.
+void SuffixIndex::squeeze() {
+    const std::shared_ptr<const Snapshot> seen = snapshot();
+    std::shared_ptr<LogChunk> squeezed;
+    std::size_t nth = squeeze_->next;
+    for (; nth < squeeze_->end && !squeezed; ++nth) {
+        const LogChunk& chunk = seen->log->chunk(nth);
+        if (squeeze_->gain(nth, chunk) > 0) squeezed = chunk.squeezed(squeeze_->blocks_of(nth), account_);
+    }
+    squeeze_->next = nth;
+    const Hold hold(*this);
+    if (squeezed) {
+        work_.background += squeezed->present();
+        take_chunk(nth - 1, std::move(squeezed));
+    } else {
+        squeezing_ = false;
+        squeeze_.reset();
+    }
+    publish();
+}
+
+void SuffixIndex::take_chunk(std::size_t nth, std::shared_ptr<LogChunk> squeezed) {
+    worked(log_->chunk_count());
+    const std::size_t before = log_->discarded();
+    retired_.push_back(std::exchange(log_, log_->with_chunk(nth, std::move(squeezed))));
     const std::size_t gone = log_->discarded() - before, removed = std::min(removed_, gone);
     removed_ -= removed;
     truncated_ -= gone - removed;
-    scattered_ = removed_ + truncated_ - std::min(removed_ + truncated_, dead_in_runs());
-}
-
-void SuffixIndex::discard_between(std::size_t begin, std::size_t end) {
-    auto piece = std::lower_bound(pieces_.begin(), pieces_.end(), begin,
-                                  [](const Piece& one, std::size_t place) { return one.end < place; });
-    for (; piece != pieces_.end() && begin < end; ++piece) {
-        const std::size_t next = piece->begin - 1 - context_before(log_->data(), piece->begin).size();
-        log_->discard(begin, std::min(next, end));
-        begin = std::size_t{piece->end} + 1;  // readers look at the place behind a piece
-    }
-    log_->discard(begin, end);
 }
 
 }  // namespace agentspec

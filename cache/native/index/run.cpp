@@ -82,7 +82,7 @@ RunPart RunPart::behind(std::size_t count) const {
     return rest;
 }
 
-Run::Run(const Token* log, Positions positions, const std::shared_ptr<Account>& account) {
+Run::Run(LogView log, Positions positions, const std::shared_ptr<Account>& account) {
     const auto [oldest, newest] = std::minmax_element(positions.begin(), positions.end());
     oldest_ = *oldest;
     newest_ = *newest;
@@ -91,7 +91,7 @@ Run::Run(const Token* log, Positions positions, const std::shared_ptr<Account>& 
     parts_.emplace_back(std::make_shared<RunStorage>(std::move(positions), account), size_, table);
 }
 
-Run::Run(const Token* log, std::shared_ptr<const Mapping> file, std::span<const Position> positions,
+Run::Run(LogView log, std::shared_ptr<const Mapping> file, std::span<const Position> positions,
          const std::shared_ptr<Account>& account)
     : size_(positions.size()) {
     const auto [oldest, newest] = std::minmax_element(positions.begin(), positions.end());

@@ -105,8 +105,8 @@ private:
 class Run {
 public:
     /// One part. `positions` must not be empty.
-    Run(const Token* log, Positions positions, const std::shared_ptr<Account>& account);
-    Run(const Token* log, std::shared_ptr<const Mapping> file, std::span<const Position> positions,
+    Run(LogView log, Positions positions, const std::shared_ptr<Account>& account);
+    Run(LogView log, std::shared_ptr<const Mapping> file, std::span<const Position> positions,
         const std::shared_ptr<Account>& account);
     /// Several parts, in the stretch from `older` to `newer`, of which `dead` are known to be dead.
     Run(std::vector<RunPart> parts, Position oldest, Position newest, std::size_t dead);

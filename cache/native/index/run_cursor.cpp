@@ -13,7 +13,7 @@ Places clipped(Places places) { return {std::min(places.low, places.high), place
 
 }  // namespace
 
-RunCursor::RunCursor(const Token* log, const RunPart& part, const Token* query_end)
+RunCursor::RunCursor(LogView log, const RunPart& part, const Token* query_end)
     : log_(log),
       run_(part.data()),
       table_(&part.table()),

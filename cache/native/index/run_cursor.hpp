@@ -13,7 +13,7 @@ namespace agentspec {
 /// `take` lower that number and so take in more positions.
 class RunCursor {
 public:
-    RunCursor(const Token* log, const RunPart& part, const Token* query_end);
+    RunCursor(LogView log, const RunPart& part, const Token* query_end);
 
     /// The longest shared context among the positions not yet taken in; 0 when none shares a token.
     int next() const { return left_ > right_ ? left_ : right_; }
@@ -63,7 +63,7 @@ private:
     void widen_left(int length);
     void widen_right(int length);
 
-    const Token* log_;
+    LogView log_;
     const Position* run_;
     const RunTable* table_;
     const Token* query_end_;

@@ -11,7 +11,7 @@ constexpr std::size_t kDense = std::size_t{1} << 22;  // of longer runs fewer ke
 
 }  // namespace
 
-RunTable::RunTable(const Token* log, std::span<const Position> run) {
+RunTable::RunTable(LogView log, std::span<const Position> run) {
     if (run.size() < kShort) return;
     count_ = static_cast<std::uint32_t>(run.size());
     stride_ = run.size() <= kDense ? 16 : 64;
@@ -34,7 +34,7 @@ RunTable::RunTable(const Token* log, std::span<const Position> run) {
     followers_.shrink_to_fit();
 }
 
-void RunTable::add_wide(const Token* log, std::span<const Position> run, Token last, Places around) {
+void RunTable::add_wide(LogView log, std::span<const Position> run, Token last, Places around) {
     const std::uint32_t low = first_at_least(log, run.data(), around, lowest_key(last));
     const std::uint32_t high = first_at_least(log, run.data(), {low, around.high}, key_behind(last));
     if (high - low <= kWide) return;
@@ -76,7 +76,7 @@ std::size_t RunTable::memory_bytes() const {
            followers_.capacity() * sizeof(Follower);
 }
 
-std::uint32_t first_at_least(const Token* log, const Position* run, Places within, std::uint64_t key) {
+std::uint32_t first_at_least(LogView log, const Position* run, Places within, std::uint64_t key) {
     std::uint32_t low = within.low, size = within.size();
     while (size > 0) {
         const std::uint32_t half = size / 2;

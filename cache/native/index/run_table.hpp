@@ -32,9 +32,8 @@ public:
     static constexpr std::uint32_t kSample = 64;  // places looked at for the followers of a token
 
     RunTable() = default;
-    RunTable(const Token* log, std::span<const Position> run);
-    RunTable(const Token* log, std::span<const Position> run, const std::shared_ptr<Account>& account)
-        : RunTable(log, run) {
+    RunTable(LogView log, std::span<const Position> run);
+    RunTable(LogView log, std::span<const Position> run, const std::shared_ptr<Account>& account) : RunTable(log, run) {
         charge_ = std::make_shared<Charge>(account, sizeof(*this) + memory_bytes());
     }
 
@@ -66,7 +65,7 @@ public:
     }
 
 private:
-    void add_wide(const Token* log, std::span<const Position> run, Token last, Places around);
+    void add_wide(LogView log, std::span<const Position> run, Token last, Places around);
 
     std::uint32_t stride_ = 0, count_ = 0;
     std::vector<std::uint64_t> keys_;  // of every stride_-th place
@@ -76,6 +75,6 @@ private:
 };
 
 /// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.
-std::uint32_t first_at_least(const Token* log, const Position* run, Places within, std::uint64_t key);
+std::uint32_t first_at_least(LogView log, const Position* run, Places within, std::uint64_t key);
 
 }  // namespace agentspec

@@ -30,7 +30,7 @@ struct Keyed {
 
 /// Sort contexts that share `depth` tokens by the next pair, then groups of equal pairs by what comes after: linear in
 /// the number of equal contexts, however long they are. What lies beyond a boundary is kept out of the key.
-void sort_from(const Token* log, std::span<Keyed> items, int depth) {
+void sort_from(LogView log, std::span<Keyed> items, int depth) {
     for (Keyed& item : items) {
         const std::uint64_t pair = pair_before(log + item.position - depth);
         const bool ended = static_cast<std::uint32_t>(pair >> 32) == kBoundaryHalf;
@@ -46,7 +46,7 @@ void sort_from(const Token* log, std::span<Keyed> items, int depth) {
 }
 
 /// The first place in [first, end) whose context sorts behind that of `position`, looked for in steps that double.
-const Position* behind(const Token* log, const Position* first, const Position* end, Position position) {
+const Position* behind(LogView log, const Position* first, const Position* end, Position position) {
     const auto goes_on = [=](const Position* place) { return compare_contexts(log + *place, log + position) <= 0; };
     std::ptrdiff_t step = 1;
     while (end - first >= step && goes_on(first + step - 1)) {
@@ -76,7 +76,7 @@ int compare_contexts(const Token* a, const Token* b, int known) {
     return 0;
 }
 
-Positions sort_positions(const Token* log, std::span<const Position> positions) {
+Positions sort_positions(LogView log, std::span<const Position> positions) {
     std::vector<Keyed> keyed;
     keyed.reserve(positions.size());
     for (const Position position : positions) keyed.push_back({0, position});
@@ -87,7 +87,7 @@ Positions sort_positions(const Token* log, std::span<const Position> positions) 
     return sorted;
 }
 
-std::pair<std::size_t, std::size_t> merge_some(const Token* log, std::span<const Position> older,
+std::pair<std::size_t, std::size_t> merge_some(LogView log, std::span<const Position> older,
                                                std::span<const Position> newer, std::size_t limit, Position* out) {
     const Position* from = older.data();
     const Position* end = from + older.size();
@@ -105,7 +105,7 @@ std::pair<std::size_t, std::size_t> merge_some(const Token* log, std::span<const
     return {from + rest - older.data(), taken};
 }
 
-Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer) {
+Positions merge_runs(LogView log, std::span<const Position> older, std::span<const Position> newer) {
     Positions merged(older.size() + newer.size());
     merge_some(log, older, newer, merged.size(), merged.data());
     return merged;

@@ -13,19 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "index/log_view.hpp"
 #include "index/pages.hpp"
 
 namespace agentspec {
 
-using Token = std::int32_t;
-using Position = std::uint32_t;
 using Positions = std::vector<Position, PageAllocator<Position>>;
-
-inline constexpr int kDepth = 64;  // contexts are ordered by at most this many tokens
-inline constexpr Token kMostToken = 0x7ffffffe;  // there are order_keys behind those of every token
-inline constexpr Token kBoundary = -1;  // stands before each piece of the log
-inline constexpr Token kNoContext = -2;  // pads queries: equals nothing in the log
-inline constexpr int kPadding = kDepth + 2;
 
 /// The two tokens before `end`, the nearest in the high half: comparing two pairs compares two tokens at once.
 inline std::uint64_t pair_before(const Token* end) {
@@ -60,14 +53,14 @@ inline int shared_context(const Token* log_end, const Token* query_end, int know
 int compare_contexts(const Token* a, const Token* b, int known = 0);
 
 /// Sort positions by context, equal contexts by position.
-Positions sort_positions(const Token* log, std::span<const Position> positions);
+Positions sort_positions(LogView log, std::span<const Position> positions);
 
 /// The first `limit` positions of two merged runs, or all, to `out`; all positions of `older` are below all of `newer`.
 /// Returns how many of either these are. If one run is much smaller, the other is copied in stretches.
-std::pair<std::size_t, std::size_t> merge_some(const Token* log, std::span<const Position> older,
+std::pair<std::size_t, std::size_t> merge_some(LogView log, std::span<const Position> older,
                                                std::span<const Position> newer, std::size_t limit, Position* out);
 
 /// Merge two sorted runs into one in the same way.
-Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer);
+Positions merge_runs(LogView log, std::span<const Position> older, std::span<const Position> newer);
 
 }  // namespace agentspec

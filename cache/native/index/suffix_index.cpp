@@ -16,7 +16,7 @@ namespace agentspec {
 SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred, Position capacity)
     : tail_limit_(tail), ratio_(ratio), deferred_(deferred), capacity_(capacity) {
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
-    log_ = TokenLog::with_room(kPadding, account_);
+    log_ = TokenLog(account_).with_room(kPadding);
     log_->append(std::vector<Token>(kPadding, kBoundary));
     publish();
 }
@@ -63,15 +63,15 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
 
 void SuffixIndex::make_room(std::size_t more) {
     if (log_->size() + more <= log_->capacity()) return;
-    worked(log_->size());
+    worked(std::min(log_->size(), kChunk) + log_->chunk_count());
     retired_.push_back(log_);
-    log_ = log_->grown(more, account_);
+    log_ = log_->with_room(more);
 }
 
 /// Start a piece at the end of the log, beginning with what stood before it.
 void SuffixIndex::begin_piece(Sequence& sequence, std::span<const Token> context) {
     std::span<const Token> prefix = context.last(std::min<std::size_t>(context.size(), kDepth));
-    if (!sequence.spans.empty()) prefix = context_before(log_->data(), sequence.spans.back().end);
+    if (!sequence.spans.empty()) prefix = context_before(log_->view(), sequence.spans.back().end);
     log_->push_back(kBoundary);
     log_->append(prefix);
     const auto begin = static_cast<Position>(log_->size());
@@ -79,7 +79,7 @@ void SuffixIndex::begin_piece(Sequence& sequence, std::span<const Token> context
         if (!starts_ || starts_->full()) {
             starts_ = starts_ ? starts_->larger(account_) : std::make_shared<StartSet>(4, account_);
         }
-        starts_->add(pair_before(log_->data() + begin));
+        starts_->add(pair_before(log_->view() + begin));
     }
     sequence.spans.push_back({begin, begin});
     pieces_.push_back({begin, begin, &sequence});
@@ -109,7 +109,7 @@ void SuffixIndex::add(Sequence& sequence, std::span<const Token> tokens) {
     for (Position position = begin; position < end; ++position) positions.push_back(position);
     retired_.push_back(std::exchange(tail_, nullptr));
     tail_size_ = 0;
-    add_run(sort_positions(log_->data(), positions));
+    add_run(sort_positions(log_->view(), positions));
 }
 
 void SuffixIndex::publish() {
@@ -197,7 +197,7 @@ void SuffixIndex::bury(Span span) {
 /// Forget a piece without tokens; returns how many places of the log stand before it for its sake.
 std::size_t SuffixIndex::forget_piece(Position begin) {
     piece_of(begin)->sequence = nullptr;
-    return 1 + context_before(log_->data(), begin).size();
+    return 1 + context_before(log_->view(), begin).size();
 }
 
 /// The first piece that begins behind a position.
@@ -249,13 +249,14 @@ std::pair<std::shared_ptr<const Snapshot>, std::vector<SuffixIndex::Span>> Suffi
 std::vector<Token> SuffixIndex::tokens(SequenceId sequence) const {
     const auto [seen, spans] = places(sequence);
     std::vector<Token> out;
-    for (const Span& span : spans) out.insert(out.end(), seen->log->data() + span.begin, seen->log->data() + span.end);
+    const auto add = [&](std::span<const Token> tokens) { out.insert(out.end(), tokens.begin(), tokens.end()); };
+    for (const Span& span : spans) Relocation::copy(seen->log->view(), span.begin, span.end, add);
     return out;
 }
 
 std::vector<Token> SuffixIndex::prefix(SequenceId sequence) const {
     const auto [seen, spans] = places(sequence);
-    const std::span<const Token> before = context_before(seen->log->data(), spans.front().begin);
+    const std::span<const Token> before = context_before(seen->log->view(), spans.front().begin);
     return {before.begin(), before.end()};
 }
 
@@ -266,13 +267,18 @@ std::size_t SuffixIndex::length(SequenceId sequence) const {
 
 std::size_t SuffixIndex::common_prefix(SequenceId sequence, std::span<const Token> tokens) const {
     const auto [seen, spans] = places(sequence);
+    const LogView log = seen->log->view();
     std::size_t shared = 0;
     for (const Span& span : spans) {
-        const std::size_t size = std::min(span.size(), tokens.size() - shared);
-        const Token* mine = seen->log->data() + span.begin;
-        const auto differs = std::mismatch(mine, mine + size, tokens.begin() + shared);
-        shared += differs.first - mine;
-        if (differs.first != mine + span.size()) break;
+        const std::size_t end = span.begin + std::min(span.size(), tokens.size() - shared);
+        for (std::size_t at = span.begin; at < end;) {
+            const std::span<const Token> mine = log.stretch(at, end);
+            const auto same = std::mismatch(mine.begin(), mine.end(), tokens.begin() + shared).first - mine.begin();
+            shared += static_cast<std::size_t>(same);
+            at += static_cast<std::size_t>(same);
+            if (same < static_cast<std::ptrdiff_t>(mine.size())) return shared;
+        }
+        if (end < span.end) break;
     }
     return shared;
 }
@@ -283,7 +289,7 @@ void SuffixIndex::visit_matches(std::span<const Token> context, Visit&& visit) c
     require_tokens(context);
     const Query query(context);
     const std::shared_ptr<const Snapshot> seen = snapshot();
-    const Token* log = seen->log->data();
+    const LogView log = seen->log->view();
     const auto visit_living = [&](Position position) {
         if (!seen->log->is_dead(position)) visit(position, log[position]);
     };

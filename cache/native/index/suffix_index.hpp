@@ -68,7 +68,7 @@ struct Frozen {
     std::vector<SequenceRecord> sequences;  // by their first piece
     std::vector<PieceRecord> pieces;        // by begin
     Positions run;
-    std::shared_ptr<TokenLog> log;
+    std::vector<Token, PageAllocator<Token>> log;
 };
 
 /// Where the four parts of a frozen index lie in a file: in a row from byte `offset` to the file's end.
@@ -87,6 +87,8 @@ public:
     static constexpr std::size_t kPiece = std::size_t{1} << 16;  // positions merged at a time
     static constexpr std::size_t kSlack = 8 * 1024;  // places that a log may hold in vain, however small it is
 #endif
+
+    static constexpr std::size_t kDeadShare = 16;  // text is taken out of runs and chunks once so much is removed
 
     /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
     /// Drafts depend on neither. Unless `deferred`, merging is done when a change returns; otherwise it waits for
@@ -132,6 +134,8 @@ public:
     std::size_t memory_bytes() const;
     /// Bytes that the rewriting of a log takes in addition, for as long as it lasts. Constant time.
     std::size_t transient_bytes() const { return transient_; }
+    /// The most bytes that the index's parts ever took at a time, copies in passing included.
+    std::size_t peak_bytes() const { return sizeof(*this) + account_->most() + catalogue_bytes_; }
     /// Bytes of them that merge steps which are due will give back. Removed text is among them once there is enough of
     /// it to be worth the work; and what is being merged, or older snapshots still hold. Linear in the number of runs.
     std::size_t reclaimable_bytes() const;
@@ -174,8 +178,24 @@ private:
     struct Job {
         std::size_t first = 0, end = 0;  // runs to merge
         bool rewrite = false;  // the log, and so everything
-        bool discard = false;  // pages of the log
-        bool none() const { return !rewrite && !discard && first == end; }
+        bool squeeze = false;  // chunks of the log
+        bool none() const { return !rewrite && !squeeze && first == end; }
+    };
+    /// Taking unneeded text out of the log, chunk by chunk.
+    struct Squeeze {
+        std::vector<bool> needed;  // a block of the log
+        std::size_t next = 0, end = 0;  // chunks: the next, and the one behind the last
+
+        void need(std::size_t begin, std::size_t behind) {
+            const auto last = std::min((behind - 1) / kBlock + 1, needed.size());
+            for (std::size_t block = begin / kBlock; block < last; ++block) needed[block] = true;
+        }
+        std::vector<bool> blocks_of(std::size_t nth) const {
+            const auto first = needed.begin() + static_cast<std::ptrdiff_t>(nth * (kChunk / kBlock));
+            return {first, first + kChunk / kBlock};
+        }
+        /// How many places of the nth chunk go, if that is worth a copy; else 0.
+        std::size_t gain(std::size_t nth, const LogChunk& chunk) const;
     };
     /// A merge of one or two runs in pieces: what is merged, and what is left of them.
     struct Merge {
@@ -217,17 +237,17 @@ private:
     Job next_job() const;
     bool is_due() const;
     std::vector<std::shared_ptr<const void>> unused(std::size_t from);
+    static bool filter_due(const Run& run);
     bool rewrite_due() const;
-    bool discard_due() const;
+    bool squeeze_due() const;
     std::size_t dead_in_runs() const;
     std::size_t discardable() const;
-    void discard();
-    void discard_between(std::size_t begin, std::size_t end);
+    void take_chunk(std::size_t nth, std::shared_ptr<LogChunk> squeezed);
     std::size_t reclaimable() const;
     std::size_t cascade(std::size_t end, std::size_t begin, std::size_t most) const;
     void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped);
-    void exchange(Relocation& relocation, Runs runs, std::span<const Relocation::Piece> moved, std::size_t known,
-                  std::size_t rest);
+    void exchange(std::shared_ptr<TokenLog> log, Relocation& relocation, Runs runs,
+                  std::span<const Relocation::Piece> moved, std::size_t known, std::size_t rest);
     void move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved, std::size_t known);
     std::size_t find_starts();
     void publish();
@@ -240,6 +260,8 @@ private:
     void begin_merge(const Snapshot& from, Job job);
     void go_on();
     void rewrite();
+    void begin_squeeze();
+    void squeeze();
     std::vector<std::shared_ptr<const void>> free_retired();
 
     std::shared_ptr<const Run> merged(const TokenLog& log, std::span<const std::shared_ptr<const Run>> runs,
@@ -275,8 +297,10 @@ private:
     std::size_t tail_size_ = 0;
     std::shared_ptr<StartSet> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
     std::size_t live_ = 0;  // tokens of all sequences
-    std::size_t removed_ = 0, truncated_ = 0;  // places of the log that nothing needs any more, in pages that are there
-    std::size_t scattered_ = 0;  // of them, those that no discard can give back: others in their pages are needed
+    std::size_t removed_ = 0, truncated_ = 0;  // places of the log that are there, and that nothing needs any more
+    std::size_t scattered_ = 0;  // of them, those that were left, or will be, when chunks were last looked at
+    std::optional<Squeeze> squeeze_;  // under merging_
+    bool squeezing_ = false;
     bool rewriting_ = false;
     std::vector<Span> buried_;  // since the rewriting of the log began
     std::vector<std::shared_ptr<const void>> retired_;  // given back once nobody reads it, and never by a reader
@@ -290,23 +314,23 @@ public:
     explicit IndexView(SuffixIndex& index)
         : index_(&index),
           snapshot_(index.snapshot()),
-          log_(snapshot_->log->data()),
+          log_(snapshot_->log->view()),
           any_dead_(snapshot_->log->any_dead()) {}
 
-    const Token* log() const { return log_; }
+    LogView log() const { return log_; }
     const Runs& runs() const { return *snapshot_->runs; }
     std::span<const Position> tail() const { return snapshot_->newest(); }
     /// Whether a piece may begin after these two tokens. Matches at all other positions extend a match of the query one
     /// token shorter.
     bool may_start(std::uint64_t pair) const { return snapshot_->starts && snapshot_->starts->contains(pair); }
     /// Whether the token there was removed, as far as it was when this view was made.
-    bool is_dead(Position position) const { return any_dead_ && snapshot_->log->is_dead(position); }
+    bool is_dead(Position position) const { return any_dead_ && log_.is_dead(position); }
     void record_hits(std::span<const Position> positions) const { index_->record_hits(*snapshot_, positions); }
 
 private:
     SuffixIndex* index_;
     std::shared_ptr<const Snapshot> snapshot_;
-    const Token* log_;
+    LogView log_;
     bool any_dead_;
 };
 

@@ -18,7 +18,6 @@ namespace {
 constexpr std::array<std::uint64_t, 4> kItemBytes = {sizeof(SequenceRecord), sizeof(PieceRecord), sizeof(Position),
                                                      sizeof(Token)};
 constexpr std::array kParts = {"sequences", "pieces", "run", "log"};
-constexpr std::size_t kLeastRoom = 1 << 20;  // bytes of address space behind a small log
 
 void require(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
@@ -95,7 +94,7 @@ struct Parts {
         require(layout.offset % alignof(SequenceRecord) == 0 && layout.counts[3] >= kPadding && end == size,
                 "its size is not what its head says");
         const std::size_t log_bytes = layout.counts[3] * sizeof(Token);
-        file = std::make_shared<const Mapping>(descriptor, size, std::max(log_bytes, kLeastRoom));
+        file = std::make_shared<const Mapping>(descriptor, size);
         log_offset = size - log_bytes;
         const std::byte* at = file->data() + layout.offset;
         sequences = part<SequenceRecord>(layout, 0, at);
@@ -128,7 +127,7 @@ private:
 };
 
 /// The positions of a run in the new log, in order.
-Positions moved(const Relocation& relocation, const Token* log, const Run& run) {
+Positions moved(const Relocation& relocation, LogView log, const Run& run) {
     const std::vector<RunPart>& parts = run.parts();
     Positions all = relocation.moved(parts[0].positions());  // all before the others, if there are others
     if (parts.size() == 1) return all;
@@ -136,6 +135,14 @@ Positions moved(const Relocation& relocation, const Token* log, const Run& run) 
     if (parts.size() == 3) rest = merge_runs(log, rest, relocation.moved(parts[2].positions()));
     all.insert(all.end(), rest.begin(), rest.end());
     return all;
+}
+
+/// A view of tokens that lie in a row.
+std::vector<ChunkView> chunks_of(const Token* tokens, std::size_t size) {
+    static const Marks kNone{nullptr};
+    std::vector<ChunkView> chunks;
+    for (std::size_t at = 0; at < size; at += kChunk) chunks.push_back({tokens + at, nullptr, &kNone});
+    return chunks;
 }
 
 }  // namespace
@@ -159,14 +166,17 @@ Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
             pieces.push_back({piece.begin, piece.end});
         }
     }
-    const auto account = std::make_shared<Account>();  // of the caller, not of the index
-    const Relocation relocation(*seen->log, pieces, 0, account, true);
+    const LogView old = seen->log->view();
+    const Relocation relocation(old, pieces);
+    frozen.log.reserve(relocation.size());
+    relocation.copy(
+        old, [&](std::span<const Token> text) { frozen.log.insert(frozen.log.end(), text.begin(), text.end()); });
     for (std::size_t i = 0; i < pieces.size(); ++i) {
         frozen.pieces[i].begin = relocation.place(i);
         frozen.pieces[i].end += relocation.place(i);
     }
-    frozen.log = relocation.log();
-    const Token* log = frozen.log->data();
+    const std::vector<ChunkView> chunks = chunks_of(frozen.log.data(), frozen.log.size());
+    const LogView log(chunks.data());
     frozen.run = sort_positions(log, relocation.moved(seen->newest()));
     for (auto run = seen->runs->rbegin(); run != seen->runs->rend(); ++run) {
         frozen.run = merge_runs(log, moved(relocation, log, **run), frozen.run);
@@ -184,7 +194,7 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
     index->log_ = std::make_shared<TokenLog>(parts.file, parts.log_offset, parts.log.size(), index->account_);
     if (!parts.run.empty()) {
         index->runs_ = std::make_shared<Runs>(
-            Runs{std::make_shared<Run>(parts.log.data(), parts.file, parts.run, index->account_)});
+            Runs{std::make_shared<Run>(index->log_->view(), parts.file, parts.run, index->account_)});
     }
     index->removed_ = index->log_->size() - index->find_starts();
     index->live_ = parts.run.size();

@@ -1,4 +1,4 @@
-// A file mapped into memory, copy-on-write page by page, with zeroed room after its end. POSIX.
+// A file mapped into memory, to be read. POSIX.
 #pragma once
 
 #include <cstddef>
@@ -7,16 +7,14 @@ namespace agentspec {
 
 class Mapping {
 public:
-    /// Map the first `bytes` bytes of an open file, which must be that long, and at least `room` bytes after them. All
-    /// processes share the pages not written to; room takes no memory until it is written. Throws std::bad_alloc.
-    Mapping(int file, std::size_t bytes, std::size_t room);
+    /// Map the first `bytes` bytes of an open file, which must be that long. All processes share its pages. Throws
+    /// std::bad_alloc.
+    Mapping(int file, std::size_t bytes);
     ~Mapping();
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
-    std::byte* data() const { return data_; }
-    /// Bytes of file and room together, as mapped.
-    std::size_t size() const { return size_; }
+    const std::byte* data() const { return data_; }
 
 private:
     std::byte* data_;

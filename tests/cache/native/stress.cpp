@@ -67,7 +67,7 @@ std::unique_ptr<SuffixIndex> reloaded(const SuffixIndex& index, const std::vecto
     const Frozen frozen = index.freeze(kept);
     std::FILE* file = std::tmpfile();
     require(file != nullptr, "no temporary file");
-    FrozenLayout layout{0, {frozen.sequences.size(), frozen.pieces.size(), frozen.run.size(), frozen.log->size()}, {}};
+    FrozenLayout layout{0, {frozen.sequences.size(), frozen.pieces.size(), frozen.run.size(), frozen.log.size()}, {}};
     int part = 0;
     const auto write = [&](const auto* items, std::size_t count) {
         const auto bytes = std::as_bytes(std::span(items, count));
@@ -77,7 +77,7 @@ std::unique_ptr<SuffixIndex> reloaded(const SuffixIndex& index, const std::vecto
     write(frozen.sequences.data(), frozen.sequences.size());
     write(frozen.pieces.data(), frozen.pieces.size());
     write(frozen.run.data(), frozen.run.size());
-    write(frozen.log->data(), frozen.log->size());
+    write(frozen.log.data(), frozen.log.size());
     std::fflush(file);
     auto loaded = SuffixIndex::load(fileno(file), layout, deferred);
     std::fclose(file);
@@ -237,7 +237,7 @@ void race(std::uint64_t seed, int outputs) {
         while (!done) {
             const Usage usage = index.usage();
             const Frozen frozen = index.freeze(usage.sequences);
-            require(index.memory_bytes() > 0 && frozen.log->size() >= frozen.run.size(), "sizes");
+            require(index.memory_bytes() > 0 && frozen.log.size() >= frozen.run.size(), "sizes");
             if (!usage.sequences.empty()) {
                 try {
                     index.tokens(usage.sequences[0]);

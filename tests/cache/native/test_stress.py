@@ -27,6 +27,7 @@ def program(built: dict[str, Path], sanitizer: str) -> Path:
         command = [compiler, "-std=c++20", "-O1", "-g", f"-fsanitize={SANITIZERS[sanitizer]}", "-pthread"]
         command += [
             "-DAGENTSPEC_MERGE_PIECE=300",
+            "-DAGENTSPEC_CHUNK_BITS=9",
             "-DAGENTSPEC_PAGED_BYTES=4096",
             "-fno-sanitize-recover=all",
             "-fno-omit-frame-pointer",

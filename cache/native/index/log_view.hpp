@@ -1,0 +1,80 @@
+// Tokens, positions of a log, and how readers find the tokens by position.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace agentspec {
+
+using Token = std::int32_t;
+using Position = std::uint32_t;
+
+inline constexpr int kDepth = 64;  // contexts are ordered by at most this many tokens
+inline constexpr Token kMostToken = 0x7ffffffe;  // there are order_keys behind those of every token
+inline constexpr Token kBoundary = -1;  // stands before each piece of the log
+inline constexpr Token kNoContext = -2;  // pads queries: equals nothing in the log
+inline constexpr int kPadding = kDepth + 2;
+
+#ifdef AGENTSPEC_CHUNK_BITS
+inline constexpr int kChunkBits = AGENTSPEC_CHUNK_BITS;  // small in tests
+#else
+inline constexpr int kChunkBits = 16;
+#endif
+inline constexpr std::size_t kChunk = std::size_t{1} << kChunkBits;  // positions that lie together in memory
+inline constexpr std::size_t kBlock = 16;  // positions that can leave a chunk: a line of the processor's cache
+
+using Marks = std::atomic<std::uint64_t*>;  // a bit for each forgotten token; no array before the first
+
+/// Where the tokens of a chunk lie: in a row or, once text was taken out, block by block. kPadding tokens that stand
+/// before the chunk lie before them.
+struct ChunkView {
+    const Token* tokens;
+    const std::uint16_t* blocks;  // where each block lies, in blocks; null if all lie in a row
+    const Marks* marks;
+
+    const Token* at(std::size_t offset) const {
+        if (blocks == nullptr) return tokens + offset;
+        return tokens + blocks[offset / kBlock] * kBlock + offset % kBlock;
+    }
+};
+
+/// Read access to a log, for as long as that is held.
+class LogView {
+public:
+    LogView() = default;
+    explicit LogView(const ChunkView* chunks) : chunks_(chunks) {}
+
+    Token operator[](std::size_t position) const { return *at(position); }
+    /// The end of the context of a position (not 0): the kPadding tokens before can be read from there, those behind
+    /// cannot.
+    const Token* operator+(std::size_t position) const { return at(position - 1) + 1; }
+    /// The tokens from `begin` up to `end` at most, as far as they lie in a row.
+    std::span<const Token> stretch(std::size_t begin, std::size_t end) const {
+        const std::size_t row = chunks_[begin >> kChunkBits].blocks ? kBlock : kChunk;
+        return {at(begin), std::min(end, (begin / row + 1) * row) - begin};
+    }
+    /// Whether the token there was forgotten.
+    bool is_dead(std::size_t position) const {
+        const std::size_t offset = position % kChunk;
+        const std::uint64_t* dead = chunks_[position >> kChunkBits].marks->load(std::memory_order_acquire);
+        return dead && __atomic_load_n(dead + offset / 64, __ATOMIC_RELAXED) >> offset % 64 & 1;
+    }
+
+private:
+    const Token* at(std::size_t position) const { return chunks_[position >> kChunkBits].at(position % kChunk); }
+
+    const ChunkView* chunks_ = nullptr;
+};
+
+/// The tokens before `end` that stand in the same piece, kDepth at most.
+inline std::span<const Token> context_before(LogView log, std::size_t end) {
+    const Token* const last = log + end;
+    std::size_t size = 0;
+    while (size < kDepth && last[-1 - static_cast<std::ptrdiff_t>(size)] != kBoundary) ++size;
+    return {last - size, size};
+}
+
+}  // namespace agentspec

@@ -1,0 +1,116 @@
+"""Removed text leaves the log of an index chunk by chunk: without large copies, and without a trace in any answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.cache.index import IndexDrafter, SuffixIndex
+from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
+from agentspec.types import Source
+
+CHUNK = 4 * (1 << 16)  # bytes of the log that lie together
+PIECE = 4 * (1 << 16)  # of a run that is merged in pieces
+ROOM = 1 << 16  # for what few new tokens take
+
+
+def filled(sequences: int, length: int, *, seed: int = 0, deferred: bool = False) -> SuffixIndex:
+    rng = np.random.default_rng(seed)
+    index = SuffixIndex(deferred=deferred)
+    for number in range(sequences):
+        index.append(number, rng.integers(0, 50_000, length, dtype=np.int32))
+        while index.merge_step():
+            pass
+    return index
+
+
+def test_removing_takes_no_large_copy() -> None:
+    """A third of the outputs goes, here and there, while more arrive: the peak is hardly above what there was."""
+    index = filled(3000, 200, deferred=True)
+    full, gone = index.memory_bytes(), list(range(0, 3000, 3))
+    texts = {number: index.tokens(number) for number in (1, 2, 1501, 2998)}
+    lost = index.tokens(gone[7])
+    index.remove(gone)
+    while index.merge_step():
+        index.append(3000, [1, 2, 3])
+    assert index.native.peak_bytes() <= full + CHUNK + PIECE
+    assert index.memory_bytes() <= 0.8 * full  # two thirds, and what is left in blocks at the edges of texts
+    index.check_integrity()
+    for number, text in texts.items():
+        np.testing.assert_array_equal(index.tokens(number), text)
+        assert (index.count(text[:150]), index.common_prefix(number, text)) == (1, 200)
+    assert index.count(lost[:20]) == 0
+
+
+def test_a_few_removed_tokens_hold_no_memory_back() -> None:
+    """Runs always hold some removed tokens that are too few to be taken out: all other removed text is given back."""
+    index = filled(100, 2000, deferred=True)
+    for number in range(100, 140):
+        index.append(number, [number] * 10)
+        while index.merge_step():
+            pass
+    full, left = index.memory_bytes(), list(range(100, 140))
+    index.remove(range(20, 70))
+    while index.merge_step():
+        index.remove([left.pop()] if left else [])
+    assert index.memory_bytes() < 0.65 * full
+    assert index.native.peak_bytes() <= full + CHUNK + PIECE
+    index.check_integrity()
+
+
+def test_a_mapped_log_is_copied_by_chunks(tmp_path: Path) -> None:
+    """Neither appending to a mapped log nor removing from it copies all of it, and what goes is unmapped."""
+    frozen = filled(1500, 200).freeze(list(range(1500)))
+    path = tmp_path / "index"
+    path.write_bytes(b"".join(part.tobytes() for part in frozen.parts))
+    with path.open("rb") as file:
+        index = SuffixIndex.load(file.fileno(), 0, frozen.counts, frozen.checksums, deferred=True)
+    full, mapped, text = index.memory_bytes(), index.mapped_bytes(), index.tokens(1499)
+    index.append(1500, text)
+    assert index.memory_bytes() <= full + ROOM
+    assert index.mapped_bytes() == mapped
+    index.remove(range(0, 1500, 2))
+    while index.merge_step():
+        pass
+    assert index.mapped_bytes() < mapped // 2
+    assert index.native.peak_bytes() <= full + CHUNK + PIECE
+    index.check_integrity()
+    assert index.count(text[:100]) == 2
+
+
+def removed_filler(texts: list[list[int]], fillers: int) -> SuffixIndex:
+    """An index of the texts with removed text around each that fills chunks."""
+    index = SuffixIndex()
+    for number, text in enumerate(texts):
+        index.append(1000 + number, np.arange(10, 10 + fillers, dtype=np.int32))
+        index.append(number, text, texts[number - 1][:5] if number else [])
+    index.append(2000, np.arange(10, 70_010, dtype=np.int32))  # nothing before is in the last chunk
+    index.remove([*range(1000, 1000 + len(texts)), 2000])
+    return index
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=2, max_size=12),
+    st.sampled_from([9, 300, 20_000]),
+    st.lists(st.integers(0, 3), min_size=1, max_size=8),
+)
+def test_drafts_are_those_of_the_twin_that_never_held_what_was_removed(
+    texts: list[list[int]], fillers: int, context: list[int]
+) -> None:
+    native, twin = removed_filler(texts, fillers), ReferenceIndex()
+    for number, text in enumerate(texts):
+        twin.append(number, text, texts[number - 1][:5] if number else [])
+    native.check_integrity()
+    counts, newest = twin.successors(context)
+    found = native.successors(context)
+    assert dict(zip(found.tokens.tolist(), found.counts.tolist(), strict=True)) == counts
+    assert found.most_recent == newest
+    draft = IndexDrafter(scan_limit=1 << 30).draft([(native, Source.SHARED)], context, 8)
+    rows = ReferenceDrafter().draft([(twin, int(Source.SHARED))], context, 8, 0.0, False)
+    assert draft.tokens.tolist() == [row[0] for row in rows]
+    assert draft.parents.tolist() == [row[1] for row in rows]
+    np.testing.assert_allclose(draft.probabilities, [row[2] for row in rows], rtol=0, atol=1e-6)
