@@ -158,13 +158,10 @@ def test_odd_bodies(fuzz: Any, kind: str, path: str) -> None:
     fuzz(kind, path, 150)
 
 
-MANY = [pytest.param(500, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)]
-
-
-@pytest.mark.parametrize("count", MANY)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", "")])
-def test_many_odd_bodies(urls: dict[str, str], kind: str, path: str, count: int) -> None:
-    check(f"{urls[kind]}/v1/messages{path}", 11, count)
+def test_many_odd_bodies(urls: dict[str, str], kind: str, path: str) -> None:
+    check(f"{urls[kind]}/v1/messages{path}", 11, 2000)
 
 
 @pytest.mark.parametrize("path", OTHERS)
@@ -172,7 +169,7 @@ def test_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str) -> None
     check(f"{urls['local']}{path}", 7, 100, OTHERS[path])
 
 
-@pytest.mark.parametrize("count", MANY)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OTHERS)
-def test_many_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str, count: int) -> None:
-    check(f"{urls['local']}{path}", 11, count, OTHERS[path])
+def test_many_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str) -> None:
+    check(f"{urls['local']}{path}", 11, 2000, OTHERS[path])

@@ -168,10 +168,8 @@ def test_odd_bodies(local: Any) -> None:
     assert statuses[200] > 20 and statuses[400] > 100, statuses
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 4, 5))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 6))
 def test_many_odd_bodies(local: Any, seed: int) -> None:
     assert fuzz(local, seed, 500)[200]
 
