@@ -67,9 +67,7 @@ def test_killed_while_writing(location: str | Path, times: int) -> None:
     generator = random.Random(times)
     turns = 0
     for number in range(times):
-        durable = ingest(
-            location, turns, generator.uniform(0, 0.5), written=number == 0
-        )  # at least once
+        durable = ingest(location, turns, generator.uniform(0, 0.5), written=number == 0)  # at least once
         rows = stored(location)
         assert len(rows) >= durable
         assert rows == [[turn, turn + 1, turn + 2] for turn in range(len(rows))]
