@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agentspec.errors import InvalidRequestError, OverRateLimitError, RateLimitError
+from agentspec.errors import OverRateLimitError, RateLimitError
 from agentspec.proxy.metering.demand import Demand
 from agentspec.proxy.metering.window import DayCount, SlidingWindow
 from agentspec.settings.rate_limits import RateLimits
@@ -38,7 +38,7 @@ class Verdict:
 
     standing: Standing
     ticket: Ticket | None = None
-    refusal: RateLimitError | InvalidRequestError | None = None
+    refusal: RateLimitError | OverRateLimitError | None = None
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from agentspec.types import Usage
 FLUSH_SECONDS = 5.0
 SOON_SECONDS = 0.5  # until the store was reached for the first time
 LAST_SECONDS = 10.0  # that the end waits for the last counts to be stored
-_PATIENCE = 3  # failures in a row before the log says so: a store may still be starting
+_PATIENCE = 3  # failures in a row with something to store before the log says so
 
 _Key = tuple[str, str, str, str]  # day, tenant, key and model
 
@@ -114,7 +114,7 @@ class UsageMeter:
         self._rows[key] = row if present is None else row.plus(present)
 
     def _warn(self, error: Exception) -> None:
-        self._failures += 1
-        if self._failures == _PATIENCE:
+        self._failures += bool(self._rows)
+        if self._rows and self._failures == _PATIENCE:
             reason = error.message if isinstance(error, AgentSpecError) else type(error).__name__
             logger.warning("usage cannot be stored now; the counts wait", error=reason)

@@ -12,6 +12,7 @@ from typing import Any
 from agentspec.proxy.logs import logger
 from agentspec.proxy.workers.channel import Channel, Message
 from agentspec.proxy.workers.handover import Recipient
+from agentspec.proxy.workers.key_limits import WorkerKeyLimits
 from agentspec.proxy.workers.places import WorkerPlaces
 from agentspec.proxy.workers.process import spawn
 
@@ -25,7 +26,7 @@ LATE_SECONDS = 3.0  # of silence; every process reports its metrics once a secon
 
 @dataclass(slots=True)
 class Life:
-    """A process from its start to its end. `places` and `recipient` are a worker's.
+    """A process from its start to its end. `places`, `key_limits` and `recipient` are a worker's.
 
     `ready`: it has loaded everything; `ending`: it takes no more connections. `failure`: the class and the message of
     the error that it reported. `silence`: seconds since its last message, and `loading`: until it was ready, both by
@@ -36,6 +37,7 @@ class Life:
     channel: Channel
     since: float
     places: WorkerPlaces | None = None
+    key_limits: WorkerKeyLimits | None = None
     recipient: Recipient | None = None
     started: bool = False
     ready: bool = False
@@ -44,6 +46,13 @@ class Life:
     loading: float = 0.0
     gone: float | None = None  # when its channel was closed
     failure: tuple[str, str] | None = None
+
+    def leave_all(self) -> None:
+        """Take back what a worker's requests hold."""
+        if self.places is not None:
+            self.places.leave_all()
+        if self.key_limits is not None:
+            self.key_limits.leave_all()
 
 
 @dataclass(slots=True)
@@ -74,7 +83,7 @@ class Child:
         self,
         told: dict[str, Any],
         received: Callable[[Child, Message], None],
-        make_places: Callable[[Callable[..., None]], WorkerPlaces],
+        make_places: Callable[[Callable[..., None]], tuple[WorkerPlaces, WorkerKeyLimits]],
     ) -> None:
         """Start the process, which is told `told`; its messages go to `received`. Raises `OSError` if that fails."""
         ours, theirs = socket.socketpair()
@@ -96,8 +105,8 @@ class Child:
         loop = asyncio.get_running_loop()
         channel = Channel(lambda message: self._heard(message, received), lambda: self._gone(loop.time()))
         await channel.open(ours)
-        places = make_places(channel.send) if self.is_worker else None
-        self.life = Life(process, channel, loop.time(), places, recipient)
+        places, key_limits = make_places(channel.send) if self.is_worker else (None, None)
+        self.life = Life(process, channel, loop.time(), places, key_limits, recipient)
 
     def send(self, *message: Any) -> None:
         if self.life is not None:
@@ -159,8 +168,7 @@ class Child:
     def _gone(self, now: float) -> None:
         if self.life is not None:
             self.life.gone = now
-            if self.life.places is not None:
-                self.life.places.leave_all()
+            self.life.leave_all()
 
     def not_started(self, now: float) -> None:
         """Note that the system could not start it now."""

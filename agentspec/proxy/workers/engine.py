@@ -26,7 +26,8 @@ from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import BACKLOG
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.process import Start, read_start
-from agentspec.proxy.workers.stored import with_stored
+from agentspec.proxy.workers.stored import RemoteResponses, answer_responses, with_stored
+from agentspec.proxy.workers.usage import RemoteUsage, answer_usage
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
@@ -35,6 +36,7 @@ from agentspec.telemetry.metrics_sum import dump
 from agentspec.telemetry.samples import BackendSample, TenantSample
 
 ENGINE_METRICS = ("agentspec_engine_", "agentspec_index_", "agentspec_member_")
+STORES = {RemoteResponses.route: answer_responses, RemoteUsage.route: answer_usage}
 _PATIENT = 10 * 365 * 86400.0  # seconds: the workers know which client is slow
 _MOST_CONNECTIONS = 1 << 20
 
@@ -96,7 +98,7 @@ class EngineServer(MemberServer):
         app = create_app(self._runtime, settings, shared=shared)
         app.authenticator, app.logs_requests = RelayedCallers(), False
         super().__init__(app, replace(start, settings=settings), Connections(settings.server, _MOST_CONNECTIONS))
-        self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), self._runtime)
+        self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), self._runtime, STORES)
         self._samples: list[BackendSample] = []
         self._metrics = Metrics(
             version=VERSION,

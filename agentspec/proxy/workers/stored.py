@@ -1,11 +1,11 @@
-"""Stored responses of all workers: kept by the engine's process, asked by the workers over its socket."""
+"""Stored responses of all workers, and other stores: kept by the engine's process, which the workers ask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.from_thread
@@ -19,33 +19,21 @@ from agentspec.cache.responses import StoredResponse
 from agentspec.errors import CacheError, EngineRestartingError, UpstreamError
 from agentspec.runtime import Runtime
 
-PATH = "/stored-responses"
 _SECONDS = 30.0
+Answers = Mapping[str, Callable[[Runtime, str, Sequence[Any]], Any]]
+"""What is answered to the questions of remote stores, by their routes."""
 
 
-class RemoteResponses:
-    """The store of the process whose socket is at `path`. For threads that anyio started from the worker's loop."""
+class RemoteStore:
+    """A store of the process whose socket is at `path`. For threads that anyio started from the worker's loop."""
+
+    route: ClassVar[str]
 
     def __init__(self, path: Path) -> None:
         self._server = LocalServer(path)
 
-    def put(self, stored: StoredResponse) -> bool:
-        """As of `ResponseStore`. Raises `CacheError` if the process does not answer, too."""
-        try:
-            return bool(self._ask("put", asdict(stored)))
-        except EngineRestartingError as error:
-            raise CacheError(error.message) from None
-
-    def get(self, tenant: str, id: str) -> StoredResponse | None:
-        """As of `ResponseStore`. Raises `EngineRestartingError` if the process does not answer."""
-        found = self._ask("get", tenant, id)
-        return None if found is None else StoredResponse(**found)
-
-    def delete(self, tenant: str, id: str) -> bool:
-        """As of `ResponseStore`. Raises as `get`."""
-        return bool(self._ask("delete", tenant, id))
-
-    def _ask(self, name: str, *told: Any) -> Any:
+    def ask(self, name: str, *told: Any) -> Any:
+        """The answer to a question. Raises `CacheError`, and `EngineRestartingError` if the process does not answer."""
         status, body = anyio.from_thread.run(self._post, orjson.dumps((name, told)))
         if status != 200:
             raise CacheError(body.decode())
@@ -54,22 +42,46 @@ class RemoteResponses:
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         try:
             with anyio.fail_after(_SECONDS):
-                async with self._server.post(PATH, (), body) as answer:
+                async with self._server.post(self.route, (), body) as answer:
                     return answer.status, b"".join([piece async for piece in pieces_of(answer)])
         except (UpstreamError, TimeoutError):
-            raise EngineRestartingError("stored responses cannot be reached now; try again soon") from None
+            message = "the engine's process, which has the cache, cannot be reached now; try again soon"
+            raise EngineRestartingError(message) from None
 
 
-def with_stored(app: ASGIApp, runtime: Runtime) -> ASGIApp:
-    """`app`, which answers what `RemoteResponses` asks, too."""
+class RemoteResponses(RemoteStore):
+    """Stored responses of the engine's process."""
+
+    route: ClassVar[str] = "/stored-responses"
+
+    def put(self, stored: StoredResponse) -> bool:
+        """As of `ResponseStore`. Raises `CacheError` if the process does not answer, too."""
+        try:
+            return bool(self.ask("put", asdict(stored)))
+        except EngineRestartingError as error:
+            raise CacheError(error.message) from None
+
+    def get(self, tenant: str, id: str) -> StoredResponse | None:
+        """As of `ResponseStore`. Raises `EngineRestartingError` if the process does not answer."""
+        found = self.ask("get", tenant, id)
+        return None if found is None else StoredResponse(**found)
+
+    def delete(self, tenant: str, id: str) -> bool:
+        """As of `ResponseStore`. Raises as `get`."""
+        return bool(self.ask("delete", tenant, id))
+
+
+def with_stored(app: ASGIApp, runtime: Runtime, answers: Answers) -> ASGIApp:
+    """`app`, which also answers what remote stores ask."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        answer = answers.get(scope["path"]) if scope["type"] == "http" else None
+        if answer is None:
             await app(scope, receive, send)
             return
         name, told = orjson.loads(await Request(scope, receive).body())
         try:
-            found = await anyio.to_thread.run_sync(_answer, runtime, name, told)
+            found = await anyio.to_thread.run_sync(answer, runtime, name, told)
             response = Response(orjson.dumps(found), media_type="application/json")
         except CacheError as error:
             response = Response(error.message, 500)
@@ -78,7 +90,8 @@ def with_stored(app: ASGIApp, runtime: Runtime) -> ASGIApp:
     return wrapped
 
 
-def _answer(runtime: Runtime, name: str, told: list[Any]) -> Any:
+def answer_responses(runtime: Runtime, name: str, told: Sequence[Any]) -> Any:
+    """What `RemoteResponses` is answered."""
     store = runtime.responses
     if name == "put":
         return store.put(StoredResponse(**told[0]))

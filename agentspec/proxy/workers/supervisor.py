@@ -24,6 +24,7 @@ from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.app import VERSION
 from agentspec.proxy.hosts import is_unprotected
+from agentspec.proxy.metering.key_limits import KeyLimits
 from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import Listener, connection_capacity, listen
 from agentspec.proxy.serving.reload import Reloader
@@ -32,6 +33,7 @@ from agentspec.proxy.serving.tls import tls_context
 from agentspec.proxy.workers.channel import Message
 from agentspec.proxy.workers.child import ENGINE, WORKER, Child, Life
 from agentspec.proxy.workers.handover import Handover
+from agentspec.proxy.workers.key_limits import WorkerKeyLimits
 from agentspec.proxy.workers.places import WorkerPlaces
 from agentspec.proxy.workers.process import packed
 from agentspec.proxy.workers.scrapes import Scrapes
@@ -81,7 +83,8 @@ class Supervisor:
         self.tls: ssl.SSLContext | None = tls_context(server)
         self._secret = SecretStr(_secret(server))
         self._sockets = listen(server.host, server.port)
-        self._limiter = ConcurrencyLimiter(server)
+        self._limiter, self._key_limits = ConcurrencyLimiter(server), KeyLimits()
+        self._key_limits.update(server)
         capacity = connection_capacity(server)
         self._handover = Handover(Connections(server, capacity), secure=self.tls is not None)
         self._reloader = Reloader(self, self, settings, reload)
@@ -138,6 +141,7 @@ class Supervisor:
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
         """Apply limits that hold for all processes together."""
         self._limiter.update(settings)
+        self._key_limits.update(settings)
 
     def reach(self, backends: Mapping[str, BackendSettings]) -> None:
         """Nothing: the workers are told all settings, and reach the servers themselves."""
@@ -193,8 +197,7 @@ class Supervisor:
 
     def _ended(self, child: Child, life: Life) -> None:
         """Take back what an ended process had, and give up if starting it again makes no sense."""
-        if life.places is not None:
-            life.places.leave_all()
+        life.leave_all()
         if life.recipient is not None:
             self._handover.ended(life.recipient)
         self._scrapes.ended(child)
@@ -216,8 +219,8 @@ class Supervisor:
         for worker in self._workers:
             worker.send("engine", self._engine_ready)
 
-    def _places(self, send: Callable[..., None]) -> WorkerPlaces:
-        return WorkerPlaces(self._limiter, send)
+    def _places(self, send: Callable[..., None]) -> tuple[WorkerPlaces, WorkerKeyLimits]:
+        return WorkerPlaces(self._limiter, send), WorkerKeyLimits(self._key_limits, send)
 
     def _received(self, child: Child, message: Message) -> None:
         """Take a message of a process."""
@@ -229,6 +232,8 @@ class Supervisor:
             life.places.take(*told)
         elif life.places is not None and name == "leave":
             life.places.leave(*told)
+        elif life.key_limits is not None and name in ("admit", "settle", "recorded"):
+            getattr(life.key_limits, name)(*told)
         elif life.recipient is not None and name == "opened":
             self._handover.opened(life.recipient, told)
         elif life.recipient is not None and name == "closed connection":
@@ -316,9 +321,11 @@ class Supervisor:
 
 
 def needs_engine(settings: Settings) -> bool:
-    """Whether something must be in a process of its own: a local model, a strategy, or stored responses."""
+    """Whether something must be in a process of its own: a local model, a strategy, stored responses or usage."""
     strategies = any(isinstance(model, StrategySettings) for model in settings.models.values())
-    return settings.cache.store or strategies or any(backend.local for backend in settings.backends.values())
+    local = any(backend.local for backend in settings.backends.values())
+    counts = bool(settings.server.api_keys) and settings.cache.path is not None
+    return settings.cache.store or counts or strategies or local
 
 
 def _secret(server: ServerSettings) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,14 +13,18 @@ import anyio
 from agentspec.errors import AgentSpecError, NotReadyError
 from agentspec.proxy.app import Shared, create_app
 from agentspec.proxy.forwarding.engine_link import EngineLink
+from agentspec.proxy.metering.metering import Metering
+from agentspec.proxy.metering.usage_meter import UsageMeter
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import AcceptsConnections
 from agentspec.proxy.workers.handover import HandedConnections
+from agentspec.proxy.workers.key_limits import SharedKeyLimits
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.places import SharedLimiter
 from agentspec.proxy.workers.process import Start, adopt, read_start
 from agentspec.proxy.workers.stored import RemoteResponses
+from agentspec.proxy.workers.usage import RemoteUsage
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
@@ -35,14 +40,23 @@ class WorkerServer(MemberServer):
     def __init__(self, start: Start) -> None:
         self._limiter = SharedLimiter()
         self._engine = EngineLink(start.engine) if start.engine is not None else None
+        self._key_limits = SharedKeyLimits()
         server = start.settings.server
-        shared = Shared(self._limiter, body_share(server), self._engine, self._scrape, start.since, self._tell_drain)
+        shared = Shared(
+            self._limiter,
+            body_share(server),
+            self._engine,
+            self._scrape,
+            start.since,
+            self._tell_drain,
+            Metering(self._key_limits, self._meter(start.engine)),
+        )
         responses = None if start.engine is None else RemoteResponses(start.engine)
         runtime = Runtime(start.settings, local=False, responses=responses)
         app: GatewayMiddleware = create_app(runtime, start.settings, shared=shared)
         connections = Connections(server, start.capacity, processes=server.workers)
         super().__init__(app, start, connections)
-        self._limiter.send = self.channel.send
+        self._limiter.send = self._key_limits.send = self.channel.send
         self._handover = adopt(start.handover)
         self._scrapes: dict[int, asyncio.Future[list[str]]] = {}
         self._number = 0
@@ -53,6 +67,8 @@ class WorkerServer(MemberServer):
     def heard(self, name: str, *told: Any) -> None:
         if name in ("go", "wait", "no", "closed"):
             self._limiter.answered(name, *told)
+        elif name == "limited":
+            self._key_limits.answered(*told)
         elif name == "engine" and self._engine is not None:
             self._engine.ready = bool(told[0])
         elif name == "scraped":
@@ -69,6 +85,13 @@ class WorkerServer(MemberServer):
     def drain(self) -> None:
         self.channel.send("draining")
         super().drain()
+
+    def _meter(self, engine: Path | None) -> UsageMeter | None:
+        """What stores the usage in the process of the engine; nothing does without one."""
+        if engine is None:
+            return None
+        remote = RemoteUsage(engine)
+        return UsageMeter(lambda: remote, self._key_limits)
 
     def _tell_drain(self, name: str, on: bool) -> None:
         self.channel.send("drain member", name, on)
