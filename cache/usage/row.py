@@ -42,6 +42,11 @@ class UsageRow:
         """What counts for limits: the tokens of prompts and answers."""
         return self.prompt_tokens + self.completion_tokens + self.estimated_tokens
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The counts in the order of `COUNTS`."""
+        return tuple(getattr(self, name) for name in COUNTS)
+
     def plus(self, other: UsageRow) -> UsageRow:
         """This row with another one's counts added."""
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in COUNTS})

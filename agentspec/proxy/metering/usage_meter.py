@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -38,7 +38,8 @@ class UsageMeter:
     limits: LimitsKeys
     clock: Callable[[], float] = time.time
     reads_day: bool = False
-    _rows: dict[_Key, UsageRow] = field(default_factory=dict)
+    _rows: dict[_Key, list[int]] = field(default_factory=dict)  # the counts of a row, changed in place: this is quick
+    _day: tuple[int, str] = (-1, "")  # and how it is written
     _since: float = 0.0  # of the oldest of them
     _failures: int = 0
     _reached: bool = False
@@ -49,19 +50,11 @@ class UsageMeter:
         now, used = self.clock(), record.usage or Usage()
         if not self._rows:
             self._since = now
-        row = UsageRow(
-            day_of(now),
-            *owner,
-            record.model or "",
-            requests=1,
-            errors=int(failed),
-            prompt_tokens=used.prompt_tokens,
-            cached_tokens=used.cached_tokens,
-            completion_tokens=used.completion_tokens,
-            accepted_tokens=record.speculation.accepted if record.speculation else 0,
-            estimated_tokens=estimated,
-        )
-        self._put(row)
+        if int(now // DAY) != self._day[0]:
+            self._day = int(now // DAY), day_of(now)
+        accepted = record.speculation.accepted if record.speculation else 0
+        tokens = (used.prompt_tokens, used.cached_tokens, used.completion_tokens, accepted, estimated)
+        self._put((self._day[1], *owner, record.model or ""), (1, int(failed), *tokens))
 
     async def run(self) -> None:
         """Store what was counted every few seconds."""
@@ -80,11 +73,11 @@ class UsageMeter:
         with anyio.move_on_after(LAST_SECONDS, shield=True):
             await self.flush()
         if self._rows:
-            logger.warning("usage is not stored", requests=sum(row.requests for row in self._rows.values()))
+            logger.warning("usage is not stored", requests=sum(counts[0] for counts in self._rows.values()))
 
     async def _flush(self) -> None:
         now, since = self.clock(), self._since
-        rows, self._rows = list(self._rows.values()), {}
+        rows, self._rows = [UsageRow(*key, *counts) for key, counts in self._rows.items()], {}
         try:
             stored = await anyio.to_thread.run_sync(lambda: self.store().add(rows, since=since, day=day_of(now)))
         except BaseException as error:
@@ -106,12 +99,17 @@ class UsageMeter:
     def _keep(self, rows: list[UsageRow], since: float) -> None:
         self._since = min(since, self._since) if self._rows else since
         for row in rows:
-            self._put(row)
+            self._put((row.day, row.tenant, row.key, row.model), row.counts)
 
-    def _put(self, row: UsageRow) -> None:
-        key = (row.day, row.tenant, row.key, row.model)
+    def _put(self, key: _Key, counts: Sequence[int]) -> None:
+        """Add to what waits, in the order of `COUNTS`."""
         present = self._rows.get(key)
-        self._rows[key] = row if present is None else row.plus(present)
+        if present is None:
+            self._rows[key] = list(counts)
+            return
+        for place, count in enumerate(counts):
+            if count:
+                present[place] += count
 
     def _warn(self, error: Exception) -> None:
         self._failures += bool(self._rows)
