@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,26 @@ def clean_environment() -> Iterator[None]:
     removed = {name: os.environ.pop(name) for name in names}
     yield
     os.environ.update(removed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_trust() -> Iterator[None]:
+    """One read of the authorities' certificates for all HTTP clients: it takes 20 ms, for each `httpx.get(...)` too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in sys.modules.keys() & {"httpx._transports.default", "httpx2._transports.default"}:
+            transport = sys.modules[name]
+            patch.setattr(transport, "create_ssl_context", _read_once(transport.create_ssl_context))
+        yield
+
+
+def _read_once(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    shared = functools.cache(create)
+
+    def context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        plain = verify is True and cert is None and not os.environ.keys() & {"SSL_CERT_FILE", "SSL_CERT_DIR"}
+        return shared() if plain else create(verify=verify, cert=cert, trust_env=trust_env)
+
+    return context
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -86,6 +86,17 @@ def shared_gateway() -> Iterator[StartGateway]:
     """The same for gateways that a whole module shares."""
     with ExitStack() as stack:
         yield lambda *args, **kwargs: stack.enter_context(run_gateway(*args, **kwargs))
+
+
+Closable = TypeVar("Closable", bound=AbstractContextManager[Any])
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Closable], Closable]]:
+    """`client = closing(openai.OpenAI(...))` ends with the test: these clients refer to themselves, so that one left
+    open keeps its connection until a collection during some later test finds it, which then fails for it."""
+    with ExitStack() as stack:
+        yield stack.enter_context
 
 
 @pytest.fixture(scope="session")

@@ -39,8 +39,8 @@ def post(url: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/embeddings", json={"model": "e", "input": "a", **fields}, timeout=60)
 
 
-def test_openais_client_gets_vectors(url: str) -> None:
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+def test_openais_client_gets_vectors(url: str, closing: Any) -> None:
+    client = closing(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
     answer = client.embeddings.create(model="e", input=["ab", "b b"])
     assert [one.embedding for one in answer.data] == [[0.25, 0.25, 0.5], [0.0, 0.5, 0.75]]
     assert [one.index for one in answer.data] == [0, 1] and answer.usage.prompt_tokens == 3
@@ -88,10 +88,10 @@ def test_an_encoder_answers_nothing_else(url: str, path: str) -> None:
 
 
 @pytest.mark.model
-def test_the_built_in_encoder(gateway: Any) -> None:
+def test_the_built_in_encoder(gateway: Any, closing: Any) -> None:
     settings = load_settings(overrides={"backends": {"texts": {"kind": "encoder"}}})
     assert isinstance(settings, Settings)
-    client = openai.OpenAI(base_url=f"{gateway({}, settings).url}/v1", api_key="none", max_retries=0)
+    client = closing(openai.OpenAI(base_url=f"{gateway({}, settings).url}/v1", api_key="none", max_retries=0))
     texts = ["A cat sits on the mat.", "On the rug there is a kitten.", "Interest rates rose again."]
     answer = client.embeddings.create(model="minilm", input=texts)
     cat, kitten, money = (np.asarray(one.embedding) for one in answer.data)

@@ -398,29 +398,20 @@ def bodies(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@pytest.fixture(scope="module")
+def plain(running: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url) as client:
+        yield client
+
+
 @given(bodies(), st.sampled_from(["chat/completions", "completions", "embeddings"]))
-def test_no_body_is_a_server_error(running: Any, body: bytes, route: str) -> None:
-    client = _pooled(running.url)
-    response = client.post(f"/v1/{route}", content=body, headers={"content-type": "application/json"})
+def test_no_body_is_a_server_error(plain: httpx.Client, body: bytes, route: str) -> None:
+    response = plain.post(f"/v1/{route}", content=body, headers={"content-type": "application/json"})
     assert 200 <= response.status_code < 300 or 400 <= response.status_code < 500, response.text
     if response.status_code >= 400:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     else:
         assert not re.search(r'"error"', response.text)
-
-
-_clients: dict[str, httpx.Client] = {}
-
-
-def _pooled(url: str) -> httpx.Client:
-    return _clients.setdefault(url, httpx.Client(base_url=url))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_clients() -> Iterator[None]:
-    yield
-    for client in _clients.values():
-        client.close()
 
 
 @pytest.mark.parametrize(
@@ -436,9 +427,9 @@ def close_clients() -> Iterator[None]:
     ],
     ids=["deep-array", "deep-object", "duplicate", "nan", "not-utf8", "long-model", "surrogate"],
 )
-def test_hostile_bodies(running: Any, body: bytes) -> None:
+def test_hostile_bodies(plain: httpx.Client, body: bytes) -> None:
     headers = {"content-type": "application/json"}
-    response = _pooled(running.url).post("/v1/chat/completions", content=body, headers=headers)
+    response = plain.post("/v1/chat/completions", content=body, headers=headers)
     assert 400 <= response.status_code < 500 and len(response.content) < 2000
 
 

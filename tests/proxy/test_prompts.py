@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -27,9 +28,10 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture(scope="module")
-def client(shared_gateway: Any, backend: FakeBackend) -> openai.OpenAI:
+def client(shared_gateway: Any, backend: FakeBackend) -> Iterator[openai.OpenAI]:
     running = shared_gateway({"m": backend}, max_prompts=8)
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_choices_come_in_the_order_of_the_prompts(client: openai.OpenAI) -> None:
@@ -83,12 +85,12 @@ def test_what_is_wrong_is_refused(client: openai.OpenAI, fields: dict[str, Any],
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
 
 
-def test_the_local_engine_answers_each_prompt_as_alone(tiny_model: Any, gateway: Any) -> None:
+def test_the_local_engine_answers_each_prompt_as_alone(tiny_model: Any, gateway: Any, closing: Any) -> None:
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
 
     running = gateway({"m": TorchBackend.load(TorchSettings(model=str(tiny_model), max_active=4))})
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0))
     asked: dict[str, Any] = {"model": "m", "max_tokens": 8, "temperature": 0.0, "echo": True}
     together = client.completions.create(prompt=["one", "two", "three"], **asked)
     alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in ("one", "two", "three")]

@@ -76,9 +76,9 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     assert "x-agentspec-lossless" in off.headers and "x-agentspec-lossy" not in off.headers
 
 
-def test_raw_completions_are_answered_too(gateway: Any, corpus: Path) -> None:
+def test_raw_completions_are_answered_too(gateway: Any, corpus: Path, closing: Any) -> None:
     running = gateway({"large": Reader()}, settings(corpus))
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
+    client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
     texts = {client.completions.create(model="read", prompt="ban bel", max_tokens=12).choices[0].text for _ in range(2)}
     assert len(texts) == 1 and len(texts.pop().split()) == 12
 

@@ -67,9 +67,9 @@ def test_the_gateway_streams_thinking_then_the_answer(gateway: Any) -> None:
     assert "x-agentspec-lossy" not in plain.headers
 
 
-def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any) -> None:
+def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any, closing: Any) -> None:
     running = gateway(models(), settings())
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
+    client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
     message = client.chat.completions.create(model="fast", messages=BODY["messages"]).choices[0].message  # type: ignore[arg-type]
     assert message.content == "The answer is four."
     assert message.model_dump()["reasoning_content"] == message.model_dump()["reasoning"] == THINKING

@@ -35,12 +35,12 @@ def ask(client: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
 
 
 @pytest.fixture
-def scripted(gateway: Any) -> Any:
+def scripted(gateway: Any, closing: Any) -> Any:
     """A gateway whose model "m" answers from a script, its client, and the backend."""
 
     def start(*script: Any, **server: Any) -> tuple[anthropic.Anthropic, FakeBackend]:
         backend = FakeBackend(*script)
-        return client_of(gateway({"m": backend}, **server)), backend
+        return closing(client_of(gateway({"m": backend}, **server))), backend
 
     return start
 
@@ -146,7 +146,8 @@ def tiny(tiny_model: Any, shared_gateway: Any) -> Iterator[tuple[anthropic.Anthr
     from agentspec.backends.torch import TorchBackend
 
     backend = TorchBackend.load(TorchSettings(model=str(tiny_model), max_active=2))
-    yield client_of(shared_gateway({"m": backend})), "m"
+    with client_of(shared_gateway({"m": backend})) as client:
+        yield client, "m"
 
 
 def test_a_model_of_this_process(tiny: tuple[anthropic.Anthropic, str]) -> None:
@@ -184,7 +185,7 @@ def test_a_forced_call_of_a_model_of_this_process(tiny: tuple[anthropic.Anthropi
     assert type(json.loads(shaped.content[0].text)["y"]) is bool
 
 
-def test_a_strategy_answers_and_counts(gateway: Any) -> None:
+def test_a_strategy_answers_and_counts(gateway: Any, closing: Any) -> None:
     from agentspec.backends.settings import TorchSettings
     from agentspec.reasoning.settings import SpecReasonSettings
     from agentspec.settings.load import Settings
@@ -196,7 +197,7 @@ def test_a_strategy_answers_and_counts(gateway: Any) -> None:
     local = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
     strategy = SpecReasonSettings(base="large", small="tiny")
     running = gateway({name: ThinkingModel(step) for name in local}, Settings(backends=local, models={"m": strategy}))
-    client = client_of(running)
+    client = closing(client_of(running))
     with client.messages.with_streaming_response.create(
         model="m", max_tokens=500, messages=ASKED, stream=True, thinking={"type": "enabled", "budget_tokens": 100}
     ) as response:

@@ -189,11 +189,11 @@ def test_a_chat_is_asked_for_and_answered_as_a_message(gateway: Any, upstream: A
     }
 
 
-def test_the_events_of_a_translated_stream(gateway: Any, upstream: Any) -> None:
+def test_the_events_of_a_translated_stream(gateway: Any, upstream: Any, closing: Any) -> None:
     events = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in CHUNKS]
     server = upstream(chats(lambda request: stream(request, [*events, b"data: [DONE]\n\n"])))
     running = gateway({}, through(server.url))
-    client = anthropic.Anthropic(base_url=running.url, api_key="k", max_retries=0)
+    client = closing(anthropic.Anthropic(base_url=running.url, api_key="k", max_retries=0))
     with client.messages.stream(model="up", max_tokens=20, messages=BODY["messages"]) as streamed:  # type: ignore[arg-type]
         message = streamed.get_final_message()
     thought, text, first, second = message.content

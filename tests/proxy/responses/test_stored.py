@@ -158,10 +158,10 @@ def test_forgetting_covers_responses(alice: openai.OpenAI, running: Any) -> None
         alice.responses.retrieve(gone.id)
 
 
-def test_two_gateways_share_a_database(gateway: Any, tmp_path: Path) -> None:
+def test_two_gateways_share_a_database(gateway: Any, tmp_path: Path, closing: Any) -> None:
     settings = two_tenants(tmp_path, path=tmp_path / "cache")
     urls = [gateway({MODEL: FakeBackend(script)}, settings).url for _ in range(2)]
-    one, other = (openai.OpenAI(base_url=f"{url}/v1", api_key="key-of-alice", max_retries=0) for url in urls)
+    one, other = (closing(openai.OpenAI(base_url=f"{url}/v1", api_key="key-of-alice", max_retries=0)) for url in urls)
     first = ask(one)
     second = ask(other, "more", previous_response_id=first.id)
     assert one.responses.retrieve(second.id).previous_response_id == first.id
