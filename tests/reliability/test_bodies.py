@@ -454,7 +454,7 @@ def _raw(running: Any, method: str, target: str, body: bytes, line: str = "") ->
     head += "" if line.startswith("connection:") else "connection: close\r\n"
     head += f"{line}\r\n" if line else ""
     with _connected(running) as connection:
-        connection.settimeout(5)
+        connection.settimeout(60)
         connection.sendall(head.encode("latin-1") + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         received = b""
         with suppress(TimeoutError):

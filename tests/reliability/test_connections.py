@@ -324,7 +324,7 @@ def test_c3_what_is_not_read_is_not_taken_from_the_upstream(
 def test_c3_nobody_who_reads_is_cut_off(gateway: Any) -> None:
     """The time limit is for a client that takes nothing, not for an answer that takes long."""
     backend = FakeBackend(Answer("a b c d e f", latency=0.25))
-    running = gateway({"fake": backend}, write_timeout=0.3, header_timeout=0.3, body_rate_window=0.3)
+    running = gateway({"fake": backend}, write_timeout=1.0, header_timeout=1.0, body_rate_window=1.0)
     answer = httpx.post(running.url + CHAT, json=STREAMED)
     assert answer.status_code == 200 and "[DONE]" in answer.text
 

@@ -212,7 +212,7 @@ async def test_new_limits_hold_at_once() -> None:
 
 
 async def test_the_queue_is_bounded_and_time_runs_out() -> None:
-    limiter = ConcurrencyLimiter(limits(max_concurrent=1, max_queued=1, queue_timeout=0.05))
+    limiter = ConcurrencyLimiter(limits(max_concurrent=1, max_queued=1, queue_timeout=0.5))
     async with limiter.enter("a", silent):
         waiting = asyncio.create_task(limiter.enter("a", silent).__aenter__())
         await settle()

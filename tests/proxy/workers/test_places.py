@@ -116,7 +116,7 @@ def test_a_worker_that_is_gone_gives_everything_back() -> None:
 
 def test_refusals_come_from_the_parent() -> None:
     async def main() -> None:
-        parent = Parent(max_concurrent=1, queue_timeout=0.05, max_queued=1)
+        parent = Parent(max_concurrent=1, queue_timeout=0.5, max_queued=1)
         over = asyncio.Event()
         first = asyncio.create_task(hold(parent.workers[0], over))
         await turns()
