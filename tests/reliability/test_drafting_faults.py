@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.backends.torch.drafters import Drafter
+from agentspec.backends.torch.engine.cache_session import STALL_SECONDS
 from agentspec.cache import SuffixCache
 from agentspec.errors import CacheError, UpstreamError, UpstreamTimeoutError
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
@@ -172,10 +173,13 @@ def test_u11_a_cache_that_raises_costs_drafts_only(
 def test_u11_a_cache_that_hangs_is_asked_once_and_then_left_alone(
     loaded: Any, plain: list[int], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.STALL_SECONDS", 0.05)
-    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.PAUSE_SECONDS", 3600.0)
+    now = [0.0]  # it stands still but for the call that hangs: on a busy machine any call may take long
 
-    with closing(Fault(method, lambda: sleep(0.06))) as fault:
+    def hang() -> None:
+        now[0] += STALL_SECONDS + 1
+
+    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.perf_counter", lambda: now[0])
+    with closing(Fault(method, hang)) as fault:
         answers, _ = generate(loaded, fault, count=3)
         assert answers == [plain] * 3 and fault.calls == 1
 
