@@ -63,12 +63,13 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --benchmark-disable $(CHOICE) $(PYTEST_ARGS)
 
 # The same with another choice of tests than that of pyproject.toml.
-# Coverage is that of the quick tests. The slow ones are broader versions of them, and take up to five times as long
-# when every line they run is counted. They run even if a quick one fails: a run says all that is wrong.
+# Coverage is that of the quick tests, and of slow ones that alone reach some code. The other slow ones are broader versions
+# of quick ones, and take up to five times as long when every line they run is counted. They run even if a quick one fails:
+# a run says all that is wrong.
 check-tests:
 	failed=0; \
-	$(MAKE) test CHOICE='--hypothesis-profile=ci --cov' || failed=1; \
-	$(MAKE) test CHOICE='--hypothesis-profile=ci -m "slow and not long and not mutants"' || failed=1; \
+	$(MAKE) test CHOICE='--hypothesis-profile=ci -m "(not slow or counted) and not long and not mutants" --cov' || failed=1; \
+	$(MAKE) test CHOICE='--hypothesis-profile=ci -m "slow and not counted and not long and not mutants"' || failed=1; \
 	exit $$failed
 
 # What reads the source and runs none of it, two at a time.

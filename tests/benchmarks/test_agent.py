@@ -118,6 +118,7 @@ def test_the_report_compares_whole_sessions_with_transformers(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 @pytest.mark.model
 def test_all_variants_answer_alike_on_the_default_model() -> None:
     """Two short turns: the same tokens from all, transformers with its rows kept included."""

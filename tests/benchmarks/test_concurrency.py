@@ -40,6 +40,7 @@ def test_each_at_once_is_compared_with_its_own_one_at_a_time(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 @pytest.mark.model
 def test_answers_at_once_are_those_one_at_a_time_on_the_default_model() -> None:
     table = run_concurrency("smollm2-135m", clients=3, rounds=1, max_tokens=8).runs

@@ -128,6 +128,7 @@ def test_the_control_is_compared_with_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 @pytest.mark.model
 def test_all_variants_answer_alike_on_the_default_model() -> None:
     """Two short prompts through every variant but the long warm-up: same tokens, fewer steps on the second pass."""

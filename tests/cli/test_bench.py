@@ -71,6 +71,7 @@ def test_published_logs_become_traces_that_can_be_replayed(program, tokenizer, t
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_gpu_needs_a_tokenizer_with_traces_and_runs_without_both(program, traces, tmp_path):
     out = tmp_path / "out.json"
     assert program("bench", "gpu", "--traces", traces[0]).exit_code == 2
@@ -89,6 +90,7 @@ def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_best_of_n_prints_and_writes_every_drafter(program, tiny_model, tmp_path):
     problems, out = tmp_path / "problems.jsonl", tmp_path / "out.json"
     problems.write_text("".join(json.dumps({"problem": f"what is {n}?", "answer": "1"}) + "\n" for n in range(11)))

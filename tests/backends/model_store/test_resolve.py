@@ -80,6 +80,7 @@ def test_an_unknown_name_says_what_could_be_given(store, name):
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert locate(str(tiny_gguf)) is None
     files = resolve(str(tiny_gguf), progress=False)
@@ -91,11 +92,13 @@ def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_a_folder_with_one_gguf_file_is_that_file(store, tiny_gguf):
     assert resolve(str(tiny_gguf.parent), progress=False).fingerprint == compute_sha256(tiny_gguf)
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_a_damaged_gguf_file_is_refused(store, tmp_path, tiny_gguf):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(tiny_gguf.read_bytes()[:1000])
@@ -112,6 +115,7 @@ def as_builtin(builtin, monkeypatch) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, as_builtin, builtin):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: resolve(as_builtin, progress=False), range(2))
@@ -130,6 +134,7 @@ def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, 
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_a_file_put_into_the_store_by_hand_counts(store, as_builtin, tiny_gguf, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # nothing can be fetched
     (store / "tiny").mkdir(parents=True)

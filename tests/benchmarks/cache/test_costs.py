@@ -14,6 +14,7 @@ def costs() -> Costs:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_every_cost_is_measured(costs: Costs) -> None:
     assert costs.draft.cached_tokens == 3000 and costs.opened_tokens == 1500 and costs.large is None
     for latency in (costs.draft, costs.draft_while_inserting):
@@ -28,6 +29,7 @@ def test_every_cost_is_measured(costs: Costs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_drafting_over_a_mapped_index(costs: Costs) -> None:
     latency = large_latency(3000, lambda message: None)
     assert latency.cached_tokens == 3000 and latency.drafts == costs.draft.drafts

@@ -48,6 +48,7 @@ def test_the_second_call_is_drafted_from_the_first(trace: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_drafting_late_costs_something_and_finds_most(trace: Path) -> None:
     report = run_cache([trace], encode, calls=600, budgets=(8, 32), late=[4], progress=quiet)
     (late,) = report.files[0].late

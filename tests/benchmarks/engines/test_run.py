@@ -42,6 +42,7 @@ def test_each_engine_is_run_without_drafts_with_its_own_and_with_ours() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "variants", lambda engine: list(variants(engine))[:3])
     found = run_engines(plan(tmp_path), progress=quiet)

@@ -40,6 +40,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_figures_of_a_tiny_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.benchmarks.gateway.bench.running", lambda *_, **__: nullcontext(bench))
     report = run_gateway(TINY, measures=("latency", "throughput", "streams"), soak_seconds=0.5)

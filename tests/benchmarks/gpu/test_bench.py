@@ -50,6 +50,7 @@ def printed(report: GpuReport) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_all_of_it_on_the_cpu(tokenizer: Path, traces: Path, tmp_path: Path) -> None:
     report = run_gpu(GpuPlan("tiny", "cpu", "float32", 3600, (traces,), tokenizer, questions=4))
     assert report.sound and len(report.checks) == 5 and not report.left_out

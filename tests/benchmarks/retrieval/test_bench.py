@@ -87,6 +87,7 @@ QUESTIONS = [CorpusQuestion(str(n), f"Which {word}?") for n, word in enumerate(W
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_every_case_is_measured_and_reported(
     bench: RetrievalBench, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def local_remote(bases: Bases, delay: float = 0.0) -> Iterator[Behind]:
 
 
 @pytest.mark.slow
+@pytest.mark.counted
 def test_every_answer_is_compared(bench: RetrievalBench, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bases, "remote", local_remote)
     with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases:
