@@ -44,10 +44,13 @@ for name, examples in PROFILES.items():
 hypothesis.settings.load_profile("dev")
 
 
-# One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
+# One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end. (xdist would order
+# them by their number of tests; --no-loadscope-reorder keeps this order.)
 LONGEST = """
     tests/test_examples.py tests/reasoning/retrieval/knn/test_decoder.py tests/test_readme.py tests/test_packaging.py
     tests/reasoning/retrieval/test_models.py tests/backends/torch/test_real_model.py tests/proxy/test_soak.py
+    tests/test_example_agents.py tests/proxy/workers/test_lives.py tests/proxy/workers/test_engine.py
+    tests/backends/torch/engine/test_batching.py tests/backends/torch/test_exactness.py tests/reliability/test_bodies.py
 """.split()
 
 

@@ -96,7 +96,9 @@ async def alone(backend: TorchBackend, folder: Path) -> Alone:
     return answered
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(PROMPTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [8, pytest.param(40, marks=pytest.mark.slow), pytest.param(PROMPTS, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("stride", "bound"),
     [
