@@ -44,8 +44,8 @@ for name, examples in PROFILES.items():
 hypothesis.settings.load_profile("dev")
 
 
-# One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end. (xdist would order
-# them by their number of tests; --no-loadscope-reorder keeps this order.)
+# One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
+# (With --no-loadscope-reorder: xdist would order them by their number of tests.)
 LONGEST = """
     tests/test_examples.py tests/reasoning/retrieval/knn/test_decoder.py tests/test_readme.py tests/test_packaging.py
     tests/reasoning/retrieval/test_models.py tests/backends/torch/test_real_model.py tests/proxy/test_soak.py
