@@ -143,8 +143,10 @@ def create_app(
         handler = StoredRoute(responses, items=path.endswith("items"))
         routes.append(_RecordedRoute(path, handler, methods, "uses_models"))
     _refuse_twice(routes)
+    turns = endpoints[0].turns
+    pages.registry.prefills(lambda: turns.counts)
     runtime.limit_upstreams(server.max_output_tokens)
-    loading = Loading(runtime, metering.begin)
+    loading = Loading(runtime, metering.begin, turns.aclose)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: _lifespan(loading, metering))
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
     return GatewayMiddleware(

@@ -32,10 +32,12 @@ from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
-from agentspec.proxy.body.upstream_fields import UpstreamFields
+from agentspec.proxy.body.upstream_fields import UpstreamFields, strategy_upstreams
+from agentspec.proxy.forwarding.answer_edits import AnswerEdits
 from agentspec.proxy.forwarding.auto_prediction import AutoPredictions, PredictedAnswer
 from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
+from agentspec.proxy.forwarding.next_turns import UpstreamTurns
 from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
 from agentspec.proxy.forwarding.predicted_chat import without_prediction
 from agentspec.proxy.forwarding.prediction_usage import PredictionUsage
@@ -44,7 +46,6 @@ from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
 from agentspec.proxy.streaming.sending import send_json, send_sse
-from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -109,6 +110,7 @@ class GenerationEndpoint:
     places: EnginePlaces
     metering: Metering
     engine: EngineLink | None = None
+    turns: UpstreamTurns = field(default_factory=UpstreamTurns, init=False)
     _predictions: AutoPredictions | None = field(default=None, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,9 +223,10 @@ class GenerationEndpoint:
                 body = await with_fields(exchange.body, fields, {**added, **predicted.fields})
         counter = prediction_counter(backend, model, {**fields, **added})
         inspector = StreamInspector(expected_choices(self.path, fields))
+        edits: AnswerEdits | None = predicted or (PredictionUsage(counter) if counter else None)
+        edits = self.turns.followed(exchange, backend, edits) if self.path == CHAT else edits
         del fields, added
         exchange.release()
-        edits = predicted or (PredictionUsage(counter) if counter else None)
         again = without_prediction(predicted, plain, exchange.record) if predicted else None
         del plain
         options: dict[str, Any] = {"account": exchange.account, "edits": edits, "again": again}
@@ -260,7 +263,7 @@ class GenerationEndpoint:
 
     def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
         """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
-        for upstream in _upstreams(backend):
+        for upstream in strategy_upstreams(backend):
             check_amounts(fields, self.path, self.settings)
             UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
 
@@ -304,14 +307,6 @@ class GenerationEndpoint:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
-
-
-def _upstreams(backend: Backend) -> list[Forwards]:
-    """The upstreams that a strategy asks with what a request wants of it."""
-    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
-    found = [role.backend for role in roles if is_forwarding(role.backend)]
-    pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
-    return [*found, *(member.backend for pool in pools for member, _ in pool.members())]
 
 
 def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:

@@ -103,6 +103,10 @@ class Metrics:
         """Report at each scrape what `counts` returns: open connections, and those ended by a limit, by reason."""
         self.registry.register(_OnScrape(lambda: _connections(*counts())))
 
+    def prefills(self, counts: Callable[[], Mapping[tuple[str, str], int]]) -> None:
+        """Report at each scrape what `counts` returns: prefills of next turns by upstream and outcome."""
+        self.registry.register(_OnScrape(lambda: _upstream_prefills(counts())))
+
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one finished request. `route` and `outcome` must come from a fixed set."""
         label = self._label(model)
@@ -177,6 +181,14 @@ def _index(size: tuple[int, int, int] | None) -> Iterator[Metric]:
         yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=size[1])
         damaged = "Rows of the cache's database that cannot be read, and are left out"
         yield GaugeMetricFamily("agentspec_cache_damaged_rows", damaged, value=size[2])
+
+
+def _upstream_prefills(counts: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
+    told = "Requests that let an upstream read a next turn ahead, by outcome"
+    family = CounterMetricFamily("agentspec_upstream_prefills", told, labels=("backend", "outcome"))
+    for labels, number in dict(counts).items():
+        family.add_metric(labels, number)
+    yield family
 
 
 def _connections(count: int, ended: Mapping[str, int]) -> Iterator[Metric]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentspec.backends.base import Backend, Forwards, is_forwarding
+from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.proxy.body.addresses import is_address, is_base64, is_inline, is_on
@@ -21,6 +23,7 @@ from agentspec.proxy.body.field_names import (
     is_denied_in_metadata,
     plain_name,
 )
+from agentspec.reasoning.strategy import Strategy
 
 
 def _plain_names(names: str) -> frozenset[str]:
@@ -206,3 +209,11 @@ def _path(place: _Place) -> str:
 
 def _shown(name: object) -> str:
     return str(name)[:80].encode("ascii", "replace").decode()
+
+
+def strategy_upstreams(backend: Backend) -> list[Forwards]:
+    """The upstreams that a strategy asks with what a request wants of it; none for another backend."""
+    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
+    found = [role.backend for role in roles if is_forwarding(role.backend)]
+    pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
+    return [*found, *(member.backend for pool in pools for member, _ in pool.members())]
