@@ -124,12 +124,24 @@ def agent(
     share: Annotated[
         float, typer.Option(help="With --tools: the share of the time that tools take", min=0.01, max=0.99)
     ] = 0.5,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Instead, time next turns with and without reading ahead while tools run")
+    ] = False,
+    tool_seconds: Annotated[
+        list[float] | None, typer.Option(help="With --prefill: how long tools take", min=0.0, max=60.0)
+    ] = None,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
     if tools:
         from agentspec.benchmarks.agent_tools import READ_ONLY, run_agent_tools
 
         publish(partial(run_agent_tools, tools, read_only=read_only or READ_ONLY, share=share), json)
+        return
+    if prefill:
+        from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
+
+        ahead = partial(run_agent_prefill, model, tool_seconds=tool_seconds or TOOL_SECONDS)
+        publish(ahead, json, packages=TORCH, subject={"model": model})
         return
     from agentspec.benchmarks.agent import run_agent
 

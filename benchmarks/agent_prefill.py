@@ -1,0 +1,218 @@
+"""An agent's next turn with and without reading ahead: the time to its first token while tools run for some time.
+
+A session asks, answers, waits for its tool, and asks again. The history is scripted (`agent_workflows`), so that both
+variants see the same prompts; they alternate, each with a tenant of its own. With reading ahead, what is known of the
+next prompt is asked for when the tool starts. The answers must be the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ByteSize
+from rich.console import RenderableType
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.benchmarks import report
+from agentspec.benchmarks.agent_workflows import Workflow, measured_workflows
+from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, paired_ratio
+from agentspec.types import GenerateRequest, Message, SamplingParams
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+
+TOOL_SECONDS = (0.2, 0.5, 1.0, 2.0)
+KV_BYTES = 256 << 20
+EXTENDS, REWRITTEN, NODE, EVICTED = "extends", "rewritten", "another node", "evicted"
+CASES = {
+    EXTENDS: "the answer is sent back as the model wrote it",
+    REWRITTEN: "another text than the model's is sent back, as where thoughts are left out",
+    NODE: "the next prompt begins with the instructions of another node",
+    EVICTED: "other answers need the memory of the session's slots while the tool runs",
+}
+GOALS = {EXTENDS: 0.98, REWRITTEN: 1.5, NODE: 1.5, EVICTED: 1.5}
+AT_ONCE, ROUNDS = 4, 7  # sessions without tools' time, for the throughput
+FIRST, NEXT = SamplingParams(temperature=0, max_tokens=16), SamplingParams(temperature=0, max_tokens=4)
+OTHER_TOKENS = 512
+OTHERS = SamplingParams(temperature=0, max_tokens=OTHER_TOKENS)
+RESULT = "$ python -m pytest -q\n{} passed in 0.41s\nNext: say in a sentence what has changed."
+RULES = "{}. Report every doubt about a line with its number, the reason, and the shortest change that removes it."
+REVIEWER = "You review changes. " + " ".join(RULES.format(f"Rule {number}") for number in range(1, 13))
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """One next turn: seconds to its first token, tokens that were computed for it then, and its answer."""
+
+    seconds: float
+    computed: int
+    answer: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TurnPairs:
+    """The next turns of one case after tools of the same length, without and with reading ahead."""
+
+    case: str
+    tool_seconds: float
+    off: list[NextTurn] = field(default_factory=list)
+    on: list[NextTurn] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> Ratio:
+        """How many times sooner the first token comes."""
+        return paired_ratio([turn.seconds for turn in self.off], [turn.seconds for turn in self.on])
+
+    @property
+    def identical(self) -> int:
+        return sum(off.answer == on.answer for off, on in zip(self.off, self.on, strict=True))
+
+
+@dataclass(slots=True)
+class AgentPrefillReport:
+    """All pairs, and the seconds of busy rounds without and with reading ahead."""
+
+    pairs: list[TurnPairs] = field(default_factory=list)
+    busy: dict[str, list[float]] = field(default_factory=lambda: {"off": [], "on": []})
+
+    def show(self) -> Iterator[RenderableType]:
+        columns = ("case", "tool s", "tokens off", "on", "first token off", "on", "sooner", "goal", "verdict", "same")
+        yield report.table("Time to the first token of the next turn", columns, map(self._row, self.pairs))
+        yield "".join(f"  {name}: {meaning}\n" for name, meaning in CASES.items()).rstrip()
+        yield f"  {AT_ONCE} sessions at once, tools that take no time: {self.throughput} the throughput, goal 0.98x"
+
+    @property
+    def throughput(self) -> Ratio:
+        return paired_ratio(self.busy["off"], self.busy["on"])
+
+    def data(self) -> dict[str, Any]:
+        return {"pairs": [asdict(one) for one in self.pairs], "busy": self.busy}
+
+    def _row(self, one: TurnPairs) -> Sequence[str]:
+        sides = (one.off, one.on)
+        tokens = (f"{median(turn.computed for turn in side):.0f}" for side in sides)
+        seconds = (f"{1000 * median(turn.seconds for turn in side):.0f} ms" for side in sides)
+        goal = GOALS[one.case]
+        ends = (str(one.ratio), f"{goal}x", one.ratio.verdict(goal), f"{one.identical}/{len(one.off)}")
+        return one.case, f"{one.tool_seconds:g}", *tokens, *seconds, *ends
+
+
+def run_agent_prefill(
+    model: str,
+    *,
+    tool_seconds: Sequence[float] = TOOL_SECONDS,
+    cases: Sequence[str] = tuple(CASES),
+    progress: Progress,
+) -> AgentPrefillReport:
+    """Measure all cases. Raises what the backend raises."""
+    from agentspec.backends.torch import TorchBackend
+
+    progress(f"loading {model}")
+    backend = TorchBackend.load(TorchSettings(model=model, kv_bytes=ByteSize(KV_BYTES), prefill_next_turn=False))
+    return asyncio.run(AgentPrefillBench(backend, progress).measure(tool_seconds, cases))
+
+
+@dataclass(slots=True)
+class AgentPrefillBench:
+    """Sessions on one loaded model, which is closed at the end."""
+
+    backend: TorchBackend
+    progress: Progress
+    workflows: list[Workflow] = field(default_factory=lambda: measured_workflows(MIN_PAIRS))
+
+    async def measure(self, tool_seconds: Sequence[float], cases: Sequence[str]) -> AgentPrefillReport:
+        try:
+            await self._ask(self._started(0), "warm-up", NEXT)
+            found = AgentPrefillReport()
+            for case in cases:
+                found.pairs += [await self._pairs(case, seconds) for seconds in tool_seconds]
+            for number in range(ROUNDS):
+                await self._busy(found, number)
+            return found
+        finally:
+            await self.backend.aclose()
+
+    async def _pairs(self, case: str, tool_seconds: float) -> TurnPairs:
+        pairs = TurnPairs(case, tool_seconds)
+        for number in range(MIN_PAIRS):
+            self.progress(f"{case}, tools of {tool_seconds:g} s: session {number + 1} of {MIN_PAIRS}")
+            sides = report.rotated({"off": pairs.off, "on": pairs.on}, number)
+            for side, turns in sides:
+                tenant = f"{case}/{tool_seconds}/{number}/{side}"
+                turns.append(await self._session(case, tool_seconds, number, tenant, ahead=side == "on"))
+        return pairs
+
+    async def _session(self, case: str, tool_seconds: float, number: int, tenant: str, *, ahead: bool) -> NextTurn:
+        """One turn, the tool, and the next turn, which is timed."""
+        first = await self._ask(self._started(number), tenant, FIRST)
+        known = self._known(case, number, self.backend.decode(first.answer))
+        ends = time.perf_counter() + tool_seconds
+        if ahead:
+            await self.backend.prefill(_request(known, tenant, FIRST))
+        if case == EVICTED:
+            await self._others()
+        await asyncio.sleep(max(0.0, ends - time.perf_counter()))
+        return await self._ask([*known, self._unknown(case, number)], tenant, NEXT)
+
+    async def _ask(self, messages: Sequence[Message], tenant: str, sampling: SamplingParams) -> NextTurn:
+        began, first = time.perf_counter(), 0.0
+        tokens: list[int] = []
+        computed = 0
+        async for delta in self.backend.generate(_request(messages, tenant, sampling)):
+            first = first or time.perf_counter() - began
+            tokens += delta.token_ids
+            if delta.usage is not None:
+                computed = delta.usage.prompt_tokens - delta.usage.cached_tokens
+        return NextTurn(first, computed, tuple(tokens))
+
+    async def _others(self) -> None:
+        """Answers of other tenants that together reserve all slots, and are given up after their first token."""
+        count = (self.backend.stats().kv_rows_limit or 0) // OTHER_TOKENS + 1
+        await asyncio.gather(*(self._begin(f"other {number}") for number in range(count)))
+
+    async def _begin(self, tenant: str) -> None:
+        request = _request([{"role": "user", "content": "Count."}], tenant, OTHERS)
+        async with aclosing(self.backend.generate(request)) as deltas:  # type: ignore[type-var]
+            async for _ in deltas:
+                return
+
+    async def _busy(self, found: AgentPrefillReport, round: int) -> None:
+        """A round of sessions at once whose tools take no time, without and with reading ahead."""
+        for side, seconds in report.rotated(found.busy, round):
+            self.progress(f"throughput: round {round + 1} of {ROUNDS}, {side}")
+            began = time.perf_counter()
+            tenants = [f"busy/{round}/{number}/{side}" for number in range(AT_ONCE)]
+            sessions = (self._hurried(number, tenant, side == "on") for number, tenant in enumerate(tenants))
+            await asyncio.gather(*sessions)
+            seconds.append(time.perf_counter() - began)
+
+    async def _hurried(self, number: int, tenant: str, ahead: bool) -> None:
+        await self._ask(self._started(number), tenant, FIRST)
+        known = self._known(REWRITTEN, number, "")
+        if ahead:
+            await self.backend.prefill(_request(known, tenant, FIRST))
+        await self._ask([*known, self._unknown(REWRITTEN, number)], tenant, FIRST)
+
+    def _started(self, number: int) -> list[Message]:
+        return self.workflows[number].messages(0)
+
+    def _known(self, case: str, number: int, said: str) -> list[Message]:
+        """What is known of the next prompt when the first answer has `said` something."""
+        if case == NODE:
+            return [{"role": "system", "content": REVIEWER}]
+        sent = said if case in (EXTENDS, EVICTED) else self.workflows[number].turns[0].answer
+        return [*self._started(number), {"role": "assistant", "content": sent}]
+
+    def _unknown(self, case: str, number: int) -> Message:
+        answer = self.workflows[number].turns[0].answer.splitlines()[1]
+        return {"role": "user", "content": f"Review: {answer}" if case == NODE else RESULT.format(number + 5)}
+
+
+def _request(messages: Sequence[Message], tenant: str, sampling: SamplingParams) -> GenerateRequest:
+    return GenerateRequest("", messages=messages, tenant=tenant, sampling=sampling, speculation=False)
