@@ -107,7 +107,8 @@ class UpstreamTurns:
         self._came(messages)
         name, caller = exchange.route.backend_name, exchange.caller
         self._credit[name] = min(MOST_CREDIT, self._credit.get(name, 0.0) + share)
-        wanted = caller.prefill and caller.store and exchange.fields.get("n") in (None, 1)
+        wanted = caller.prefill and caller.store and exchange.fields.get("tools")
+        wanted = wanted and exchange.fields.get("n") in (None, 1)
         if not wanted or len(exchange.body) > MOST_BYTES:
             return edits
         return FollowedAnswer(self, UpstreamChat.of(exchange, backend, messages), edits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,7 +190,7 @@ def _lineage(node: PrefixNode | None) -> Iterator[PrefixNode]:
         node = node.parent
 
 
-def common_prefix(left: Tokens, right: Tokens) -> int:
+def common_prefix(left: NDArray[Any], right: NDArray[Any]) -> int:
     """The number of leading tokens that two sequences have in common."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(left[:size] != right[:size])

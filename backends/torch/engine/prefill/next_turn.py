@@ -58,8 +58,8 @@ class NextTurns:
     def watch(self, request: GenerateRequest) -> Callable[[Delta], Delta]:
         """What to pass the answer's deltas through."""
         self._came(request)
-        wanted = self._enabled and request.prefill_next and request.store and request.messages is not None
-        return AnswerWatch(request, self._ended).add if wanted and request.sampling.n == 1 else lambda delta: delta
+        wanted = self._enabled and request.prefill_next and request.store and request.tools and request.sampling.n == 1
+        return AnswerWatch(request, self._ended).add if wanted else lambda delta: delta
 
     async def prefill(self, request: GenerateRequest, *, unfinished: bool = False) -> bool:
         """As `Prefills.prefill`. Raises `InvalidRequestError` for messages that the template refuses."""
@@ -69,7 +69,9 @@ class NextTurns:
         return self._queue(request.tenant, await self._off_the_loop(request, known))
 
     async def aclose(self) -> None:
-        waiting, self._waiting = list(self._waiting.values()), {}
+        """Cancel what waits, of the running loop; another loop ended with its tasks."""
+        loop = asyncio.get_running_loop()
+        waiting, self._waiting = [task for task in self._waiting.values() if task.get_loop() is loop], {}
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

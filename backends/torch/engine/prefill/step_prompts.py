@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agentspec.backends.torch.engine.prefix_cache import Tokens, common_prefix
+from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.engine.request import EngineRequest
 
-MOST_STEPS = 1024  # steps, and sessions, that are remembered
+MOST_STEPS = 256  # that are remembered, and as many sessions
 LONGEST = 4096  # tokens of a prompt that are remembered
 LEAST_SHARE = 0.3  # of a step's successors, from which one is expected
 
 Key = tuple[str, str | None, str]  # tenant, workflow, and a step or a session
 V = TypeVar("V")
+ShortTokens = NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -24,12 +26,12 @@ class StepRecord:
     """The last prompt of a step with its session, what prompts of two sessions had in common, and the next steps."""
 
     session: str | None = None
-    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
-    shared: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: ShortTokens = field(default_factory=lambda: np.empty(0, np.int32))
+    shared: ShortTokens = field(default_factory=lambda: np.empty(0, np.int32))
     followers: Counter[Key] = field(default_factory=Counter)
 
     def saw(self, session: str | None, prompt: list[int]) -> None:
-        tokens = np.asarray(prompt[:LONGEST], dtype=np.int64)
+        tokens = np.asarray(prompt[:LONGEST], dtype=np.int32)
         if session != self.session and len(self.tokens):
             self.shared = tokens[: common_prefix(self.tokens, tokens)]
         self.session, self.tokens = session, tokens
