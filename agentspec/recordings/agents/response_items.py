@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentspec.protocol.openai_responses.tool_input import ARGUMENT
+from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
 from agentspec.recordings.agents.turns import Turn, answer, text_of, tool_call, tool_result
 from agentspec.recordings.calls import RecordedCall
 from agentspec.types import Labels, Message
@@ -39,13 +42,22 @@ class _ModelItems:
         elif kind == "reasoning":  # a summary was not written by the model that answered
             self.thoughts.append(text_of(item.get("content") or []))
         else:
-            name = item.get("name") or str(kind).removesuffix("_call")
             given = next((item[name] for name in ("arguments", "input", "action") if item.get(name) is not None), None)
-            self.calls.append(tool_call(item.get("call_id") or item.get("id"), name, given))
+            if kind == "custom_tool_call":
+                given = {ARGUMENT: given}  # as the model wrote it
+            self.calls.append(tool_call(item.get("call_id") or item.get("id"), _chat_name(item, str(kind)), given))
 
     def turn(self) -> Turn:
         message = answer("".join(self.texts), "".join(self.thoughts), self.calls)
         return Turn(message, self.place, self.at, said=self.said)
+
+
+def _chat_name(item: Mapping[str, Any], kind: str) -> str:
+    """The tool's name as the gateway shows it to a model."""
+    name, namespace = item.get("name"), item.get("namespace")
+    if not name:
+        return kind.removesuffix("_call")
+    return ToolNames().of_key(key_of(str(name), str(namespace) if namespace else None))
 
 
 def turns_of(items: Iterable[Item]) -> Iterator[Turn]:
@@ -65,9 +77,16 @@ def turns_of(items: Iterable[Item]) -> Iterator[Turn]:
             role = "system" if (role := str(item.value.get("role"))) == "developer" else role
             yield Turn({"role": role, "content": text_of(item.value.get("content"))}, item.place, item.at)
         elif kind.endswith("_output"):
-            yield Turn(tool_result(item.value.get("call_id"), text_of(item.value.get("output"))), item.place, item.at)
+            yield Turn(tool_result(item.value.get("call_id"), _result(item.value)), item.place, item.at)
     if written is not None:
         yield written.turn()
+
+
+def _result(item: Mapping[str, Any]) -> str:
+    """What a tool answered; a search for tools, which tools it found."""
+    if item.get("type") != "tool_search_output":
+        return text_of(item.get("output"))
+    return json.dumps(item.get("tools"), ensure_ascii=False)
 
 
 def _is_models(item: Mapping[str, Any], kind: str) -> bool:

@@ -164,3 +164,29 @@ def test_what_is_no_trajectory_is_named(tmp_path: Path, content: str) -> None:
 def test_a_pattern_of_redaction_has_to_be_one() -> None:
     with pytest.raises(ConfigurationError, match="regular expressions"):
         Redaction(["("])
+
+
+def test_tools_of_newer_versions_of_codex_are_named_as_their_models_see_them(tmp_path: Path) -> None:
+    found = {"type": "namespace", "name": "mcp__disk", "tools": [{"type": "function", "name": SECRETS["result"]}]}
+    search = {"call_id": "t1", "execution": "client", "status": "completed"}
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": TASK}]},
+        {"type": "tool_search_call", **search, "arguments": {"query": SECRETS["asked"]}},
+        {"type": "tool_search_output", **search, "tools": [found]},
+        {"type": "function_call", "name": "read", "namespace": "mcp__disk", "arguments": "{}", "call_id": "t2"},
+        {"type": "custom_tool_call", "name": "exec", "namespace": "functions", "input": '{"a": 1}', "call_id": "t3"},
+        {"type": "function_call_output", "call_id": "t2", "output": SECRETS["written"]},
+        {"type": "custom_tool_call_output", "call_id": "t3", "output": "done"},
+    ]
+    head = {"timestamp": "2026-01-20T11:57:17Z", "type": "session_meta", "payload": {"id": "s1", "cwd": "/p"}}
+    written = [{"timestamp": "2026-01-20T11:57:17Z", "type": "response_item", "payload": item} for item in items]
+    path = jsonl(tmp_path / "2026" / "01" / "20" / "rollout-2026-01-20T11-57-17-s1.jsonl", head, *written)
+    first, last = read(path, Format.codex)
+    calls = [call["function"] for turn in (first, last) for call in turn.answer["tool_calls"]]
+    assert [(one["name"], json.loads(one["arguments"])) for one in calls] == [
+        ("tool_search", {"query": SECRETS["asked"]}), ("mcp__disk__read", {}), ("exec", {"input": '{"a": 1}'}),
+    ]  # fmt: skip
+    assert last.messages[-1]["role"] == "tool" and SECRETS["result"] in last.messages[-1]["content"]
+    safe = [Redaction().call(call) for call in (first, last)]
+    told = text_of([[list(call.messages), call.answer] for call in safe])
+    assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]
