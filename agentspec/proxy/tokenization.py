@@ -77,7 +77,8 @@ class TokenizationEndpoint(GenerationEndpoint):
                 answer = {**await self._tokenize(side, exchange.fields, length), "max_model_len": length}
             else:
                 answer = await self._detokenize(side, exchange.fields)
-        await respond(exchange.send, Response(encode(answer), media_type="application/json"))
+        encoded = await self._run(exchange, encode, answer)  # token ids take longer to write than their text to read
+        await respond(exchange.send, Response(encoded, media_type="application/json"))
 
     async def _pass(self, exchange: Exchange, backend: Forwards, model: str) -> None:
         """Pass the request to the upstream, beside whose /v1 the routes stand."""

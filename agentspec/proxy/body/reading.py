@@ -15,8 +15,8 @@ async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """The request's body. Reads at most `limit` bytes, whatever Content-Length claims.
 
     How slowly it may come, the connection and the request's deadline decide. Raises `RequestTooLargeError`, starlette's
-    `ClientDisconnect`, and `InvalidRequestError` for a body that is compressed, not declared as JSON, or has both
-    Transfer-Encoding and Content-Length.
+    `ClientDisconnect`, and `InvalidRequestError` for a body that is compressed in either way, not declared as JSON, or
+    has both Transfer-Encoding and Content-Length.
     """
     _check_headers(headers)
     length = headers.get("content-length", "0")
@@ -40,6 +40,9 @@ async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
 def _check_headers(headers: Headers) -> None:
     if "transfer-encoding" in headers and "content-length" in headers:
         raise InvalidRequestError("Transfer-Encoding and Content-Length contradict each other; send one")
+    coding = ", ".join(headers.getlist("transfer-encoding")).lower() or "chunked"
+    if coding != "chunked":  # a server in front of this one may have unpacked "gzip, chunked", and this one does not
+        raise InvalidRequestError(f"Transfer-Encoding {coding[:40]!r} is not taken; send chunks alone")
     encoding = ", ".join(headers.getlist("content-encoding")).lower() or "identity"
     if encoding != "identity":
         raise InvalidRequestError(f"Content-Encoding {encoding[:40]!r} is not taken; send the body uncompressed")

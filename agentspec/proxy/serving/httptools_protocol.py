@@ -33,6 +33,8 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
         self._unparsed = 0
         if not self.url.startswith(b"/"):
             raise ValueError("the target must be a path")  # answered with 400
+        if self.parser.get_http_version() == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
+            raise ValueError("HTTP/1.0 has no chunks")  # RFC 9112, section 6.1: others may read no body
         if self.cycle is not None and not self.cycle.response_complete:
             # uvicorn would queue it without a bound, and no longer notice that the client of the first one leaves.
             raise ValueError("a request before the answer to the one before")  # the answer is then the last one
