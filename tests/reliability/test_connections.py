@@ -659,6 +659,30 @@ def test_c9_a_request_before_the_answer_to_the_last_one_is_not_queued(behind: An
     assert re.findall(rb"HTTP/1.1 (\d\d\d) ", answer) == [b"200"] and len(requests) == 1
 
 
+TRAILERS = {
+    "authorization": b"Bearer somebody",
+    "x-agentspec-session": b"another",
+    "host": b"example.com",
+    "x-forwarded-for": b"10.0.0.1",
+}
+
+
+@pytest.mark.parametrize(
+    "offer", [b"", b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: A\r\n"]
+)
+def test_c9_fields_behind_a_body_are_no_headers(behind: Any, offer: bytes) -> None:
+    """Nobody in front of the gateway has looked at them, and they may come with the head in one piece."""
+    running, requests = behind
+    trailers = b"".join(b"%s: %s\r\n" % (name.encode(), value) for name, value in TRAILERS.items())
+    with socket.create_connection(address(running.url), timeout=60) as connection:
+        for _ in range(2):  # nor are they the next request's
+            connection.sendall(POST + HOST + TYPE + offer + CHUNKED + b"\r\n" + CHUNK[:-2] + trailers + b"\r\n")
+            assert answered(connection) == 200
+    for request in requests:
+        assert request.json == BODY and not any(value.decode() in str(request.headers) for value in TRAILERS.values())
+        assert not TRAILERS.keys() - {"host"} & request.headers.keys()
+
+
 def test_c9_an_offered_upgrade_does_not_make_the_body_a_request(behind: Any) -> None:
     """Java's clients offer HTTP/2 in this way with every first request."""
     running, requests = behind

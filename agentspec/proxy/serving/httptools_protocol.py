@@ -15,7 +15,9 @@ _BEFORE_BODY = ("on_message_begin", "on_url", "on_header", "on_headers_complete"
 
 
 class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
-    """llhttp bounds no head and no chunk extension, and ignores the host of an absolute target."""
+    """llhttp bounds no head and no chunk extension, ignores the host of an absolute target, and tells no headers from
+    the fields behind a body.
+    """
 
     _unparsed = 0  # bytes since the last head or piece of a body was complete
 
@@ -39,6 +41,7 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
             # uvicorn would queue it without a bound, and no longer notice that the client of the first one leaves.
             raise ValueError("a request before the answer to the one before")  # the answer is then the last one
         super().on_headers_complete()
+        self.headers = []  # takes the fields behind a body, which are no headers: nobody in front has looked at them
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -53,7 +56,7 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
         """Go on behind a head that offered an upgrade, of which `data` is the rest, with a new parser."""
         resumed = _AfterHead(self)
         self.parser = _RequestParser(self, resumed)
-        framing = [name + b": " + value + b"\r\n" for name, value in self.headers if name in _FRAMING]
+        framing = [name + b": " + value + b"\r\n" for name, value in self.scope["headers"] if name in _FRAMING]
         self.parser.feed_data(b"".join([b"POST / HTTP/1.1\r\n", *framing, b"\r\n"]))
         resumed.in_head = False
         self.parser.feed_data(data)
