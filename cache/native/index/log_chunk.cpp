@@ -86,7 +86,7 @@ LogChunk::LogChunk(const LogChunk& from, const std::vector<bool>& needed, std::s
     auto* const blocks = reinterpret_cast<std::uint16_t*>(memory_);
     auto* const tokens = reinterpret_cast<Token*>(memory_ + kTable) + kPadding;
     std::copy_n(from.tokens_ - from.before_, from.before_, tokens - from.before_);
-    const ChunkView old = from.view();
+    const ChunkView old = from.view().nth(0);
     std::size_t next = 0;
     for (std::size_t block = 0; block < kBlocks; ++block) {
         if (!needed[block]) continue;

@@ -34,9 +34,15 @@ struct ChunkView {
     const Token* tokens;
     const std::uint16_t* blocks;  // where each block lies, in blocks; null if all lie in a row
     const Marks* marks;
+    std::uintptr_t origin = 0;  // where the log's first position would lie, if all of it lay in a row with these
 
-    const Token* at(std::size_t offset) const {
-        if (blocks == nullptr) return tokens + offset;
+    /// Of the nth chunk of a log.
+    ChunkView nth(std::size_t number) const {
+        return {tokens, blocks, marks, reinterpret_cast<std::uintptr_t>(tokens) - number * kChunk * sizeof(Token)};
+    }
+    const Token* at(std::size_t position) const {
+        if (blocks == nullptr) return reinterpret_cast<const Token*>(origin + position * sizeof(Token));
+        const std::size_t offset = position % kChunk;
         return tokens + blocks[offset / kBlock] * kBlock + offset % kBlock;
     }
 };
@@ -64,7 +70,7 @@ public:
     }
 
 private:
-    const Token* at(std::size_t position) const { return chunks_[position >> kChunkBits].at(position % kChunk); }
+    const Token* at(std::size_t position) const { return chunks_[position >> kChunkBits].at(position); }
 
     const ChunkView* chunks_ = nullptr;
 };

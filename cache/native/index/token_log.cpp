@@ -80,7 +80,7 @@ void TokenLog::set(std::size_t nth, std::shared_ptr<LogChunk> chunk) {
         if (nth + 1 < chunks_.size()) discarded_ += old->present() - chunk->present();
     }
     bytes_ += chunk->memory_bytes();
-    views_[nth] = chunk->view();
+    views_[nth] = chunk->view().nth(nth);
     chunks_[nth] = std::move(chunk);
 }
 

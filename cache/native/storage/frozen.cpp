@@ -141,7 +141,9 @@ Positions moved(const Relocation& relocation, LogView log, const Run& run) {
 std::vector<ChunkView> chunks_of(const Token* tokens, std::size_t size) {
     static const Marks kNone{nullptr};
     std::vector<ChunkView> chunks;
-    for (std::size_t at = 0; at < size; at += kChunk) chunks.push_back({tokens + at, nullptr, &kNone});
+    for (std::size_t nth = 0; nth * kChunk < size; ++nth) {
+        chunks.push_back(ChunkView{tokens + nth * kChunk, nullptr, &kNone}.nth(nth));
+    }
     return chunks;
 }
 
