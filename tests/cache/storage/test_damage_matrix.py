@@ -17,8 +17,8 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.check import verify
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import write
-from agentspec.cache.storage.schema import revision, sequences
 from agentspec.cache.storage.schema import namespaces as totals
+from agentspec.cache.storage.schema import revision, sequences
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
