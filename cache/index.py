@@ -202,17 +202,14 @@ class SuffixIndex:
         return self._known(sequence, self.native.tokens)
 
     def prefix(self, sequence: int) -> Tokens:
-        """The tokens before a sequence: the last `DEPTH` tokens of its context."""
+        """The last `DEPTH` tokens of a sequence's context."""
         return self._known(sequence, self.native.prefix)
 
     def length(self, sequence: int) -> int:
         return self._known(sequence, self.native.length)
 
     def common_prefix(self, sequence: int, tokens: TokensLike) -> int:
-        """Number of leading tokens that the sequence shares with `tokens`.
-
-        Called with one prompt for many sessions, so an int32 array is taken as it is.
-        """
+        """Number of leading tokens that the sequence shares with `tokens`: an int32 array is taken as it is."""
         flat = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1
         array = cast(Tokens, tokens) if flat and cast(Tokens, tokens).flags.c_contiguous else as_tokens(tokens)
         return self._known(sequence, lambda known: self.native.common_prefix(known, array))
@@ -322,8 +319,12 @@ class IndexDrafter:
 
     def observe(self, indexes: Sequence[Sourced], context: TokensLike, tokens: TokensLike) -> None:
         """Learn that `tokens` followed `context`. Call before adding the tokens to any index."""
+        self.learn(indexes, as_tokens(context, "context"), as_tokens(tokens))
+
+    def learn(self, indexes: Sequence[Sourced], context: Tokens, tokens: Tokens) -> None:
+        """Like `observe`, for tokens that the caller has checked."""
         try:
-            self.native.observe(_natives(indexes), as_tokens(context, "context")[-DEPTH:], as_tokens(tokens))
+            self.native.observe(_natives(indexes), context[-DEPTH:], tokens)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
 
@@ -343,8 +344,7 @@ class IndexDrafter:
             raise CacheFormatError(str(error)) from error
 
     @property
-    def version(self) -> int:
-        """Grows with every change of the learned state."""
+    def version(self) -> int:  # grows with every change of the learned state
         return self.native.version
 
     def memory_bytes(self) -> int:

@@ -140,7 +140,7 @@ class CacheRequest:
         for start in range(0, len(committed), _ROUND):
             part = committed[start : start + _ROUND]
             if learn:
-                self.drafter.observe(self._indexes, self._context, part)
+                self.drafter.learn(self._indexes, self._context, part)
             if not self._session.forgotten:
                 self._session.index.append(TRANSCRIPT, part)
             self._context = np.concatenate((self._context, part))[-DEPTH:]

@@ -25,6 +25,8 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
     Raises `InvalidRequestError`, with `param` set to `name`, for another dtype or shape and for ids outside
     0 .. 2^31 - 2.
     """
+    if value is EMPTY:
+        return EMPTY
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError, TypeError) as error:

@@ -111,6 +111,8 @@ class Sessions:
         return session
 
     def _continued_by(self, prompt: Tokens) -> Session | None:
+        if len(prompt) == 0:
+            return None
         newest = islice((session for session in reversed(self._sessions.values()) if not session.busy), _SEARCHED)
         scored = [(session.continued_by(prompt), session) for session in newest]
         shared, session = max(scored, key=lambda pair: pair[0], default=(0, None))
