@@ -65,10 +65,13 @@ class Session:
 
         The last few tokens of the last prompt may differ: chat templates end a prompt otherwise than they continue it.
         """
-        if len(prompt) < self._needed or _mark(prompt, self._needed) != self._mark:
-            return 0  # the usual case, and much cheaper than comparing whole transcripts
         shared = self.index.common_prefix(TRANSCRIPT, prompt)
         return shared if shared >= self._needed else 0
+
+    def may_be_continued_by(self, prompt: memoryview) -> bool:
+        """Whether the bytes of a prompt have what its continuations have: much cheaper than comparing transcripts."""
+        end = 4 * self._needed
+        return len(prompt) >= end and prompt[max(0, end - 32) : end] == self._mark
 
 
 def _mark(prompt: Tokens, end: int) -> bytes:
@@ -113,8 +116,9 @@ class Sessions:
     def _continued_by(self, prompt: Tokens) -> Session | None:
         if len(prompt) == 0:
             return None
+        data = memoryview(prompt).cast("B")
         newest = islice((session for session in reversed(self._sessions.values()) if not session.busy), _SEARCHED)
-        scored = [(session.continued_by(prompt), session) for session in newest]
+        scored = [(one.continued_by(prompt), one) for one in newest if one.may_be_continued_by(data)]
         shared, session = max(scored, key=lambda pair: pair[0], default=(0, None))
         return session if shared else None
 
