@@ -61,7 +61,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    wanted, wanted_v2 = enabled(ENGINE), runner_v2.wanted()
+    wanted, wanted_v2, wanted_hybrid = enabled(ENGINE), runner_v2.wanted(), runner_v2.wanted_hybrid()
     _installed = True
     _log_as_vllm_does()
     took_over = wanted and _has("suffix method", REQUIREMENTS)
@@ -70,6 +70,8 @@ def install() -> None:
     took_over_v2 = took_over and wanted_v2 and _has("Model Runner V2", runner_v2.REQUIREMENTS)
     if took_over_v2:
         runner_v2.take_over()
+    if took_over and wanted_hybrid and _has("model drafters", runner_v2.HYBRID_REQUIREMENTS):
+        runner_v2.join_models()
     if not missing(_package(), [METRICS]):
         publish_with_metrics(took_over=took_over, took_over_v2=took_over_v2)
 

@@ -24,6 +24,13 @@ def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: i
     own text the newest place comes first. A draft that reaches the end of own text goes on from where it began, since
     what repeats goes on repeating; what is missing otherwise is the request's last token.
     """
+    return draft_after_match(own, lengths, passages, overlap, count)[0]
+
+
+def draft_after_match(
+    own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """`draft`, and how many tokens are equal before the place of each request's draft; int64 (requests)."""
     end = _last_tokens(own, lengths)
     fallback = end[:, -1:].clamp(min=0)
     own_score, own_place = _best_own(own, lengths, end)
@@ -31,8 +38,8 @@ def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: i
     from_passage = _read_passage(passages, passage_place, count)
     from_own = _read_own(own, lengths, own_place, count)
     chosen = torch.where((passage_score >= own_score)[:, None], from_passage, from_own)
-    nothing = torch.maximum(passage_score, own_score)[:, None] == 0
-    return torch.where(nothing | (chosen < 0), fallback, chosen)
+    match = torch.maximum(passage_score, own_score)
+    return torch.where((match == 0)[:, None] | (chosen < 0), fallback, chosen), match
 
 
 def _last_tokens(own: Tensor, lengths: Tensor) -> Tensor:

@@ -106,8 +106,9 @@ class PassageMatcher:
         sampled: torch.Tensor,
         passages: torch.Tensor,
         drafts: torch.Tensor,
-    ) -> None:
-        """Write `matching.draft` of each request into `drafts` (requests, tokens), int64 and contiguous.
+    ) -> torch.Tensor:
+        """Write `matching.draft` of each request into `drafts` (requests, tokens), int64 and contiguous; returns how
+        many tokens are equal before the place of each, int64 (requests).
 
         `own` (all rows, columns) and `lengths` (all rows) are int32, `rows` (requests) says which row each request has.
         Requests with `sampled` (requests) of 0 are still reading their prompt: nothing is looked up for them.
@@ -122,3 +123,4 @@ class PassageMatcher:
             own, own.stride(0), rows, lengths, passages, self._scores, drafts, self._columns, self._parts,
             count, width, triton.next_power_of_2(self._parts), tokens, triton.next_power_of_2(tokens),
         )  # fmt: skip
+        return self._scores[:requests].amax(dim=1) // (self._columns + count * width + 1)

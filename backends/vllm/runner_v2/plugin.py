@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -37,6 +38,21 @@ REQUIREMENTS = (
 )
 """What the speculator calls, replaces or reads inside vLLM, beyond what `vllm/plugin.py` requires."""
 
+HYBRID_SWITCH = f"{ENGINE}_HYBRID"
+BESIDE = "agentspec_beside"
+"""Attribute of vLLM's speculator that holds ours beside it."""
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_MODEL = f"{_SPECULATORS}.speculator"
+_MODEL_SPECULATOR = ("draft_logits", "max_num_reqs", "max_model_len", "num_speculative_steps", "device")
+HYBRID_REQUIREMENTS = (
+    *(needed for needed in REQUIREMENTS if needed.module not in (_NGRAM,)),
+    Requirement(_SPECULATORS, "init_speculator", ("vllm_config", "device", "req_states")),
+    Requirement(_RUNNER, "init_speculator"),
+    Requirement(_MODEL, "BaseSpeculator.propose", _PROPOSE),
+    Requirement(_MODEL, "DraftModelSpeculator", (*_MODEL_SPECULATOR, "draft_watermarker", "draft_logits_spec")),
+)
+"""What our drafts beside a model's call, replace or read inside vLLM."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +67,46 @@ def take_over() -> None:
     theirs, made = module.NgramGPUSpeculator, _Maker(module.NgramGPUSpeculator)
     module.NgramGPUSpeculator = made  # type: ignore[attr-defined]
     logger.info("agentspec takes the place of %s in Model Runner V2 (experimental)", theirs.__name__)
+
+
+def wanted_hybrid() -> bool:
+    """Whether the operator wants our drafts beside a model's. Raises as `wanted`."""
+    return enabled(HYBRID_SWITCH, default=False)
+
+
+def join_models() -> None:
+    """Let our drafts, in this process, stand beside those of each model speculator that vLLM makes."""
+    module = import_module(_SPECULATORS)
+    original = module.init_speculator
+
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        made = original(vllm_config, device, req_states)
+        base = import_module(_MODEL).DraftModelSpeculator
+        return join_model(made, vllm_config, req_states) if isinstance(made, base) else made
+
+    module.init_speculator = init_speculator  # type: ignore[attr-defined]
+    if runner := sys.modules.get(_RUNNER):  # it has imported the name already
+        vars(runner)["init_speculator"] = init_speculator
+
+
+def join_model(made: Any, vllm_config: Any, req_states: Any) -> Any:
+    """Have a speculator of vLLM's draft from our cache too; leaves it alone, and says so, where that is not exact."""
+    from agentspec.backends.vllm.runner_v2.hybrid import HybridSpeculator, stays_exact
+
+    reason = stays_exact(made)
+    if not reason and vllm_config.parallel_config.prefill_context_parallel_size > 1:
+        reason = "prefill context parallelism"
+    if reason:
+        logger.warning("agentspec leaves vLLM's %s alone: %s", type(made).__name__, reason)
+        return made
+    listen_to_scheduler()
+    members = {"open_retriever": staticmethod(open_retriever)}
+    beside = type("HybridSpeculator", (HybridSpeculator,), members)(made, vllm_config, req_states)
+    made.propose = beside.propose
+    setattr(made, BESIDE, beside)
+    close_at_exit(beside.close)
+    logger.info("agentspec drafts beside the model of method %r (experimental)", vllm_config.speculative_config.method)
+    return made
 
 
 class _Maker:
@@ -102,8 +158,10 @@ def _after(original: Callable[..., Any], hook: Callable[[Any, Any], None]) -> Ca
     from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
 
     def method(self: Any, scheduler_output: Any) -> Any:
-        if isinstance(speculator := getattr(self, "speculator", None), PassageSpeculator):
-            hook(speculator, scheduler_output)
+        speculator = getattr(self, "speculator", None)
+        ours = getattr(speculator, BESIDE, speculator)
+        if isinstance(ours, PassageSpeculator):
+            hook(ours, scheduler_output)
         return original(self, scheduler_output)
 
     return method

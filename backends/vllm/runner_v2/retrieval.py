@@ -25,10 +25,11 @@ logger = logging.getLogger(__name__)
 class PassageRequest:
     """A request: its state, and the last tokens of its text as far as the host knows it."""
 
-    __slots__ = ("context", "state")
+    __slots__ = ("context", "drafted", "state")
 
     def __init__(self, state: RequestState, text: Tokens) -> None:
         self.state, self.context = state, text[-DEPTH:]
+        self.drafted = False  # whether a draft came before its newest tokens
 
 
 class PassageRetriever:

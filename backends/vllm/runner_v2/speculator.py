@@ -40,12 +40,16 @@ class SampledTokens:
         if self._event is not None:
             self._event.synchronize()
 
+    def notes(self, columns: int) -> list[list[int]]:
+        """The first `columns` columns, of which the first is the number of new tokens, once they have arrived."""
+        return [[int(value) for value in row[:columns]] for row in self._host.numpy()]
+
     def rows(self) -> list[Tokens]:
         """Each request's new tokens, once they have arrived."""
         return [row[len(row) - count :] for row, count in ((row[1:], int(row[0])) for row in self._host.numpy())]
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A step whose tokens are on their way, and the requests of its rows."""
 
     sampled: SampledTokens
@@ -68,10 +72,14 @@ class PassageSpeculator:
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)  # type: ignore[call-arg]  # of the class it is mixed into
+        self.open_cache(vllm_config)
+
+    def open_cache(self, vllm_config: Any) -> None:
+        """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
         self._requests: dict[str, PassageRequest] = {}
-        self._under_way: deque[_Step | PassageRequest] = deque()  # a request: it ends when the steps before arrived
+        self._under_way: deque[Step | PassageRequest] = deque()  # a request: it ends when the steps before arrived
         self._match = _matcher(self, self._shape)
 
     def begin(self, new_requests: Iterable[Any]) -> None:
@@ -112,12 +120,12 @@ class PassageSpeculator:
             return drafts
         if self._retriever is not None:
             self._draft(self._retriever, input_batch, num_sampled, drafts)
-        return _shared_by_ranks(drafts)
+        return shared_by_ranks(drafts)
 
     def close(self) -> None:
         """Record all tokens that were sampled, then stop. Idempotent."""
         for entry in self._under_way:
-            if isinstance(entry, _Step):
+            if isinstance(entry, Step):
                 entry.sampled.wait()
         self._read_arrived()
         if self._retriever is not None:
@@ -126,13 +134,22 @@ class PassageSpeculator:
     def _draft(self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, drafts: torch.Tensor) -> None:
         self._read_arrived()
         requests = [self._requests.get(identity) for identity in batch.req_ids]
-        found = torch.from_numpy(retriever.retrieve(requests))
-        if self.device.type != "cpu":
-            found = found.pin_memory().to(self.device, non_blocking=True)
         rows = batch.idx_mapping[: batch.num_reqs]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        self._match(own, lengths, rows, sampled, found, drafts)
-        self._under_way.append(_Step(SampledTokens(self._sampled(own, lengths, rows.long(), sampled)), requests))
+        self._match(own, lengths, rows, sampled, self._found(requests), drafts)
+        self._send(self._sampled(own, lengths, rows.long(), sampled), requests)
+
+    def _found(self, requests: Sequence[PassageRequest | None]) -> torch.Tensor:
+        """The requests' passages, on the device."""
+        assert self._retriever is not None
+        return self._uploaded(torch.from_numpy(self._retriever.retrieve(requests)))
+
+    def _uploaded(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.device.type == "cpu" else values.pin_memory().to(self.device, non_blocking=True)
+
+    def _send(self, packed: torch.Tensor, requests: Sequence[PassageRequest | None]) -> None:
+        """Send a step's tokens to the host."""
+        self._under_way.append(Step(SampledTokens(packed), requests))
 
     def _sampled(
         self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor
@@ -149,28 +166,37 @@ class PassageSpeculator:
             entry = self._under_way[0]
             if isinstance(entry, PassageRequest):
                 self._retriever.end(entry)
+                self._finished(entry)
             elif entry.sampled.arrived():
-                news = zip(entry.requests, entry.sampled.rows(), strict=True)
-                self._retriever.advance(
-                    [(request, tokens) for request, tokens in news if request is not None], self.num_speculative_steps
-                )
+                self._take(self._retriever, entry)
             else:
                 return
             self._under_way.popleft()
+
+    def _take(self, retriever: PassageRetriever, step: Step) -> None:
+        """Take in the tokens of a step."""
+        news = zip(step.requests, step.sampled.rows(), strict=True)
+        taken = [(request, tokens) for request, tokens in news if request is not None]
+        retriever.advance(taken, self.num_speculative_steps)
+
+    def _finished(self, request: PassageRequest) -> None:
+        """All tokens of the request were taken in."""
 
     def _end(self, identity: str) -> None:
         if (request := self._requests.pop(identity, None)) is not None:
             self._under_way.append(request)
 
 
-def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., None]:
-    """The kernels, or plain torch on a CPU."""
+def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., torch.Tensor]:
+    """The kernels, or plain torch on a CPU: writes the drafts, and returns how many tokens match before each."""
     if speculator.device.type == "cpu":
 
-        def match(own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: torch.Tensor) -> None:
+        def match(own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: torch.Tensor) -> torch.Tensor:
             rows = rows.long()
             texts, ends = own.index_select(0, rows), lengths.index_select(0, rows)
-            drafts.copy_(matching.draft(texts, ends, found, shape.overlap, drafts.shape[1]))
+            tokens, match_length = matching.draft_after_match(texts, ends, found, shape.overlap, drafts.shape[1])
+            drafts.copy_(tokens)
+            return match_length
 
         return match
     from agentspec.backends.vllm.runner_v2.matching_triton import PassageMatcher
@@ -178,7 +204,7 @@ def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[...
     return PassageMatcher(speculator.max_num_reqs, speculator.max_model_len, shape, speculator.device).draft
 
 
-def _shared_by_ranks(drafts: torch.Tensor) -> torch.Tensor:
+def shared_by_ranks(drafts: torch.Tensor) -> torch.Tensor:
     """The first rank's drafts on all ranks that compute a model together, since they depend on the host's timing."""
     from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
 

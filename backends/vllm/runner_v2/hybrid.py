@@ -1,0 +1,162 @@
+"""Our passages beside a draft model in vLLM's Model Runner V2: each row of a step has the draft that should gain more.
+
+The speculator that vLLM made for the configured method computes its drafts as ever; rows in which a passage matches
+long enough are overwritten. Both drafters gain tokens in order, so the one whose next token is more often right gains
+more, and is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agentspec.backends.vllm.runner_v2.drafter_choice import NEVER, DrafterChoice, RequestChoice
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
+from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, Step, shared_by_ranks
+from agentspec.cache.tokens import Tokens
+
+_NOTES = 5  # columns before a step's tokens: their number, and what `_noted` says
+_NO_TOKEN = -1
+
+
+class HybridSpeculator(PassageSpeculator):
+    """Stands beside a speculator of vLLM's, the `model`, whose `propose` it calls and takes the place of."""
+
+    def __init__(self, model: Any, vllm_config: Any, req_states: Any) -> None:
+        """Opens the cache. Raises `ConfigurationError` and `CacheError`s."""
+        self._model, self._propose_model = model, model.propose
+        self.req_states, self.device = req_states, model.device
+        self.max_num_reqs, self.max_model_len = model.max_num_reqs, model.max_model_len
+        self.num_speculative_steps = model.num_speculative_steps
+        self.open_cache(vllm_config)
+        shape = (self.max_num_reqs, self.num_speculative_steps)
+        self._choice = DrafterChoice(self.num_speculative_steps)
+        self._records: dict[PassageRequest, RequestChoice] = {}
+        self._last_ours = torch.full(shape, _NO_TOKEN, dtype=torch.int64, device=self.device)
+        self._last_model = self._last_ours.clone()
+        self._last_match = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
+        self._last_used = torch.zeros_like(self._last_match)
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *more: Any,
+        dummy_run: bool = False,
+        **how: Any,
+    ) -> torch.Tensor:
+        """Draft for each request of the batch. All arguments go to the model's speculator too."""
+        states = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
+        model: torch.Tensor = self._propose_model(input_batch, *states, num_sampled, *more, dummy_run=dummy_run, **how)
+        if dummy_run:
+            return model
+        rows = input_batch.idx_mapping[: input_batch.num_reqs].long()
+        ours = torch.full_like(model, _NO_TOKEN)
+        if self._retriever is not None:
+            ours = self._better(self._retriever, input_batch, num_sampled, rows, model)
+        ours = shared_by_ranks(ours)
+        used = ours[:, :1] >= 0
+        self._make_certain(rows, ours, used)
+        return torch.where(used, ours, model)
+
+    def _better(
+        self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, rows: torch.Tensor, model: torch.Tensor
+    ) -> torch.Tensor:
+        """Our drafts (requests, tokens) where they should gain more than the `model`'s, else -1."""
+        self._read_arrived()
+        requests = [self._requests.get(identity) for identity in batch.req_ids]
+        own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
+        packed = self._noted(own, lengths, rows, sampled)
+        ours = torch.zeros_like(model)
+        match = self._match(own, lengths, batch.idx_mapping[: len(requests)], sampled, self._found(requests), ours)
+        match = torch.where(sampled[: len(requests)] > 0, match, 0)
+        least = self._uploaded(torch.tensor([self._least(request) for request in requests], dtype=torch.int64))
+        used = (match >= least) & (ours < self._known_tokens()).all(dim=1)
+        for kept, new in (
+            (self._last_ours, ours),
+            (self._last_model, model),
+            (self._last_match, match),
+            (self._last_used, used),
+        ):
+            kept.index_copy_(0, rows, new.to(kept.dtype))
+        self._send(packed, requests)
+        return torch.where(used[:, None], ours, _NO_TOKEN)
+
+    def _least(self, request: PassageRequest | None) -> int:
+        return (
+            NEVER if request is None else self._choice.least_match(self._records.setdefault(request, RequestChoice()))
+        )
+
+    def _known_tokens(self) -> int:
+        """Token ids below this have a draft probability."""
+        return 2**31 - 1 if self._model.draft_logits is None else self._model.draft_logits.shape[-1]
+
+    def _noted(self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor) -> Any:
+        """Of each request: the number of new tokens, the last match, whether it was used, how many of both drafts came
+        true; then the new tokens.
+        """
+        tokens = self._sampled(own, lengths, rows, sampled)
+        count = tokens[:, :1].long()
+        steps = torch.arange(self.num_speculative_steps, device=own.device)
+        places = (lengths.index_select(0, rows).long()[:, None] - count + steps).clamp(0, own.shape[1] - 1)
+        came = torch.where(steps < count, own.take(rows[:, None] * own.shape[1] + places).long(), _NO_TOKEN - 1)
+        drafts = (self._last_ours.index_select(0, rows), self._last_model.index_select(0, rows))
+        right = [(draft == came).long().cumprod(dim=1).sum(dim=1, keepdim=True) for draft in drafts]
+        notes = (kept.index_select(0, rows)[:, None] for kept in (self._last_match, self._last_used))
+        return torch.cat((count, *notes, *right, tokens[:, 1:]), dim=1).int()
+
+    def _take(self, retriever: PassageRetriever, step: Step) -> None:
+        """Learn which draft was right, and take in the tokens."""
+        verified: list[tuple[PassageRequest, Tokens]] = []
+        others: list[tuple[PassageRequest, Tokens]] = []
+        news = zip(step.requests, step.sampled.rows(), step.sampled.notes(_NOTES), strict=True)
+        for request, tokens, (known, match, used, ours, model) in news:
+            if request is None:
+                continue
+            record = self._records.get(request)
+            if record is not None and known and request.drafted:
+                self._choice.observe(record, match, ours, model, known)
+            (verified if used and request.drafted else others).append((request, tokens))
+            request.drafted = request.drafted or known > 0
+        retriever.advance(others)
+        retriever.advance(verified, self.num_speculative_steps)
+
+    def _finished(self, request: PassageRequest) -> None:
+        self._records.pop(request, None)
+
+    def _make_certain(self, rows: torch.Tensor, ours: torch.Tensor, used: torch.Tensor) -> None:
+        """Let rejection sampling know that rows with our tokens were drafted with probability 1, not by the model."""
+        logits = self._model.draft_logits
+        if logits is None:
+            return
+        tokens = torch.arange(logits.shape[-1], device=logits.device)
+        for step in range(ours.shape[1]):  # one at a time: vocabularies are large
+            certain = torch.zeros((), dtype=logits.dtype, device=logits.device)
+            one_hot = torch.where(tokens == ours[:, step, None], certain, float("-inf"))
+            logits[rows, step] = torch.where(used, one_hot, logits[rows, step])
+
+
+def stays_exact(speculator: Any) -> str:
+    """Why rows of this speculator of vLLM's cannot be overwritten; an empty string if they can be."""
+    if getattr(speculator, "draft_watermarker", None) is not None:
+        return "its drafts are watermarked"
+    if getattr(speculator, "enable_adaptive_verification", False):
+        return "adaptive verification goes by its confidence"
+    if speculator.draft_logits is not None and _writes_part_of_logits(type(speculator)):
+        return f"{type(speculator).__name__} keeps draft probabilities from step to step"
+    return ""
+
+
+def _writes_part_of_logits(made: type) -> bool:
+    """Whether the class writes some columns of `draft_logits` only and relies on what it filled the others with."""
+    return "draft_logits_spec" in {name for parent in made.__mro__[:-1] for name in _own(parent)}
+
+
+def _own(parent: type) -> Sequence[str]:
+    return () if parent.__name__ == "DraftModelSpeculator" else tuple(vars(parent))
