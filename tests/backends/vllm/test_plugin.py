@@ -63,7 +63,17 @@ class PrometheusStatLogger:
         """Logs."""
 
 
-NGRAM = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
+class ModelSpeculator:
+    """One with a model of its own."""
+
+    device, draft_logits, num_speculative_steps, max_num_reqs, max_model_len = torch.device("cpu"), None, 4, 2, 64
+
+    def propose(self, input_batch: Any, *states: object, **more: object) -> torch.Tensor:
+        return torch.full((input_batch.num_reqs, 4), 7)
+
+
+SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+NGRAM = f"{SPECULATORS}.ngram.speculator"
 CONTENTS: dict[str, dict[str, object]] = {
     "vllm": {},
     "vllm.config": {},
@@ -79,11 +89,15 @@ CONTENTS: dict[str, dict[str, object]] = {
     "vllm.v1.worker": {},
     "vllm.v1.worker.gpu": {},
     "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner": RunnerV2},
-    "vllm.v1.worker.gpu.spec_decode": {},
-    "vllm.v1.worker.gpu.spec_decode.ngram": {},
+    SPECULATORS: {"init_speculator": lambda config, device, req_states: config.made},
+    f"{SPECULATORS}.speculator": {"DraftModelSpeculator": ModelSpeculator},
+    f"{SPECULATORS}.ngram": {},
     NGRAM: {"NgramGPUSpeculator": Speculator},
     "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": GPUModelRunner, "SuffixDecodingProposer": object},
 }
+
+
+V2_REQUIREMENTS = (*runner_v2.REQUIREMENTS, *runner_v2.HYBRID_REQUIREMENTS)
 
 
 def source(requirements: Iterable[Requirement], folder: Path) -> None:
@@ -106,7 +120,7 @@ def source(requirements: Iterable[Requirement], folder: Path) -> None:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, ModuleType]]:
     """A vLLM that is not installed but importable."""
-    source([*plugin.REQUIREMENTS, *runner_v2.REQUIREMENTS, plugin.METRICS], tmp_path / "source")
+    source([*plugin.REQUIREMENTS, *V2_REQUIREMENTS, plugin.METRICS], tmp_path / "source")
     modules = {name: ModuleType(name) for name in CONTENTS}
     for name, module in modules.items():
         vars(module).update(CONTENTS[name])
@@ -186,6 +200,32 @@ def test_a_speculator_for_the_second_runner(vllm: dict[str, ModuleType], monkeyp
     theirs = vllm[NGRAM].NgramGPUSpeculator(SimpleNamespace(parallel_config=parallel), torch.device("cpu"), None)
     RunnerV2(theirs).add_requests(SimpleNamespace())
     assert type(theirs) is Speculator and len(told) == 3
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+def test_ours_beside_a_model_where_asked_for(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_VLLM_HYBRID", switch)
+    monkeypatch.setattr(runner_v2, "drafts_here", lambda config: False)
+    monkeypatch.setattr(runner_v2, "close_at_exit", lambda close: None)
+    named = vllm["vllm.v1.worker.gpu.model_runner"]
+    monkeypatch.setattr(named, "init_speculator", vllm[SPECULATORS].init_speculator, raising=False)
+    plugin.install()
+    parallel, method = SimpleNamespace(prefill_context_parallel_size=1), SimpleNamespace(method="eagle3")
+    other = SimpleNamespace(made=Speculator(None, None, None))
+    assert named.init_speculator(other, None, None) is other.made and not hasattr(other.made, runner_v2.BESIDE)
+    config = SimpleNamespace(made=ModelSpeculator(), parallel_config=parallel, speculative_config=method)
+    made = named.init_speculator(config, None, None)
+    assert made is config.made and hasattr(made, runner_v2.BESIDE) == (switch == "on")
+    if switch == "on":
+        told: list[object] = []
+        monkeypatch.setattr(made.agentspec_beside, "begin", told.append)
+        RunnerV2(made).add_requests(SimpleNamespace(scheduled_new_reqs=["c"]))
+        assert told == [["c"]]
+        monkeypatch.setattr(config, "made", ModelSpeculator())
+        parallel.prefill_context_parallel_size = 2
+        assert not hasattr(named.init_speculator(config, None, None), runner_v2.BESIDE)
 
 
 @pytest.mark.parametrize("lacking", runner_v2.REQUIREMENTS, ids=lambda lacking: lacking.name)
