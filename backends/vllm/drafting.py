@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from time import perf_counter
 from typing import NamedTuple
+
+import numpy as np
 
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.engine_plugin.round_stats import RoundStats
+from agentspec.backends.vllm.padding import ChainPadding
 from agentspec.backends.vllm.step_cost import StepTimeModel
-from agentspec.cache.drafting.chains import ChainTurn, propose_chains
+from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
 from agentspec.telemetry.safe_errors import safe_message
 
 ANY = RequestInfo()
 PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
+FREE_STEP = StepCurve(np.array([1.0]), np.array([1.0]))  # in which every token of a chain pays
 FREE = 0.005  # drafting time up to this share of a step is not counted as cost
 
 logger = logging.getLogger(__name__)
@@ -48,10 +53,14 @@ class ServerDrafter:
         vocab_size: int,
         *,
         on_close: Callable[[], None] = lambda: None,
+        padding: Callable[[], ChainPadding | None] = lambda: None,
     ) -> None:
+        """`padding` is asked once, in the first round."""
         self._recorder = CacheRecorder(open_cache)
         self._on_close = on_close
         self._cost = StepTimeModel()
+        self._padding = cache(padding)
+        self._padded = False  # the last round's chains were filled
         self._vocab_size = vocab_size
         self._last: list[RequestState] = []  # the requests of the last round
         self._last_end = 0.0
@@ -115,7 +124,11 @@ class ServerDrafter:
         drafts fail now may copy a page next.
         """
         asked = [state for state in self._last if state.asked]
-        self._cost.observe(len(turns) + sum(state.chain.drafted for state in asked), seconds)
+        padding = self._padding()
+        if padding and self._padded:
+            padding.observe(len(turns), seconds)
+        else:
+            self._cost.observe(len(turns) + sum(state.chain.drafted for state in asked), seconds)
         token = seconds / max(1, sum(len(turn.fresh) for turn in turns))
         cost = max(0.0, self.stats.last_seconds - FREE * seconds) / max(1, len(asked))
         for state in asked:
@@ -124,13 +137,30 @@ class ServerDrafter:
 
     def _draft(self, turns: Sequence[DraftTurn]) -> list[list[int]]:
         wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
-        return propose_chains(
-            [self._chain_turn(turn) for turn in turns],
+        parts = [self._chain_turn(turn) for turn in turns]
+        chains = propose_chains(
+            parts,
             self._cost.curve,
             floor=self._cost.least_acceptance(len(turns)),
             vocabulary=self._vocab_size,
             patience=PATIENCE,
         )
+        return self._fill(turns, parts, chains)
+
+    def _fill(self, turns: Sequence[DraftTurn], parts: list[ChainTurn], chains: list[list[int]]) -> list[list[int]]:
+        """The chains at full length, where that pays."""
+        padding, requests = self._padding(), len(turns)
+        self._padded = False
+        if padding is None or not padding.fits([turn.limit for turn in turns]):
+            return chains
+        cut = requests + sum(part.chain.expected for part in parts)
+        seconds = self._cost.seconds(requests + sum(map(len, chains)))
+        whole = requests + sum(part.factor * sum(part.chain.acceptance[: part.limit]) for part in parts)
+        if not padding.pays(requests, whole, cut, seconds):
+            return chains
+        self._padded = True
+        chains = propose_chains([part._replace(drafter=None) for part in parts], FREE_STEP, vocabulary=self._vocab_size)
+        return [padding.filled(chain, int(turn.context[-1])) for chain, turn in zip(chains, turns, strict=True)]
 
     def _chain_turn(self, turn: DraftTurn) -> ChainTurn:
         """The request's part in the common call. It is searched for if its chain is too short or too unlikely."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
-from agentspec.backends.engine_plugin.settings import read_settings
+from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.backends.vllm.drafting import ServerDrafter
+from agentspec.backends.vllm.padding import SWITCH, padding_for
 from agentspec.errors import ConfigurationError
 
 ENGINE = "VLLM"
@@ -29,6 +30,9 @@ def open_drafter(config: Any) -> ServerDrafter:
     """The drafter for a `VllmConfig`, with its cache open. Raises `ConfigurationError` and `CacheError`s."""
     model = config.model_config
     router = open_router(read_settings(ENGINE), model)
-    drafter = ServerDrafter(router.open, model.get_vocab_size(), on_close=router.close)
+    enabled(SWITCH, default=False)  # raises now, not in the first round
+    drafter = ServerDrafter(
+        router.open, model.get_vocab_size(), on_close=router.close, padding=lambda: padding_for(config)
+    )
     close_at_exit(drafter.close)
     return drafter
