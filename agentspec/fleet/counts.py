@@ -19,6 +19,7 @@ class SimulationCounts:
         self.session_seconds = array("d")
         self.first_token_seconds = array("f")
         self.deadlines = self.missed = 0
+        self.missed_by_waiting = 0  # would have been in time if no call of theirs had waited: what an order can win
         self.prompt_tokens = self.hit_tokens = self.ideal_tokens = 0
         self.deaths = self.cut = self.retried = self.lost = 0
         self.events = 0
@@ -45,6 +46,7 @@ class SimulationCounts:
         if session.deadline < float("inf"):
             self.deadlines += 1
             self.missed += now > session.deadline
+            self.missed_by_waiting += session.deadline < now <= session.deadline + session.waited
 
     def open_at(self, when: float) -> int:
         """Sessions that had arrived by then and were not over."""
@@ -63,6 +65,7 @@ class SimulationCounts:
             "hits": self.hit_tokens / max(1, self.prompt_tokens),
             "hits_of_ideal": self.hit_tokens / max(1, self.ideal_tokens),
             "missed": self.missed / max(1, self.deadlines),
+            "missed_by_waiting": self.missed_by_waiting / max(1, self.deadlines),
             "sessions": len(self.session_seconds),
             "calls": len(self.first_token_seconds),
             "deaths": self.deaths,

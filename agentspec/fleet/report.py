@@ -13,7 +13,7 @@ from agentspec.fleet.comparison import Comparison, PolicyRun
 from agentspec.fleet.scenario import Scenario
 
 _TIMES = ("session_p50", "session_p95", "session_p99", "ttft_p50", "ttft_p95", "ttft_p99")
-_SHARES = ("hits", "hits_of_ideal", "missed")
+_SHARES = ("hits", "hits_of_ideal", "missed", "missed_by_waiting")
 _COUNTS = ("cut", "retried", "lost")
 _HEADS = {
     "session_p50": "session s, p50",
@@ -25,6 +25,7 @@ _HEADS = {
     "hits": "cached",
     "hits_of_ideal": "of ideal",
     "missed": "late",
+    "missed_by_waiting": "by waiting",
     "cut": "cut",
     "retried": "retried",
     "lost": "lost",

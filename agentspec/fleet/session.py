@@ -34,6 +34,7 @@ class SimulatedSession:
         "tokens",
         "tries",
         "urgency",
+        "waited",
         "work",
     )
 
@@ -48,6 +49,7 @@ class SimulatedSession:
         self.member = ""
         self.tries = self.hit = self.work = 0
         self.sent = self.started = 0.0
+        self.waited = 0.0  # by all its calls so far, before an engine began with them
         self.streamed = False
         self.urgency = Urgency()
 

@@ -103,8 +103,9 @@ class Simulation:
 
     def _finished(self, session: SimulatedSession, now: float) -> None:
         self._count(self._engines[session.member], -1, now)
+        waited, seconds = session.started - session.sent, now - session.started
+        session.waited += waited
         if self._urgent:
-            waited, seconds = session.started - session.sent, now - session.started
             self._programs.served(session.name, waited=waited, seconds=seconds, at=now)
         session.position += 1
         if session.position < len(session.shape.calls):

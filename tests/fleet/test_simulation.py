@@ -118,6 +118,13 @@ def test_urgency_meets_more_deadlines_where_calls_wait():
     arrival, urgency = _run(order="arrival", **queued), _run(order="urgency", **queued)
     assert arrival.missed > 40
     assert urgency.missed < 0.4 * arrival.missed
+    assert arrival.missed_by_waiting > 0.9 * arrival.missed
+
+
+def test_where_no_call_waits_no_session_is_late_by_waiting():
+    counts = _run(rate=1.0, deadline_low=1.0, deadline_high=1.0)
+    assert counts.missed > 60
+    assert counts.missed_by_waiting < 0.1 * counts.missed
 
 
 def test_more_than_an_engine_serves_makes_open_sessions_grow():
