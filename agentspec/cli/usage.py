@@ -16,7 +16,6 @@ from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 if TYPE_CHECKING:
     from agentspec.cache.usage import UsageRow
 
-_MEMORY = 1 << 20  # bytes; the counts need the database, not the index
 _NAMES = ("day", "tenant", "key", "model")
 
 Value = str | int
@@ -41,14 +40,18 @@ def usage(
 
     Its newest counts come after at most five seconds.
     """
-    from agentspec.cache import SuffixCache
+    from agentspec.cache.usage.alone import UsageAlone
 
     names = _columns(by)
     if json and csv:
         raise typer.BadParameter("--json and --csv exclude each other")
     days = {"since": _day(since, "since", ""), "until": _day(until, "until", "9999")}
-    with SuffixCache.open(folder_of(load(config), path), mode="follower", memory_bytes=_MEMORY) as opened:
-        rows = opened.usage.read(tenant=tenant, model=model, **days)
+    settings = load(config)
+    store = UsageAlone.open(folder_of(settings, path), settings.cache.usage_days)
+    try:
+        rows = store.read(tenant=tenant, model=model, **days)
+    finally:
+        store.close()
     lines, total = _summed(rows, names), _counts(rows)
     if json:
         print_json({"usage": lines, "total": total})
@@ -60,8 +63,9 @@ def usage(
 
 def _columns(by: str) -> list[str]:
     names = [name.strip() for name in by.split(",") if name.strip()]
-    if not names or (unknown := [name for name in names if name not in _NAMES]) or len(set(names)) < len(names):
-        shown = repr(unknown[0]) if names and unknown else repr(by)
+    unknown = [name for name in names if name not in _NAMES]
+    if not names or unknown or len(set(names)) < len(names):
+        shown = repr(unknown[0] if unknown else by)
         raise typer.BadParameter(f"--by takes {', '.join(_NAMES)}, each once, not {shown}")
     return names
 

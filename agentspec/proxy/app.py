@@ -58,6 +58,7 @@ from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.metering.key_limits import KeyLimits
 from agentspec.proxy.metering.metering import Metering
+from agentspec.proxy.metering.store import UsageSource
 from agentspec.proxy.metering.usage_meter import UsageMeter
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.prompts import CompletionsEndpoint
@@ -289,8 +290,8 @@ def _refuse_twice(routes: Sequence[Route]) -> None:
 
 def _metering(runtime: Runtime) -> Metering:
     """The limits and counts of a gateway of one process."""
-    limits = KeyLimits()
-    return Metering(limits, UsageMeter(lambda: runtime.cache.usage, limits))
+    limits, source = KeyLimits(), UsageSource(runtime)
+    return Metering(limits, UsageMeter(source, limits), close=source.close)
 
 
 @asynccontextmanager

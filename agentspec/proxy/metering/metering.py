@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import anyio
 from starlette.requests import ClientDisconnect
 
 from agentspec.errors import RateLimitError
@@ -29,13 +30,15 @@ _FREE = nullcontext()
 class Metering:
     """Limits and counts the requests of all keys; without keys it does nothing.
 
-    Without a `meter` nothing is stored. `elsewhere`: another process does it all for what comes here.
+    Without a `meter` nothing is stored. `elsewhere`: another process does it all for what comes here. `close` closes
+    the store of this process.
     """
 
     limits: LimitsKeys = field(default_factory=KeyLimits)
     meter: UsageMeter | None = None
     metrics: Metrics | None = None
     elsewhere: bool = False
+    close: Callable[[], None] = lambda: None
     has_keys: bool = False
 
     def update(self, settings: ServerSettings) -> None:
@@ -56,6 +59,7 @@ class Metering:
         """Store what is counted from time to time, and at the end."""
         if self.meter is None:
             yield
+            await anyio.to_thread.run_sync(self.close)
             return
         task = asyncio.create_task(self.meter.run())
         try:
@@ -65,6 +69,7 @@ class Metering:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+            await anyio.to_thread.run_sync(self.close)
 
     def within_limits(
         self, record: RequestRecord, path: str, body: bytes, fields: Mapping[str, Any]

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -21,12 +22,13 @@ from agentspec.proxy.admission.turns import ProgramCall
 from agentspec.proxy.app import VERSION, Shared, backend_samples, create_app, index_size
 from agentspec.proxy.forwarding.engine_link import TENANT_HEADER, noted
 from agentspec.proxy.metering.metering import Metering
+from agentspec.proxy.metering.store import UsageSource
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import BACKLOG
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.process import Start, read_start
-from agentspec.proxy.workers.stored import RemoteResponses, answer_responses, with_stored
+from agentspec.proxy.workers.stored import Answers, RemoteResponses, answer_responses, with_stored
 from agentspec.proxy.workers.usage import RemoteUsage, answer_usage
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -36,7 +38,6 @@ from agentspec.telemetry.metrics_sum import dump
 from agentspec.telemetry.samples import BackendSample, TenantSample
 
 ENGINE_METRICS = ("agentspec_engine_", "agentspec_index_", "agentspec_member_")
-STORES = {RemoteResponses.route: answer_responses, RemoteUsage.route: answer_usage}
 _PATIENT = 10 * 365 * 86400.0  # seconds: the workers know which client is slow
 _MOST_CONNECTIONS = 1 << 20
 
@@ -94,11 +95,17 @@ class EngineServer(MemberServer):
     def __init__(self, start: Start) -> None:
         settings = own_settings(start.settings)
         self._runtime = Runtime(settings)
-        shared = Shared(Unlimited(), settings.server.max_body_memory, metering=Metering(elsewhere=True))
+        usage = UsageSource(self._runtime)
+        metering = Metering(elsewhere=True, close=usage.close)
+        shared = Shared(Unlimited(), settings.server.max_body_memory, metering=metering)
         app = create_app(self._runtime, settings, shared=shared)
         app.authenticator, app.logs_requests = RelayedCallers(), False
         super().__init__(app, replace(start, settings=settings), Connections(settings.server, _MOST_CONNECTIONS))
-        self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), self._runtime, STORES)
+        stores: Answers = {
+            RemoteResponses.route: partial(answer_responses, self._runtime),
+            RemoteUsage.route: partial(answer_usage, usage),
+        }
+        self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), stores)
         self._samples: list[BackendSample] = []
         self._metrics = Metrics(
             version=VERSION,

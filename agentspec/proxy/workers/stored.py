@@ -20,7 +20,7 @@ from agentspec.errors import CacheError, EngineRestartingError, UpstreamError
 from agentspec.runtime import Runtime
 
 _SECONDS = 30.0
-Answers = Mapping[str, Callable[[Runtime, str, Sequence[Any]], Any]]
+Answers = Mapping[str, Callable[[str, Sequence[Any]], Any]]
 """What is answered to the questions of remote stores, by their routes."""
 
 
@@ -71,7 +71,7 @@ class RemoteResponses(RemoteStore):
         return bool(self.ask("delete", tenant, id))
 
 
-def with_stored(app: ASGIApp, runtime: Runtime, answers: Answers) -> ASGIApp:
+def with_stored(app: ASGIApp, answers: Answers) -> ASGIApp:
     """`app`, which also answers what remote stores ask."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +81,7 @@ def with_stored(app: ASGIApp, runtime: Runtime, answers: Answers) -> ASGIApp:
             return
         name, told = orjson.loads(await Request(scope, receive).body())
         try:
-            found = await anyio.to_thread.run_sync(answer, runtime, name, told)
+            found = await anyio.to_thread.run_sync(answer, name, told)
             response = Response(orjson.dumps(found), media_type="application/json")
         except CacheError as error:
             response = Response(error.message, 500)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from agentspec.cache.usage import UsageRow
 from agentspec.proxy.metering.key_limits import Owner
+from agentspec.proxy.metering.store import UsageSource
 from agentspec.proxy.workers.stored import RemoteStore
-from agentspec.runtime import Runtime
 
 
 class RemoteUsage(RemoteStore):
@@ -23,8 +23,8 @@ class RemoteUsage(RemoteStore):
         return {(tenant, key): tokens for tenant, key, tokens in found}
 
 
-def answer_usage(runtime: Runtime, name: str, told: Sequence[Any]) -> list[tuple[str, str, int]]:
+def answer_usage(source: UsageSource, name: str, told: Sequence[Any]) -> list[tuple[str, str, int]]:
     """What `RemoteUsage` is answered."""
     rows, since, day = told
-    stored = runtime.cache.usage.add([UsageRow(**row) for row in rows], since=since, day=day)
+    stored = source().add([UsageRow(**row) for row in rows], since=since, day=day)
     return [(*owner, tokens) for owner, tokens in stored.items()]

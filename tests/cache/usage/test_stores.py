@@ -17,8 +17,10 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Selection, select
 from agentspec.cache.storage.database import Database
 from agentspec.cache.usage import COUNTS, MemoryUsage, UsageRow, UsageStore, day_of
+from agentspec.cache.usage.alone import UsageAlone
 from agentspec.cache.usage.row import forgets_tenant, last_day, oldest_day
 from agentspec.cache.usage.table import DatabaseUsage
+from agentspec.errors import CacheUnavailableError
 
 Open = Callable[..., UsageStore]
 TODAY = day_of(time.time())
@@ -122,6 +124,24 @@ def test_several_gateways_add_to_one_database(location: str | Path) -> None:
         assert opened.usage.read() == [expected[1].plus(row("b"))]
         add(opened.usage, row("a"))
         assert opened.usage.read(tenant="a") == [row("a")]
+
+
+def test_a_gateway_without_models_needs_no_index(location: str | Path) -> None:
+    alone = UsageAlone.open(location, 2)
+    try:
+        with SuffixCache.open(location, memory_bytes=1 << 20, usage_days=2) as opened:
+            assert add(opened.usage, row()) == {("a", "k"): 10}
+            assert add(alone, row(day=oldest_day(time.time(), 3)), row()) == {("a", "k"): 20}
+            assert opened.usage.read() == [row(requests=2, prompt_tokens=20)], "what is too old went"
+            opened.forget(tenant="a")
+            assert alone.read() == []
+    finally:
+        alone.close()
+
+
+def test_a_database_that_is_away_is_said_to_be() -> None:
+    with pytest.raises(CacheUnavailableError, match="cannot be opened"):
+        UsageAlone.open("postgresql://nobody@127.0.0.1:9/none", 2)
 
 
 def test_a_cache_in_memory_forgets_too() -> None:

@@ -139,7 +139,7 @@ def test_the_day_is_what_all_gateways_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_gateway_stores_what_keys_used_and_goes_on_with_the_day(
-    gateway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gateway: Any, until: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY_A", "canary")
     keys = (ApiKey(tenant="a", key_env="KEY_A", tokens_per_day=1_000_000), ApiKey(role="operator", key_env="KEY_A_OP"))
@@ -158,8 +158,8 @@ def test_a_gateway_stores_what_keys_used_and_goes_on_with_the_day(
         assert httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "model": "broken"}, headers=headers)
         assert running.metric("agentspec_tenant_tokens_total", tenant="a", kind="completion") == 2
         running.server.should_exit = True
-        while running.runtime.ready or not running.runtime.cache.closed:
-            time.sleep(0.01)
+        until(lambda running=running: not running.runtime.ready)  # which comes last
+        assert running.runtime._own_cache is None, "the index is not read for it"
     if day_of(time.time()) == before:
         assert left[1] == left[0] - tokens
     with SuffixCache.open(tmp_path, mode="follower", memory_bytes=1 << 20) as opened:

@@ -1,0 +1,45 @@
+"""Usage in a database whose sequences the process does not need: nothing else of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sqlalchemy import exc
+
+from agentspec.cache.storage.connection import open_database, raise_unusable
+from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.migration import prepare
+from agentspec.cache.usage.row import Owner, UsageRow
+from agentspec.cache.usage.table import DatabaseUsage
+
+
+class UsageAlone(DatabaseUsage):
+    """A `UsageStore` with a database of its own, which it maintains as it is added to. Open it with `open`."""
+
+    def __init__(self, database: Database, days: int) -> None:
+        super().__init__(database, days)
+        self._database = database
+
+    @classmethod
+    def open(cls, target: str | Path, days: int) -> UsageAlone:
+        """Open the database at `target`, a folder or an address. Raises as `SequenceStore.open`."""
+        database = open_database(target)
+        try:
+            database.connect()
+            prepare(database)
+        except (OSError, exc.DBAPIError) as error:
+            database.close()
+            raise_unusable(database.name, error, transient=database.is_transient(error))
+        except BaseException:
+            database.close()
+            raise
+        return cls(database, days)
+
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
+        stored = super().add(rows, since=since, day=day)
+        self.maintain()
+        return stored
+
+    def close(self) -> None:
+        self._database.close()
