@@ -79,7 +79,13 @@ from .errors import (
     OverloadedError as OverloadedError,
 )
 from .errors import (
+    OverRateLimitError as OverRateLimitError,
+)
+from .errors import (
     PermissionDeniedError as PermissionDeniedError,
+)
+from .errors import (
+    RateLimitError as RateLimitError,
 )
 from .errors import (
     RequestTimeoutError as RequestTimeoutError,
