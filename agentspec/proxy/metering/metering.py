@@ -57,18 +57,15 @@ class Metering:
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Store what is counted from time to time, and at the end."""
-        if self.meter is None:
-            yield
-            await anyio.to_thread.run_sync(self.close)
-            return
-        task = asyncio.create_task(self.meter.run())
+        task = None if self.meter is None else asyncio.create_task(self.meter.run())
         try:
             yield
         finally:
-            await self.meter.finish()  # first: nobody could tell what was stored if the task ended in its midst
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            if self.meter is not None and task is not None:
+                await self.meter.finish()  # first: nobody could tell what was stored if the task ended in its midst
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await anyio.to_thread.run_sync(self.close)
 
     def within_limits(
