@@ -97,7 +97,7 @@ async def alone(backend: TorchBackend, folder: Path) -> Alone:
 
 
 @pytest.mark.parametrize(
-    "count", [8, pytest.param(40, marks=pytest.mark.slow), pytest.param(PROMPTS, marks=pytest.mark.long)]
+    "count", [8, pytest.param(20, marks=pytest.mark.slow), pytest.param(PROMPTS, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize(
     ("stride", "bound"),
