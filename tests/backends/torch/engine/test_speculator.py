@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ from agentspec.backends.torch.engine.speculator import (
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.speculation.governor import Governor, best_nodes
 from agentspec.types import Draft
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask a drafter takes 0.1 ms, however busy the machine is."""
+    readings = itertools.count()
+    monkeypatch.setattr("agentspec.backends.torch.engine.speculator.perf_counter", lambda: next(readings) * 1e-4)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 12), st.floats(0, 1)), max_size=20), st.integers(0, 20), st.data())
