@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 TOOL_SECONDS = (0.2, 0.5, 1.0, 2.0)
 KV_BYTES = 256 << 20
+STANDSTILL = 0.5  # seconds in which a process that computes gets some processor time
 EXTENDS, REWRITTEN, NODE, EVICTED = "extends", "rewritten", "another node", "evicted"
 CASES = {
     EXTENDS: "the answer is sent back as the model wrote it",
@@ -108,6 +109,7 @@ def run_agent_prefill(
     *,
     tool_seconds: Sequence[float] = TOOL_SECONDS,
     cases: Sequence[str] = tuple(CASES),
+    processor_time: bool = False,
     progress: Progress,
 ) -> AgentPrefillReport:
     """Measure all cases. Raises what the backend raises."""
@@ -115,7 +117,8 @@ def run_agent_prefill(
 
     progress(f"loading {model}")
     backend = TorchBackend.load(TorchSettings(model=model, kv_bytes=ByteSize(KV_BYTES), prefill_next_turn=False))
-    return asyncio.run(AgentPrefillBench(backend, progress).measure(tool_seconds, cases))
+    clock = time.process_time if processor_time else time.perf_counter
+    return asyncio.run(AgentPrefillBench(backend, progress, clock=clock).measure(tool_seconds, cases))
 
 
 @dataclass(slots=True)
@@ -125,6 +128,7 @@ class AgentPrefillBench:
     backend: TorchBackend
     progress: Progress
     workflows: list[Workflow] = field(default_factory=lambda: measured_workflows(MIN_PAIRS))
+    clock: Callable[[], float] = time.perf_counter
 
     async def measure(self, tool_seconds: Sequence[float], cases: Sequence[str]) -> AgentPrefillReport:
         try:
@@ -152,20 +156,27 @@ class AgentPrefillBench:
         """One turn, the tool, and the next turn, which is timed."""
         first = await self._ask(self._started(number), tenant, FIRST)
         known = self._known(case, number, self.backend.decode(first.answer))
-        ends = time.perf_counter() + tool_seconds
+        ends = self.clock() + tool_seconds
         if ahead:
             await self.backend.prefill(_request(known, tenant, FIRST))
         if case == EVICTED:
             await self._others()
-        await asyncio.sleep(max(0.0, ends - time.perf_counter()))
+        await self._until(ends)
         return await self._ask([*known, self._unknown(case, number)], tenant, NEXT)
 
+    async def _until(self, ends: float) -> None:
+        """Wait like a tool. Processor time stands still once nothing is read: the rest then changes nothing."""
+        while (left := ends - (before := self.clock())) > 0.0:
+            await asyncio.sleep(max(left, STANDSTILL) if self.clock is time.process_time else left)
+            if self.clock() - before < 0.02 * STANDSTILL:
+                return
+
     async def _ask(self, messages: Sequence[Message], tenant: str, sampling: SamplingParams) -> NextTurn:
-        began, first = time.perf_counter(), 0.0
+        began, first = self.clock(), 0.0
         tokens: list[int] = []
         computed = 0
         async for delta in self.backend.generate(_request(messages, tenant, sampling)):
-            first = first or time.perf_counter() - began
+            first = first or self.clock() - began
             tokens += delta.token_ids
             if delta.usage is not None:
                 computed = delta.usage.prompt_tokens - delta.usage.cached_tokens
@@ -186,11 +197,11 @@ class AgentPrefillBench:
         """A round of sessions at once whose tools take no time, without and with reading ahead."""
         for side, seconds in report.rotated(found.busy, round):
             self.progress(f"throughput: round {round + 1} of {ROUNDS}, {side}")
-            began = time.perf_counter()
+            began = self.clock()
             tenants = [f"busy/{round}/{number}/{side}" for number in range(AT_ONCE)]
             sessions = (self._hurried(number, tenant, side == "on") for number, tenant in enumerate(tenants))
             await asyncio.gather(*sessions)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(self.clock() - began)
 
     async def _hurried(self, number: int, tenant: str, ahead: bool) -> None:
         await self._ask(self._started(number), tenant, FIRST)

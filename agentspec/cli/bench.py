@@ -130,6 +130,10 @@ def agent(
     tool_seconds: Annotated[
         list[float] | None, typer.Option(help="With --prefill: how long tools take", min=0.0, max=60.0)
     ] = None,
+    processor_time: Annotated[
+        bool,
+        typer.Option("--processor-time", help="With --prefill: count this process's time on the processor instead"),
+    ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
     if tools:
@@ -140,7 +144,8 @@ def agent(
     if prefill:
         from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
 
-        ahead = partial(run_agent_prefill, model, tool_seconds=tool_seconds or TOOL_SECONDS)
+        seconds = tool_seconds or TOOL_SECONDS
+        ahead = partial(run_agent_prefill, model, tool_seconds=seconds, processor_time=processor_time)
         publish(ahead, json, packages=TORCH, subject={"model": model})
         return
     from agentspec.benchmarks.agent import run_agent
