@@ -97,6 +97,39 @@ def test_a_custom_tool_with_a_grammar(client: openai.OpenAI, form: Any, fitting:
     assert call.name == "steer" and re.fullmatch(fitting, call.input)
 
 
+PATCH = r"""
+start: open hunk~1..2 close
+open: "*** Begin Patch" LF
+close: "*** End Patch" LF?
+hunk: "*** Add File: " path LF line~1..2 | "*** Delete File: " path LF
+path: /[a-z]{1,3}/
+line: "+" /[a-z ]{0,4}/ LF -> added
+%import common.LF
+"""
+
+
+def test_tools_that_items_bring(client: openai.OpenAI) -> None:
+    """As Codex sends its patch tool, and its search for others."""
+    form = {"type": "grammar", "syntax": "lark", "definition": PATCH}
+    space = {"type": "namespace", "name": "functions", "description": "All.",
+             "tools": [{"type": "custom", "name": "apply_patch", "format": form}]}  # fmt: skip
+    added = {"type": "additional_tools", "role": "developer", "tools": [space]}
+    items: Any = [added, {"role": "user", "content": "go"}]
+    [call] = ask(client, input=items, tool_choice="required", max_output_tokens=300, parallel_tool_calls=False).output
+    assert (call.type, call.namespace, call.name) == ("custom_tool_call", "functions", "apply_patch")
+    hunk = r"\*\*\* (Add File: [a-z]{1,3}\n(\+[a-z ]{0,4}\n){1,2}|Delete File: [a-z]{1,3}\n)"
+    assert re.fullmatch(rf"\*\*\* Begin Patch\n({hunk}){{1,2}}\*\*\* End Patch\n?", call.input)
+
+    parameters = {"type": "object", "properties": {"limit": {"enum": [1, 2]}}, "required": ["limit"],
+                  "additionalProperties": False}  # fmt: skip
+    tools: Any = [
+        {"type": "tool_search", "execution": "client", "description": "Searches.", "parameters": parameters},
+        {"type": "function", "name": "look", "description": "Looks.", "defer_loading": True},
+    ]
+    [found] = ask(client, tools=tools, tool_choice="required", max_output_tokens=200, parallel_tool_calls=False).output
+    assert found.type == "tool_search_call" and found.arguments in ({"limit": 1}, {"limit": 2})
+
+
 BAD = {"type": "nothing"}
 
 
