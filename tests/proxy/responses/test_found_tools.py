@@ -101,7 +101,7 @@ def served(request: Any, gateway: Any, upstream: Any, tmp_path: Path) -> Any:
             [tool["function"] for tool in backend.requests[-1].tools], list(backend.requests[-1].messages or ())
         )  # fmt: skip
     chats = Chats()
-    backends = {"up": OpenAISettings(base_url=upstream(chats).url)}
+    backends: dict[str, Any] = {"up": OpenAISettings(base_url=upstream(chats).url)}
     settings = Settings(models={"m": ModelSettings(backend="up")}, backends=backends,
                         cache=CacheSettings(path=tmp_path))  # fmt: skip
     running = gateway({}, settings)
