@@ -100,8 +100,6 @@ def churn(cache, outputs):
             request.draft(8)
             request.extend(text[prompt:])
         if number % 100 == 0:
-            for partition in cache._pool.namespaces.partitions():
-                partition.merge(lambda: False)  # without what a rewriting takes for a moment
             most = max(most, private())
     return most
 
