@@ -116,7 +116,7 @@ class Sessions:
     def _continued_by(self, prompt: Tokens) -> Session | None:
         if len(prompt) == 0:
             return None
-        data = memoryview(prompt).cast("B")
+        data = prompt.data.cast("B")
         newest = islice((session for session in reversed(self._sessions.values()) if not session.busy), _SEARCHED)
         scored = [(one.continued_by(prompt), one) for one in newest if one.may_be_continued_by(data)]
         shared, session = max(scored, key=lambda pair: pair[0], default=(0, None))
