@@ -60,9 +60,10 @@ def _vllm(width: int, switch: str) -> Iterator[Variant]:
         chosen: dict[str, Any] = {"method": method, "num_speculative_tokens": width}
         return ("--speculative-config", json.dumps(chosen))
 
-    off, v2 = {switch: "off"}, {f"{switch}_V2": "on"}
+    off, v2, padded = {switch: "off"}, {f"{switch}_V2": "on"}, {f"{switch}_PAD": "on"}
     yield Variant(EngineName.vllm, "Arctic", width, speculative("suffix"), off)
     yield Variant(EngineName.vllm, "agentspec", width, speculative("suffix"), cached=True)
+    yield Variant(EngineName.vllm, "agentspec padded", width, speculative("suffix"), padded, cached=True)
     yield Variant(EngineName.vllm, "ngram_gpu", width, speculative("ngram_gpu"), off)
     yield Variant(EngineName.vllm, "agentspec V2", width, speculative("ngram_gpu"), v2, cached=True)
 

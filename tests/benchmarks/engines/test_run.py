@@ -33,7 +33,7 @@ def test_each_engine_is_run_without_drafts_with_its_own_and_with_ours() -> None:
     chosen = {engine: list(variants(engine)) for engine in EngineName}
     keys = [variant.key for variant in chosen[EngineName.sglang]]
     assert keys[:3] == ["sglang off", "sglang NGRAM 8", "sglang agentspec 8"] and len(keys) == 1 + 2 * 3
-    assert len(chosen[EngineName.vllm]) == 1 + 4 * 3
+    assert len(chosen[EngineName.vllm]) == 1 + 5 * 3
     for engine, found in chosen.items():
         assert "{port}" in COMMANDS[engine] and len({variant.key for variant in found}) == len(found)
         for variant in found:
@@ -59,7 +59,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "variants", lambda engine: list(variants(engine))[::6][:2])
+    monkeypatch.setattr(run, "variants", lambda engine: list(variants(engine))[::7][:2])
     assert run_engines(plan(tmp_path, seconds=0.0), progress=quiet).left == ["vllm off", "vllm agentspec 15"]
     write_results(EngineResults(plan(tmp_path).subject, {"vllm off": {"failed": "y"}}), plan(tmp_path).results)
     started: list[str] = []

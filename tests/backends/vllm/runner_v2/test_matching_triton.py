@@ -41,11 +41,8 @@ SIZES = {**PASSAGES, "DEPTH": 16, "BLOCK": 256, "PARTS_2": 64, "DRAFT": 7, "DRAF
 def test_the_kernels_compile_for_a_gpu(kernels: Any, name: str) -> None:
     """Triton needs no GPU to compile for one (here of compute capability 9.0)."""
     import triton
-    from triton.backends import backends
     from triton.backends.compiler import GPUTarget
 
-    if "nvidia" not in backends:
-        pytest.skip("this Triton is one for CPUs")
     kernel = getattr(kernels, name)
     types = {**POINTERS, **NUMBERS, "scores": "*i64", "drafts": "*i64"}
     signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
