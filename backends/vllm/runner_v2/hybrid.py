@@ -14,7 +14,7 @@ import torch
 
 from agentspec.backends.vllm.runner_v2.drafter_choice import NEVER, DrafterChoice, RequestChoice
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
-from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, Step, shared_by_ranks
+from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledStep, shared_by_ranks
 from agentspec.cache.tokens import Tokens
 
 _NOTES = 5  # columns before a step's tokens: their number, and what `_noted` says
@@ -111,7 +111,7 @@ class HybridSpeculator(PassageSpeculator):
         notes = (kept.index_select(0, rows)[:, None] for kept in (self._last_match, self._last_used))
         return torch.cat((count, *notes, *right, tokens[:, 1:]), dim=1).int()
 
-    def _take(self, retriever: PassageRetriever, step: Step) -> None:
+    def _take(self, retriever: PassageRetriever, step: SampledStep) -> None:
         """Learn which draft was right, and take in the tokens."""
         verified: list[tuple[PassageRequest, Tokens]] = []
         others: list[tuple[PassageRequest, Tokens]] = []

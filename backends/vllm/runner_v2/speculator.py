@@ -49,7 +49,7 @@ class SampledTokens:
         return [row[len(row) - count :] for row, count in ((row[1:], int(row[0])) for row in self._host.numpy())]
 
 
-class Step(NamedTuple):
+class SampledStep(NamedTuple):
     """A step whose tokens are on their way, and the requests of its rows."""
 
     sampled: SampledTokens
@@ -79,7 +79,7 @@ class PassageSpeculator:
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
         self._requests: dict[str, PassageRequest] = {}
-        self._under_way: deque[Step | PassageRequest] = deque()  # a request: it ends when the steps before arrived
+        self._under_way: deque[SampledStep | PassageRequest] = deque()  # a request ends when steps before it arrived
         self._match = _matcher(self, self._shape)
 
     def begin(self, new_requests: Iterable[Any]) -> None:
@@ -125,7 +125,7 @@ class PassageSpeculator:
     def close(self) -> None:
         """Record all tokens that were sampled, then stop. Idempotent."""
         for entry in self._under_way:
-            if isinstance(entry, Step):
+            if isinstance(entry, SampledStep):
                 entry.sampled.wait()
         self._read_arrived()
         if self._retriever is not None:
@@ -149,7 +149,7 @@ class PassageSpeculator:
 
     def _send(self, packed: torch.Tensor, requests: Sequence[PassageRequest | None]) -> None:
         """Send a step's tokens to the host."""
-        self._under_way.append(Step(SampledTokens(packed), requests))
+        self._under_way.append(SampledStep(SampledTokens(packed), requests))
 
     def _sampled(
         self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor
@@ -173,7 +173,7 @@ class PassageSpeculator:
                 return
             self._under_way.popleft()
 
-    def _take(self, retriever: PassageRetriever, step: Step) -> None:
+    def _take(self, retriever: PassageRetriever, step: SampledStep) -> None:
         """Take in the tokens of a step."""
         news = zip(step.requests, step.sampled.rows(), strict=True)
         taken = [(request, tokens) for request, tokens in news if request is not None]
