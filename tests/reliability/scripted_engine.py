@@ -1,7 +1,8 @@
 """A program that streams answers like an engine: `scripted_engine.py HOST PORT LOG NAME MODE`.
 
 It appends `NANOSECONDS EVENT CALL NAME` to LOG: `begin` when a call has arrived, `byte` once its first byte was sent.
-Calls are told apart by their field `user`. In the mode `loris` a byte a second is all that comes.
+Calls are told apart by their field `user`. In the mode `loris` a byte a second is all that comes; `slow` takes five
+times as long for a token.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Engine:
                 await asyncio.sleep(1)
                 writer.write(chunk(b" "))
             else:
-                await asyncio.sleep(TOKEN_SECONDS)
+                await asyncio.sleep(TOKEN_SECONDS * (5 if self._mode == "slow" else 1))
                 writer.write(event())
             await writer.drain()
         writer.write(event("stop") + chunk(b"data: [DONE]\n\n") + chunk(b""))

@@ -248,6 +248,24 @@ def test_u9_an_engine_of_a_byte_a_second_keeps_only_its_own_calls_waiting(
     assert begun["e2"] > begun["e1"]  # whose calls pile up
 
 
+@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize(("streams", "seconds"), SIZES)
+def test_engines_of_unequal_speed_take_calls_as_they_finish_them(
+    gateway: Any, engines: Engines, streams: int, seconds: float, pairs: int
+) -> None:
+    quick = [f"e{number}" for number in range(1, pairs + 1)]
+    slow = [f"e{number}" for number in range(pairs + 1, 2 * pairs + 1)]
+    for name in quick + slow:
+        engines.start(name, "plain" if name in quick else "slow")
+    both = settings(base_urls=engines.urls(*quick, *slow).split())
+    both = both.model_copy(update={"models": {"m": ModelSettings(backend="up", placement="least_loaded")}})
+    running = gateway({}, both)
+    outcomes = under_load(running.url, streams, lambda: time.sleep(seconds))
+    begun = engines.begun()
+    assert outcomes.keys() == {"whole"} and engines.sent_twice() == []
+    assert min(begun[name] for name in quick) > max(begun[name] for name in slow)
+
+
 @pytest.mark.parametrize(("streams", "seconds"), SIZES)
 def test_a_file_that_changes_moves_new_calls_and_ends_none(
     gateway: Any, engines: Engines, until: Any, tmp_path: Path, streams: int, seconds: float
