@@ -51,6 +51,7 @@ class CacheStats:
     store_error: str | None = None  # why nothing is written now
     unwritten: int = 0  # outputs and updates that the store gave up writing
     segment_error: str | None = None  # why a segment could not be written or used
+    segments_skipped: int = 0  # segments that were damaged or missing, and rebuilt from the database
     damaged: int = 0  # rows of the database that were found unreadable, and are left out
 
 

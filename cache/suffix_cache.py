@@ -101,6 +101,7 @@ class SuffixCache:
         responses_bytes: int = 64 << 20,
         responses_age: float | None = 30 * 86400.0,
         usage_days: int = 400,
+        remote: str | None = None,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
@@ -117,7 +118,8 @@ class SuffixCache:
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
         limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Counts in `usage`
-        are kept for `usage_days` days. Raises
+        are kept for `usage_days` days. Segments of a cache on a database server are published at `remote`, a folder or
+        a URL of fsspec, and opened from there. Raises
         `ConfigurationError` for settings that cannot work, and `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
@@ -130,7 +132,7 @@ class SuffixCache:
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
-        store, why_not = cls._open_store(path, mode, limits)
+        store, why_not = cls._open_store(path, mode, limits, remote)
         cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
         try:
             lifetime.register(cache)
@@ -142,16 +144,18 @@ class SuffixCache:
 
     @staticmethod
     def _open_store(
-        path: str | Path | None, mode: Mode, limits: CacheLimits
+        path: str | Path | None, mode: Mode, limits: CacheLimits, remote: str | None
     ) -> tuple[SequenceStore | None, str | None]:
         """The store, or the reason why it is unavailable; both are None for a cache in memory."""
         if path is None:
-            return None, None
+            if remote is None:
+                return None, None
+            raise ConfigurationError("cache.remote needs a database server in cache.path", param="remote")
         from agentspec.cache.storage.sequence_store import SequenceStore
 
         try:
-            disk, tenant_disk = limits.disk_bytes, limits.tenant_disk_bytes
-            return SequenceStore.open(path, disk_bytes=disk, tenant_disk_bytes=tenant_disk, mode=mode), None
+            sizes = {"disk_bytes": limits.disk_bytes, "tenant_disk_bytes": limits.tenant_disk_bytes}
+            return SequenceStore.open(path, **sizes, mode=mode, remote=remote), None
         except CacheUnavailableError as error:
             if mode != "auto":
                 raise
@@ -282,6 +286,14 @@ class SuffixCache:
         self._pool.require_open()
         return self._sync.compact() if self._sync else 0
 
+    def publish(self) -> int:
+        """Publish the segment of every namespace at `remote`, and return their number; the writer does so by itself.
+
+        Raises `ConfigurationError` without a `remote`, `CacheError` when publishing fails. Nothing to do in memory.
+        """
+        self._pool.require_open()
+        return self._sync.publish() if self._sync else 0
+
     def tenant_bytes(self) -> dict[str, int]:
         """The bytes that each tenant takes in memory, over all its namespaces."""
         self._pool.require_open()
@@ -299,6 +311,7 @@ class SuffixCache:
             mode=self._store.mode,
             store_error=self._store.error,
             segment_error=self._sync.segment_error,
+            segments_skipped=self._sync.segments_skipped,
             unwritten=self._store.dropped,
             damaged=self._store.damaged,
         )

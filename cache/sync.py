@@ -12,7 +12,7 @@ from agentspec.cache.pool import BYTES_PER_TOKEN, CachePool
 from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.errors import CacheError, CacheLockedError
+from agentspec.errors import CacheError, CacheLockedError, ConfigurationError
 from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
@@ -40,11 +40,16 @@ class StoreSync:
         self._started = False
         self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
         self._load_at = 0.0  # when loading is tried again
+        self._checked = 0  # published segments hold nothing that deletions up to this number deleted
 
     @property
     def segment_error(self) -> str | None:
         """Why a segment could not be written or used."""
         return self._segments.error
+
+    @property
+    def segments_skipped(self) -> int:
+        return self._segments.skipped
 
     def disk_bytes(self) -> int:
         return self._store.disk_bytes() + self._segments.total_bytes()
@@ -112,10 +117,13 @@ class StoreSync:
 
         Such a segment is left where a process was killed between logging a deletion and deleting the segment.
         """
-        if any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion)):
+        if self._holds_deleted(segment):
             self._segments.delete(segment.namespace.key)
             return False
         return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta) <= room
+
+    def _holds_deleted(self, segment: Segment) -> bool:
+        return any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion))
 
     def _adopt(self, loaded: LoadedSegment, partition: Partition) -> bool:
         """Use a segment, less the sequences deleted from the store. Returns whether it has all rows that it covers."""
@@ -164,12 +172,39 @@ class StoreSync:
         self._store.enforce_budget()
         if not self._writes:
             return
+        self._withdraw()
         ended = [one for one, tried in self._tried.items() if time.monotonic() - tried >= _PAUSE]
         for partition in ended:
             del self._tried[partition]
         for partition in dict.fromkeys([*ended, *self._pool.namespaces.take_used("segments")]):
             if partition not in self._tried and self._lacks(partition, _GROWN, _GROWN_SHARE):
                 self._try_to_save(partition)
+
+    def _withdraw(self) -> None:
+        """Delete published segments that hold what was deleted meanwhile, or by a process that knows of no remote."""
+        last = self._store.last_deletion
+        if self._segments.published and last > self._checked:
+            try:
+                self._segments.withdraw(self._holds_deleted)
+                self._checked = last
+            except (OSError, CacheError) as error:  # tried again with the next call
+                self._segments.failed("what is forgotten may still be published", error)
+
+    def publish(self) -> int:
+        """Publish the segment of each namespace, whichever process writes; returns how many. Raises `CacheError`."""
+        if not self._segments.published:
+            raise ConfigurationError("there is nowhere to publish segments: set cache.remote", param="remote")
+        self.flush()
+        self._catch_up()
+        stored = self._store.namespaces()
+        for one in stored:
+            with self._pool.namespaces.entered(one.namespace) as partition:
+                pass
+            try:
+                self._save(partition)
+            except OSError as error:
+                raise CacheError(f"a segment cannot be published: {error}") from error
+        return len(stored)
 
     def compact(self) -> int:
         """Rewrite all segments and the database; returns the bytes on disk.
@@ -234,10 +269,13 @@ class StoreSync:
             if segment.meta and self._fits(segment):
                 self._segments.save(segment, frozen)
                 partition.saved = added
+                if self._segments.published and self._holds_deleted(segment):  # no lock kept that deletion out
+                    self._checked = -1
+                    self._segments.delete(segment.namespace.key)
 
     def _fits(self, segment: Segment) -> bool:
         limit = self._store.disk_limit
-        if limit is None:
+        if limit is None or self._segments.published:
             return True
         others = self._segments.known_bytes() - self._segments.size(segment.namespace.key)
         return self._store.disk_bytes() + others + segment.index_bytes <= limit

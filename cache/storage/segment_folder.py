@@ -88,9 +88,12 @@ class SegmentFolder:
     """The segments of one cache: one file per namespace, named by its key. All can be rebuilt from the database."""
 
     kept = True
+    published = False
+    """Whether other machines use the segments, and may know of no `writing` lock, and of no segments."""
 
     def __init__(self, folder: Path, files: LocalFiles | None = None) -> None:
         self.error: str | None = None
+        self.skipped = 0  # segments that could not be used
         self._known: int | None = None  # bytes of all files, as far as this process knows; None: they must be listed
         self._counting = threading.Lock()
         self._folder = folder
@@ -163,6 +166,7 @@ class SegmentFolder:
         except FileNotFoundError:
             return None
         except (OSError, CacheError) as error:
+            self.skipped += 1
             self.failed(f"the segment {key}{_SUFFIX} is not used", error)
             if isinstance(error, CacheDamagedError | CacheNamespaceError):
                 with contextlib.suppress(OSError):  # another process may have been quicker
@@ -242,6 +246,11 @@ class SegmentFolder:
 
     def _named(self, *endings: str) -> list[str]:
         return [name for name in self._files.names() if name.endswith(endings)]
+
+    def withdraw(
+        self, unwanted: Callable[[Segment], bool], concerns: Callable[[str], bool] = lambda tenant: True
+    ) -> None:
+        """For published segments: delete those that are `unwanted`, of tenants that it `concerns`."""
 
 
 class NoSegmentFolder(SegmentFolder):

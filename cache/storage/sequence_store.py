@@ -24,9 +24,10 @@ from agentspec.cache.storage.connection import acquire_writer, open_database, ra
 from agentspec.cache.storage.database import Database, PendingErasure, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
+from agentspec.cache.storage.remote import open_segments
 from agentspec.cache.storage.rows.reader import SequenceReader
 from agentspec.cache.storage.schema import learned, processes, sequences
-from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
+from agentspec.cache.storage.segment_folder import SegmentFolder
 from agentspec.errors import (
     CacheError,
     CacheFormatError,
@@ -126,8 +127,9 @@ class SequenceStore(SequenceReader):
         disk_bytes: int | None,
         mode: Literal["auto", "writer", "follower"],
         tenant_disk_bytes: int | None = None,
+        remote: str | None = None,
     ) -> SequenceStore:
-        """Open the database at `target`, a folder or an address.
+        """Open the database at `target`, a folder or an address; segments of a server's are published at `remote`.
 
         Raises `CacheLockedError`, `CacheFormatError`, `CacheUnavailableError` if opening may succeed at another time or
         for another user, and `ConfigurationError` if `target` cannot be a database.
@@ -137,7 +139,7 @@ class SequenceStore(SequenceReader):
             acquire_writer(database, mode)
             database.connect()
             prepare(database)
-            segments = SegmentFolder(database.folder) if database.folder else NoSegmentFolder()
+            segments = open_segments(database, remote)
             return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes))
         except (OSError, exc.DBAPIError) as error:
             database.close()

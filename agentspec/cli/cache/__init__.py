@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.cache import push, repair, replay, transfer
-from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, shown
+from agentspec.cli.cache import publish, push, repair, replay, transfer
+from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, remote_of, shown
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_json
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def forget(
     described = _describe(session, tenant, older_than, model)
     if not yes:
         typer.confirm(f"Forget in {shown(folder)}: {described}? It cannot be undone.", abort=True, err=True)
-    with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY) as opened:
+    remote = remote_of(settings, path)
+    with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY, remote=remote) as opened:
         forgotten = opened.forget(**conditions)
         left = opened.stats().disk_bytes
     if json:
@@ -140,8 +141,9 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
     """Give back what the cache on disk does not need. Refused while a server writes to the folder."""
     from agentspec.cache import SuffixCache
 
-    folder = folder_of(load(config), path)
-    with SuffixCache.open(folder, mode="writer") as opened:
+    settings = load(config)
+    folder = folder_of(settings, path)
+    with SuffixCache.open(folder, mode="writer", remote=remote_of(settings, path)) as opened:
         before, after = opened.stats().disk_bytes, opened.compact()
     if json:
         print_json({"before": before, "disk_bytes": after})
@@ -149,5 +151,6 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
     typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
 
 
+app.command()(publish.publish)
 app.command()(repair.repair)
 app.command()(replay.replay)
