@@ -8,6 +8,7 @@ import typer
 
 from agentspec.cli import (
     bench,
+    bench_cache,
     bench_engines,
     cache,
     config,
@@ -55,6 +56,7 @@ def main(
 
 app.command()(serve.serve)
 app.command()(demo.demo)
+bench.app.command()(bench_cache.opening)
 bench.app.command()(bench_engines.engines)
 bench.app.command()(bench_engines.vllm)
 bench.app.command()(bench_engines.fleet)

@@ -192,7 +192,7 @@ class PublishedSegments(SegmentFolder):
         try:
             if place := self._places.pop(key, None):
                 self._remove(place, self._listing()[place].objects)
-                del self._places[key]
+                self._places.pop(key, None)
         except OSError as error:
             self.failed(f"the published segment of {key} cannot be deleted", error)
 

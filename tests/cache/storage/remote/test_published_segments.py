@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,9 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.storage.remote.objects import FolderObjects, SegmentObjects, open_objects
 from agentspec.cache.storage.remote.published_segments import directory_of, tenant_of
 from agentspec.errors import CacheError, ConfigurationError
+
+if TYPE_CHECKING:
+    from conftest import Server
 
 TENANTS = ("a", "Tenant B")
 
@@ -245,6 +248,16 @@ def test_what_a_killed_writer_left_is_swept(postgres: str, remote: str) -> None:
     (orphan.parent / f"{orphan.name[:64]}.{'0' * 16}.segment").write_bytes(b"left behind")
     with SuffixCache.open(postgres, remote=remote):
         assert names(remote) == before
+
+
+def test_segments_that_the_database_knows_nothing_of_go(server: Server, remote: str) -> None:
+    """Two databases with one remote delete each other's segments, and use none of them."""
+    published(server.address(), remote)
+    (Path(remote) / "no segment").mkdir()
+    (Path(remote) / "no segment" / "notes.txt").write_text("somebody's")
+    with SuffixCache.open(server.address(), remote=remote) as other:
+        assert names(remote) == ["no segment/notes.txt"]
+        assert other.stats().sequences == 0 and other.stats().segment_error is None
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
