@@ -119,8 +119,8 @@ class SuffixCache:
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
         limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Counts in `usage`
         are kept for `usage_days` days. Segments of a cache on a database server are published at `remote`, a folder or
-        a URL of fsspec, and opened from there. Raises
-        `ConfigurationError` for settings that cannot work, and `CacheFormatError` for a database that cannot be read.
+        a URL of fsspec, and opened from there. Raises `ConfigurationError` for settings that cannot work, and
+        `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
@@ -252,15 +252,8 @@ class SuffixCache:
         conditions, and `CacheError` when the database cannot be changed: then nothing is deleted.
         """
         self._pool.require_open()
-        selection = select(
-            session=session,
-            tenant=tenant,
-            tokenizer=tokenizer,
-            older_than=older_than,
-            tokens=tokens,
-            text=text,
-            decode=decode,
-        )
+        places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
+        selection = select(**places, older_than=older_than, tokens=tokens, text=text, decode=decode)
         count = self._deleter.forget(selection)
         if self._store is None:
             self.responses.forget(selection)
