@@ -158,7 +158,7 @@ def test_all_ranks_verify_the_first_ranks_drafts(join: Callable[..., Runner], ra
 def test_a_dummy_run_is_the_models(join: Callable[..., Runner]) -> None:
     runner = join(right=0)
     batch = SimpleNamespace(req_ids=["_dummy"] * 3, num_reqs=3)
-    found = runner.speculator.propose(batch, None, None, None, None, num_sampled=None, dummy_run=True)
+    found = runner.speculator.propose(batch, None, None, None, None, num_sampled=torch.zeros(3), dummy_run=True)
     assert found.tolist() == [[VOCABULARY - 1] * DRAFTED] * 3
 
 

@@ -49,7 +49,8 @@ def test_the_release_own_class_drafts_beside_ours(
     theirs = _load(vllm, monkeypatch).DraftModelSpeculator
 
     def propose(self: Any, input_batch: Any, *_: Any, **__: Any) -> torch.Tensor:
-        return self.draft_tokens[: input_batch.num_reqs].fill_(VOCABULARY - 1)
+        drafts: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
+        return drafts.fill_(VOCABULARY - 1)
 
     abstract = dict.fromkeys(theirs.__abstractmethods__, lambda self, *_: None)
     config = _config()
