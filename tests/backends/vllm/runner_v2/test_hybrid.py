@@ -113,6 +113,12 @@ def test_a_model_that_is_always_right_is_left_to_draft(join: Callable[..., Runne
         assert steps(runner, answer) <= len(answer) // (DRAFTED + 1) + 1
 
 
+def test_short_matches_that_mislead_leave_the_model_to_draft(join: Callable[..., Runner], late: Late) -> None:
+    """A text of few tokens in no order: there is always a match, and what followed it is seldom right."""
+    answer = np.random.default_rng(0).integers(0, 8, 150).tolist()
+    assert steps(join(right=2), answer) <= 1.2 * len(answer) / 3
+
+
 def test_a_text_that_the_model_knows_nothing_of(join: Callable[..., Runner], late: Late) -> None:
     runner = join(right=0)
     first, second = steps(runner, ANSWER), steps(runner, ANSWER)
