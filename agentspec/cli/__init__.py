@@ -8,7 +8,6 @@ import typer
 
 from agentspec.cli import (
     bench,
-    bench_cache,
     bench_engines,
     cache,
     config,
@@ -56,7 +55,6 @@ def main(
 
 app.command()(serve.serve)
 app.command()(demo.demo)
-bench.app.command()(bench_cache.opening)
 bench.app.command()(bench_engines.engines)
 bench.app.command()(bench_engines.vllm)
 bench.app.command()(bench_engines.fleet)
