@@ -1,15 +1,22 @@
-"""The measurements of inference servers: `agentspec bench vllm`, `engines` and `fleet`."""
+"""The measurements of engines on their devices: `agentspec bench gpu`, `vllm`, `engines` and `fleet`."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import require_writable
+from agentspec.cli.common import FAILED, require_writable
 from agentspec.cli.publish import publish
+
+
+class ModelShape(StrEnum):
+    tiny = "tiny"
+    small = "1b"
+    large = "8b"
 
 
 def engines(
@@ -103,3 +110,29 @@ def fleet(
         return
     with tempfile.TemporaryDirectory() as folder, pinned_servers(2, model, Path(folder)) as started:
         publish(partial(run_fleet, plan, started, base), json, packages=("torch",), subject={"model": model})
+
+
+def gpu(
+    shape: Annotated[ModelShape, typer.Option(help="Sizes of the random model")] = ModelShape.large,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    seconds: Annotated[float, typer.Option(help="What does not fit in so much time is left out", min=1)] = 570.0,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option(help="Recorded calls, FILE.jsonl.gz, to force as targets", exists=True, dir_okay=False),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with a ChatML tokenizer.json, for --traces", exists=True, file_okay=False),
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Answers of each check", min=1)] = 50,
+    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
+) -> None:
+    """Check and time the local engine on a device with random weights; exit code 1 where a check fails."""
+    from agentspec.benchmarks.gpu.bench import GpuPlan, run_gpu
+
+    if bool(traces) != (tokenizer is not None):
+        raise typer.BadParameter("--traces and --tokenizer go together")
+    plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions)
+    if not publish(partial(run_gpu, plan), json, packages=("torch", "transformers")).sound:
+        raise typer.Exit(FAILED)
