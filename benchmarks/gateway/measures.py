@@ -133,10 +133,12 @@ def overload(bench: Bench, plan: GatewayPlan) -> Figures:
 
 @dataclass(slots=True)
 class SoakWindows:
-    """Windows of a long, even load: when each ended, the gateway's memory then, and the p99 within."""
+    """Windows of a long, even load: when each ended, the gateway's memory then, and within it the p99 and how many
+    calls failed with which status.
+    """
 
     seconds: list[float] = field(default_factory=list)
-    failures: int = 0
+    failed: list[dict[str, int]] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
     p99: list[float] = field(default_factory=list)
 
@@ -148,7 +150,8 @@ class SoakWindows:
         first, last = np.median(late[:third]), np.median(late[-third:])
         slope = np.polyfit(hours, np.asarray(sizes) / 1e6, 1)[0] if len(sizes) > 1 else 0.0
         drift = 100 * (last / first - 1)
-        return {"soak_growth": float(slope), "soak_drift": float(drift), "soak_failures": self.failures}
+        failures = sum(sum(window.values()) for window in self.failed)
+        return {"soak_growth": float(slope), "soak_drift": float(drift), "soak_failures": failures}
 
 
 def soak(bench: Bench, plan: GatewayPlan, length: float, progress: Progress) -> SoakWindows:
@@ -162,7 +165,7 @@ def soak(bench: Bench, plan: GatewayPlan, length: float, progress: Progress) -> 
         found.seconds.append(time.monotonic() - started)
         found.resident.append(bench.gateway.resident())
         found.p99.append(1000 * (result["p99"] or 0.0))
-        found.failures += sum(count for status, count in result["statuses"].items() if status != "200")
+        found.failed.append({status: count for status, count in result["statuses"].items() if status != "200"})
     return found
 
 

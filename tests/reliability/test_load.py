@@ -103,10 +103,11 @@ def test_c8_an_even_load_fails_no_call(tmp_path: Path) -> None:
 @pytest.mark.timeout(int(SOAK_SECONDS) + 600)
 def test_c8_two_hours_of_ten_times_the_usual_load(tmp_path: Path) -> None:
     with started(tmp_path) as bench:
-        figures = measures.soak(bench, GatewayPlan(), SOAK_SECONDS, progress=lambda message: None).figures()
-    assert figures["soak_failures"] == 0
-    assert figures["soak_growth"] < 1
-    assert figures["soak_drift"] < 10
+        windows = measures.soak(bench, GatewayPlan(), SOAK_SECONDS, progress=lambda message: None)
+    figures = windows.figures()
+    assert figures["soak_failures"] == 0, windows
+    assert figures["soak_growth"] < 1, figures
+    assert figures["soak_drift"] < 10, figures
 
 
 def beside_slow_answers(folder: Path, slow: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
