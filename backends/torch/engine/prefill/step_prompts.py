@@ -15,6 +15,7 @@ from agentspec.backends.torch.engine.request import EngineRequest
 MOST_STEPS = 256  # that are remembered, and as many sessions
 LONGEST = 4096  # tokens of a prompt that are remembered
 LEAST_SHARE = 0.3  # of a step's successors, from which one is expected
+MOST_COUNTS = 64  # of successors, after which all counts are halved: steps with ever new names are forgotten
 
 Key = tuple[str, str | None, str]  # tenant, workflow, and a step or a session
 V = TypeVar("V")
@@ -36,6 +37,11 @@ class StepRecord:
             self.shared = tokens[: common_prefix(self.tokens, tokens)]
         self.session, self.tokens = session, tokens
 
+    def was_followed_by(self, step: Key) -> None:
+        self.followers[step] += 1
+        if self.followers.total() > MOST_COUNTS:
+            self.followers = Counter({other: count // 2 for other, count in self.followers.items() if count > 1})
+
 
 class StepPrompts:
     """What was learned of the requests with a session and a step among their labels. Only one thread may use it."""
@@ -54,7 +60,7 @@ class StepPrompts:
         place, step = (request.tenant, labels.workflow, labels.session), (request.tenant, labels.workflow, labels.step)
         before = self._places.get(place)
         if before not in (None, step) and before in self._steps:  # a step that follows itself finds its own slots
-            self._steps[before].followers[step] += 1
+            self._steps[before].was_followed_by(step)
         _put(self._places, place, step)
         record = self._steps.get(step) or StepRecord()
         _put(self._steps, step, record)
