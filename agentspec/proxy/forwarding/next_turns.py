@@ -50,6 +50,9 @@ _SHAPING = (  # the fields of a chat that its prompt depends on
 )
 _KEYS = ("authorization", "x-api-key")
 
+_UNREADABLE = (AgentSpecError, LookupError, TypeError, ValueError, AttributeError)  # an answer that nobody can follow
+TurnKey = tuple[str, str]  # tenant and the id of a call: some servers number calls, so that ids recur
+
 
 @dataclass(frozen=True, slots=True)
 class UpstreamChat:
@@ -80,7 +83,7 @@ class FollowedAnswer(AnswerEdits):
         self._answer = Accumulator()
 
     async def edits(self, answer: dict[str, Any], *, whole: bool) -> dict[str, Any]:
-        with suppress(AgentSpecError, LookupError, TypeError, AttributeError):  # an answer that nobody can follow
+        with suppress(*_UNREADABLE):
             delta = to_delta(answer)
             self._answer.add(delta)
             if delta.finish_reason == "tool_calls":
@@ -96,16 +99,16 @@ class UpstreamTurns:
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _credit: dict[str, float] = field(default_factory=dict)
-    _tasks: OrderedDict[str, tuple[str, asyncio.Task[bool]]] = field(default_factory=OrderedDict)
-    _running: Counter[str] = field(default_factory=Counter)
+    _tasks: OrderedDict[TurnKey, tuple[str, asyncio.Task[bool]]] = field(default_factory=OrderedDict)
+    _running: dict[str, asyncio.Task[bool]] = field(default_factory=dict)  # by upstream
 
     def followed(self, exchange: Exchange, backend: Forwards, edits: AnswerEdits | None) -> AnswerEdits | None:
         """What follows the answer to a chat: `edits`, and the next turn where that may be read ahead."""
         share, messages = backend.settings.prefill_next_turn, exchange.fields.get("messages")
         if share is None or not isinstance(messages, list):
             return edits
-        self._came(messages)
         name, caller = exchange.route.backend_name, exchange.caller
+        self._came(caller.tenant, messages)
         self._credit[name] = min(MOST_CREDIT, self._credit.get(name, 0.0) + share)
         wanted = caller.prefill and caller.store and exchange.fields.get("tools")
         wanted = wanted and exchange.fields.get("n") in (None, 1)
@@ -116,31 +119,33 @@ class UpstreamTurns:
     def ended(self, chat: UpstreamChat, answer: Accumulator) -> None:
         """An answer has ended in tool calls: read ahead what is known, if there is credit left."""
         body = next_turn(chat, answer)
-        if body is None or self._credit.get(chat.name, 0.0) < 1.0 or self._running[chat.name]:
+        if body is None or self._credit.get(chat.name, 0.0) < 1.0 or self._reads(chat.name):
             return
         self._credit[chat.name] -= 1.0
-        self._running[chat.name] += 1
-        self._tasks[str(body["messages"][-1]["tool_call_id"])] = (
-            chat.name,
-            asyncio.create_task(self._read(chat, body)),
-        )
+        task = self._running[chat.name] = asyncio.create_task(self._read(chat, body))
+        self._tasks[chat.caller.tenant, str(body["messages"][-1]["tool_call_id"])] = (chat.name, task)
         while len(self._tasks) > MOST_TURNS:
             self._tasks.popitem(last=False)[1][1].cancel()
 
+    def _reads(self, name: str) -> bool:
+        task = self._running.get(name)
+        return task is not None and not task.done()
+
     async def aclose(self) -> None:
         """Cancel what runs."""
-        tasks = [task for _, task in self._tasks.values()]
+        tasks = [*self._running.values()]
         self._tasks.clear()
+        self._running.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _came(self, messages: list[Any]) -> None:
+    def _came(self, tenant: str, messages: list[Any]) -> None:
         """The next turn has come: what still runs for it would read the same twice."""
         for message in reversed(messages):
             if not isinstance(message, dict) or message.get("role") != "tool":
                 return
-            name, task = self._tasks.pop(str(message.get("tool_call_id")), ("", None))
+            name, task = self._tasks.pop((tenant, str(message.get("tool_call_id"))), ("", None))
             if task is not None and not task.cancel() and task.result():
                 self.counts[name, "used"] += 1
 
@@ -153,8 +158,6 @@ class UpstreamTurns:
         except Exception as error:
             self.counts[chat.name, "failed"] += 1
             logger.warning("a next turn is not read ahead", backend=chat.name, error=type(error).__name__)
-        finally:
-            self._running[chat.name] -= 1
         return False
 
     async def _send(self, chat: UpstreamChat, body: dict[str, Any]) -> bool:

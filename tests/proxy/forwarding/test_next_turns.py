@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -10,10 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
+from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
+from agentspec.protocol.responses import Accumulator
+from agentspec.proxy.admission.auth import Caller
+from agentspec.proxy.forwarding.next_turns import UpstreamChat, UpstreamTurns
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
+from agentspec.types import Delta, Labels
 
 WAIT = 30.0
 CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"city": "Rome"}'}}
@@ -166,3 +172,55 @@ def test_a_server_that_refuses_is_left_alone_for_a_while(gateway: Any, upstream:
     wait_for(lambda: count(running, "failed") == 1)
     assert ask(running).status_code == 200
     assert len(engine.prefills) == 1
+
+
+def test_a_call_of_another_tenant_with_the_same_id_ends_nothing(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(upstream)
+    engine.hold.clear()
+    keys = {name: name[0] * 32 for name in ("one", "two")}
+    for name, key in keys.items():
+        monkeypatch.setenv(f"KEY_{name}", key)
+    running = gateway({}, settings(engine.server.url, 1.0, tuple(keys)))
+    one, two = ({"authorization": f"Bearer {key}", "x-agentspec-prefill": "off"} for key in keys.values())
+    ask(running, headers={"authorization": one["authorization"]})
+    wait_for(lambda: engine.prefills)
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert ask(running, [*MESSAGES, message, RESULT], headers=two).status_code == 200
+    assert count(running, "cancelled") == 0
+    assert ask(running, [*MESSAGES, message, RESULT], headers=one).status_code == 200
+    wait_for(lambda: count(running, "cancelled") == 1)
+    engine.hold.set()
+
+
+@pytest.mark.anyio
+async def test_what_is_cancelled_before_it_began_leaves_room_for_the_next() -> None:
+    backend = OpenAIBackend(OpenAISettings(base_url="http://127.0.0.1:9/v1"))  # type: ignore[arg-type]
+    chat = UpstreamChat("up", backend, "m", Caller("a", Labels(), speculation=True, store=True), {}, MESSAGES, {})
+    turns, answer = UpstreamTurns(_credit={"up": 2.0}), Accumulator()
+    answer.add(Delta(extra={"tool_calls": [CALL]}))
+    turns.ended(chat, answer)
+    turns._came("a", [RESULT])
+    await asyncio.sleep(0)
+    turns.ended(chat, answer)
+    assert len(turns._tasks) == 1
+    await turns.aclose()
+    assert not turns._tasks
+    await backend.aclose()
+
+
+def test_an_answer_that_nobody_can_follow_is_passed_on(gateway: Any, upstream: Any) -> None:
+    def answer(request: Any) -> None:
+        if request.method == "GET":
+            return request.answer(b"{}")
+        request.head()
+        for choice in (
+            {"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "call-1", "function": "look"}]}},
+            {"index": 0, "delta": {}, "finish_reason": "tool_calls"},
+        ):
+            request.send(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        request.send(b"data: [DONE]\n\n")
+
+    texts = [ask(gateway({}, settings(upstream(answer).url, share)), stream=True).text for share in (None, 1.0)]
+    assert texts[0] == texts[1] and '"look"' in texts[0] and texts[0].endswith("data: [DONE]\n\n")
