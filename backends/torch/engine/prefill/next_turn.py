@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -82,7 +83,7 @@ class NextTurns:
             if message.get("role") != "tool":
                 return
             if task := self._waiting.pop(str(message.get("tool_call_id")), None):
-                task.cancel()
+                _cancel(task)
 
     def _ended(self, request: GenerateRequest, answer: Accumulator) -> None:
         following = after_calls(request, answer)
@@ -107,3 +108,9 @@ class NextTurns:
             pass
         except Exception as error:
             logger.warning("the next turn is not read ahead: %s", safe_message(error))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task of any loop; one whose loop was closed will never run."""
+    with suppress(RuntimeError):
+        task.get_loop().call_soon_threadsafe(task.cancel)

@@ -144,3 +144,23 @@ async def test_what_waits_ends_with_the_backend(backend_of: Any) -> None:
     await turn(backend, CALLING)
     await backend.aclose()
     assert not backend._next_turns._waiting
+
+
+def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
+    lab_class: Any, tiny_model: Any, tokenizer_of: Any
+) -> None:
+    lab = lab_class(tiny_model("llama"), tokenizer_of(TEMPLATE))
+    backend = TorchBackend(lab.loaded, TorchSettings())
+    loop = asyncio.new_event_loop()
+    message, _ = loop.run_until_complete(turn(backend, CALLING))
+    loop.close()
+    assert backend._next_turns._waiting
+
+    async def follow() -> list[Delta]:
+        try:
+            return [delta async for delta in backend.generate(following(message))]
+        finally:
+            await backend.aclose()
+
+    assert tokens_of(asyncio.run(follow()))
+    assert not backend._next_turns._waiting
