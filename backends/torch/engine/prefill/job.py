@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -69,7 +70,9 @@ class PrefillQueue:
         return job in self._jobs
 
     def add(self, tenant: str, tokens: Sequence[int]) -> None:
-        """Expect a prompt that begins with `tokens`. The oldest job gives way where there are too many."""
+        """Expect a prompt that begins with `tokens`. Where there are too many, the oldest gives way of the tenant that
+        has most.
+        """
         job = PrefillJob(tenant, np.asarray(tokens, dtype=np.int64), self._clock() + JOB_SECONDS)
         with self._lock:
             same = [one for one in self._jobs if one.tenant == tenant and np.array_equal(one.tokens, job.tokens)]
@@ -77,8 +80,9 @@ class PrefillQueue:
                 self._jobs.remove(one)
                 job.read = max(job.read, one.read)
             self._jobs.append(job)
-            for one in self._jobs[:-MOST_JOBS]:
-                self._cancel(one)
+            while len(self._jobs) > MOST_JOBS:
+                held = Counter(one.tenant for one in self._jobs)
+                self._cancel(next(one for one in self._jobs if held[one.tenant] == max(held.values())))
 
     def arrived(self, tenant: str, prompt: Sequence[int]) -> None:
         """A request has come: what it was expected to ask is expected no more, and all else is looked at again."""

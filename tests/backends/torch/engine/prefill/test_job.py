@@ -69,6 +69,15 @@ def test_the_oldest_give_way_and_the_same_prompt_is_expected_once(queue: Prefill
     assert len(queue) == MOST_JOBS and first.tokens[0] == 5
 
 
+def test_a_tenant_that_expects_much_takes_nothing_from_another(queue: PrefillQueue) -> None:
+    queue.add("b", TOKENS)
+    for n in range(2 * MOST_JOBS):
+        queue.add("a", [n, *TOKENS])
+    assert len(queue) == MOST_JOBS
+    first: Any = queue.due()
+    assert first.tenant == "b"
+
+
 def test_a_prompt_that_is_expected_again_was_not_read_the_less(queue: PrefillQueue) -> None:
     queue.add("a", TOKENS)
     first = queue.due()
