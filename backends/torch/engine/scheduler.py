@@ -343,8 +343,9 @@ class Scheduler:
             self.prefix_cache.clear()
 
     def keeps(self, tokens: int) -> bool:
-        """Whether the slots of so many tokens could be kept if no others were."""
-        return self.prefix_cache.takes(tokens * self.kv_budget.slot_bytes) and self.kv_budget.fits(tokens, [])
+        """Whether the slots of so many tokens could be kept if no others were; never those that cannot be counted."""
+        taken = self.prefix_cache.takes(tokens * self.kv_budget.slot_bytes)
+        return self._context.bounded and taken and self.kv_budget.fits(tokens, [])
 
     def lend(self, slots: int) -> Callable[[], None]:
         """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may

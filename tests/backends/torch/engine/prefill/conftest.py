@@ -92,8 +92,8 @@ class SteppedEngine:
 def stepped(lab: Any) -> Iterator[Callable[..., SteppedEngine]]:
     made: list[SteppedEngine] = []
 
-    def make(**settings: Any) -> SteppedEngine:
-        made.append(SteppedEngine(lab, **settings))
+    def make(other: Any = None, **settings: Any) -> SteppedEngine:
+        made.append(SteppedEngine(other or lab, **settings))
         return made[-1]
 
     yield make

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentspec.backends.torch.engine.prefill import job as job_module
 from agentspec.backends.torch.engine.prefill import reader as reader_module
 from agentspec.backends.torch.engine.prefill.reader import PrefillReader
+from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import OverloadedError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import Labels, SamplingParams
@@ -148,6 +149,13 @@ def test_a_model_without_slots_that_can_be_kept_reads_nothing_ahead(stepped: Any
     one.scheduler.kv_budget.limit = None
     one.scheduler.prefix_cache._limit = 0  # as for a model whose slots cannot be counted
     assert not one.engine.prefill("default", long_prompt())
+
+
+def test_a_model_whose_state_is_not_kept_reads_nothing_ahead(stepped: Any, lab_class: Any, tiny_model: Any) -> None:
+    recurrent = lab_class(tiny_model("llama"))
+    recurrent.target = TargetModel(recurrent.target.module, rewindable=False)
+    one = stepped(recurrent)
+    assert not one.engine.prefill("default", long_prompt()) and not one.reader.queue
 
 
 def test_a_forward_that_fails_costs_the_job_alone(stepped: Any, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
