@@ -25,6 +25,7 @@ from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread
 from agentspec.backends.torch.engine.delivery import Inbox
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.prefill.next_turn import NextTurns
+from agentspec.backends.torch.engine.prefix_cache import SHORTEST
 from agentspec.backends.torch.engine.request import EngineRequest, prompt_length
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
@@ -99,7 +100,7 @@ class TorchBackend(ModelTokens):
             self._engine.prefill,
             lambda: self._engine.scheduler.idle,
             self._off_the_loop,
-            enabled=settings.prefill_next_turn,
+            enabled=settings.prefill_next_turn and self._engine.scheduler.keeps(SHORTEST),
         )
 
     @classmethod

@@ -95,8 +95,13 @@ async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> Non
 
 @pytest.mark.parametrize(
     ("settings", "fields"),
-    [({"prefill_next_turn": False}, {}), ({}, {"prefill_next": False}), ({}, {"store": False})],
-    ids=["setting", "request", "store"],
+    [
+        ({"prefill_next_turn": False}, {}),
+        ({"prefix_bytes": 0}, {}),
+        ({}, {"prefill_next": False}),
+        ({}, {"store": False}),
+    ],
+    ids=["setting", "no slots", "request", "store"],
 )
 async def test_nothing_is_read_where_it_is_not_wanted(backend_of: Any, settings: Any, fields: Any) -> None:
     backend = backend_of(**settings)
