@@ -213,7 +213,8 @@ async def test_what_is_cancelled_before_it_began_leaves_room_for_the_next() -> N
 def test_an_answer_that_nobody_can_follow_is_passed_on(gateway: Any, upstream: Any) -> None:
     def answer(request: Any) -> None:
         if request.method == "GET":
-            return request.answer(b"{}")
+            request.answer(b"{}")
+            return
         request.head()
         for choice in (
             {"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "call-1", "function": "look"}]}},
