@@ -15,6 +15,7 @@ void Chain::advance(std::span<const Token> fresh) {
     under_way_ = false;
     if (equal < count || fresh.size() == tokens_.size()) return clear();
     const double reached = acceptance_[count - 1];
+    if (!(reached > 0)) return clear();  // what came was not expected: nothing is known of what follows
     tokens_.erase(tokens_.begin(), tokens_.begin() + count);
     acceptance_.erase(acceptance_.begin(), acceptance_.begin() + count);
     for (double& likely : acceptance_) likely /= reached;

@@ -122,6 +122,13 @@ def test_what_is_left_of_a_chain_that_came_true() -> None:
         assert after(*fresh) == ([], [])
 
 
+def test_nothing_is_left_of_a_chain_that_came_true_against_all_odds() -> None:
+    chain = Chain()
+    chain.replace([1, 2], [0.0, 0.0])
+    chain.advance(tokens(1))
+    assert (chain.tokens, chain.acceptance) == ([], [])
+
+
 def test_a_proposal_is_judged_once() -> None:
     chain = Chain()
     chain.replace([1, 2, 3, 1, 2, 3], [1.0] * 6)
