@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import exc
@@ -12,6 +13,7 @@ from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.usage.row import Owner, UsageRow
 from agentspec.cache.usage.table import DatabaseUsage
+from agentspec.errors import CacheError
 
 
 class UsageAlone(DatabaseUsage):
@@ -38,7 +40,8 @@ class UsageAlone(DatabaseUsage):
 
     def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
         stored = super().add(rows, since=since, day=day)
-        self.maintain()
+        with suppress(CacheError):  # the rows are committed: who is told otherwise adds them again
+            self.maintain()
         return stored
 
     def close(self) -> None:

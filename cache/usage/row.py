@@ -87,12 +87,15 @@ class UsageStore(KeepsUsage, Protocol):
 
 def day_of(time: float) -> str:
     """The day, UTC, of a time in seconds since 1970."""
-    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d")
+    return datetime.fromtimestamp(time, UTC).date().isoformat()  # with four digits of any year
 
 
 def oldest_day(time: float, days: int) -> str:
-    """The first of the last `days` days, today included."""
-    return (datetime.fromtimestamp(time, UTC) - timedelta(days=days - 1)).strftime("%Y-%m-%d")
+    """The first of the last `days` days, today included; "" if they reach beyond the calendar."""
+    try:
+        return (datetime.fromtimestamp(time, UTC).date() - timedelta(days=days - 1)).isoformat()
+    except OverflowError:
+        return ""
 
 
 def last_day(selection: Selection) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import exc
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Selection, select
@@ -135,6 +136,31 @@ def test_a_gateway_without_models_needs_no_index(location: str | Path) -> None:
             assert opened.usage.read() == [row(requests=2, prompt_tokens=20)], "what is too old went"
             opened.forget(tenant="a")
             assert alone.read() == []
+    finally:
+        alone.close()
+
+
+@pytest.mark.parametrize("days", [630_000, 700_000, 10**6, 10**12])
+def test_counts_may_be_kept_for_longer_than_the_calendar_goes_back(database: Database | None, days: int) -> None:
+    store = MemoryUsage(days) if database is None else DatabaseUsage(database, days)
+    add(store, row(), row(day="2020-01-01"))
+    store.maintain()
+    assert len(store.read()) == 2
+
+
+def test_what_is_committed_is_never_said_to_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who adds would keep the counts, and add them twice."""
+    alone = UsageAlone.open(tmp_path, 2)
+    try:
+
+        def fails(*_: object, **__: object) -> bool:
+            raise exc.OperationalError("erasing", {}, RuntimeError("disk I/O error"))
+
+        monkeypatch.setattr(type(alone._database), "secure_erase", fails)
+        assert add(alone, row(day="2020-01-01")) == {}
+        alone._look_at = 0.0
+        assert add(alone, row()) == {("a", "k"): 10}
+        assert alone.read() == [row()]
     finally:
         alone.close()
 
