@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
-from agentspec.proxy.metering.demand import ANSWER_TOKENS, MEDIA_TOKENS, Demand, demand_of
+from agentspec.proxy.metering.demand import ANSWER_TOKENS, MEDIA_TOKENS, MOST_TOKENS, Demand, demand_of
 from agentspec.proxy.metering.headers import anthropic_headers, duration, openai_headers
 
 
@@ -64,6 +64,13 @@ def test_no_body_breaks_the_estimate(fields: dict[str, Any]) -> None:
     for path in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES):
         found = demand(path, **fields)
         assert found.prompt >= 0 and found.answer >= 0
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_whatever_number_a_request_names_can_be_stored(path: str) -> None:
+    """One row beyond a database's integers would keep the counts of all keys from being stored."""
+    found = demand(path, max_tokens=10**30, n=10**30, best_of=10**30)
+    assert found.bounded and found.answer == MOST_TOKENS and 1000 * found.within(None) < 2**63
 
 
 @given(st.integers(0, 100), st.integers(0, 500), st.booleans(), st.integers(1, 300))
