@@ -31,6 +31,7 @@ VERSION = 1
 _MANIFEST, _OBJECT = ".json", ".segment"
 _NAME = re.compile(r"(?P<place>[^/]+/[0-9a-f]{64})(?P<ending>\.json|\.[0-9a-f]{16}\.segment)")
 _PLAIN = "abcdefghijklmnopqrstuvwxyz0123456789-_"
+_MANIFEST_BYTES = 4096
 _LONGEST = 160  # characters of a directory's name
 
 
@@ -56,7 +57,7 @@ class Manifest:
             sizes = manifest.head_size, manifest.size
             if not isinstance(manifest.object, str) or {*map(type, sizes)} != {int} or not 0 < sizes[0] <= sizes[1]:
                 raise ValueError("impossible values")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CacheDamagedError(f"its manifest: {error}") from None
         return manifest
 
@@ -144,8 +145,9 @@ class PublishedSegments(SegmentFolder):
                 return LoadedSegment(segment, *load_index(file, segment))
 
     def _manifest(self, place: str) -> Manifest:
-        manifest = Manifest.decode(self._objects.read(place + _MANIFEST))
-        if not manifest.object.startswith(f"{place}."):
+        manifest = Manifest.decode(self._objects.read(place + _MANIFEST, _MANIFEST_BYTES))
+        named = _NAME.fullmatch(manifest.object)  # whoever can write there names no other file of this machine
+        if not named or named["place"] != place or named["ending"] == _MANIFEST:
             raise CacheDamagedError("its manifest names what is not its own")
         return manifest
 

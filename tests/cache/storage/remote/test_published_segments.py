@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.storage.remote.objects import FolderObjects, SegmentObjects, open_objects
-from agentspec.cache.storage.remote.published_segments import directory_of, tenant_of
-from agentspec.errors import CacheError, ConfigurationError
+from agentspec.cache.storage.remote.published_segments import Manifest, PublishedSegments, directory_of, tenant_of
+from agentspec.errors import CacheDamagedError, CacheError, ConfigurationError
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -140,6 +140,23 @@ def test_what_is_damaged_is_left_out_and_published_anew(
     assert len(names(remote)) == 2 * len(TENANTS)
     with SuffixCache.open(postgres, mode="follower", remote=remote) as node:
         assert node.stats().segments_skipped == 0 and drafts(node) == expected
+
+
+@pytest.mark.parametrize("object", ["{place}./../../../precious", "{place}.json", "{other}"])
+def test_a_manifest_names_no_file_but_its_own(tmp_path: Path, object: str) -> None:
+    """Else whoever can write to the folder would have every publisher delete any file of its machine."""
+    remote, precious = tmp_path / "remote", tmp_path / "precious"
+    segments, place = PublishedSegments(FolderObjects(remote)), f"a/{'0' * 64}"
+    precious.write_bytes(b"precious")
+    (remote / f"{place}.").mkdir(parents=True)
+    name = object.format(place=place, other=f"b/{'1' * 64}.{'0' * 16}.segment")
+    (remote / f"{place}.json").write_bytes(Manifest(name, 100, 50).encode())
+    with pytest.raises(CacheDamagedError, match="not its own"):
+        segments._manifest(place)
+    assert segments._objects_before(place) == []
+    (remote / f"{place}.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(CacheDamagedError):
+        segments._manifest(place)
 
 
 # Privacy: what is forgotten is at no remote.
