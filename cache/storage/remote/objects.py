@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 from agentspec.errors import ConfigurationError
 
-_NEW = ".new"
+PART = ".new"
 
 
 class SegmentObjects(Protocol):
     """Objects by name, with `/` between a directory and the rest. All methods may raise `OSError`."""
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """All objects, and parts of some that were left behind, whose names have `PART` at the end."""
+        ...
 
     def read(self, name: str, size: int | None = None) -> bytes:
         """An object, or its first `size` bytes."""
@@ -53,14 +55,17 @@ def open_objects(remote: str) -> SegmentObjects:
 
 
 class FolderObjects:
-    """Objects as files of a folder, readable by their owner only."""
+    """Objects as files of a folder, readable by their owner only.
+
+    What is being written, or was left half written, is listed too: it may hold what is to be deleted.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def names(self) -> list[str]:
         files = self._folder.rglob("*")
-        return [path.relative_to(self._folder).as_posix() for path in files if path.suffix != _NEW and path.is_file()]
+        return [path.relative_to(self._folder).as_posix() for path in files if path.is_file()]
 
     def read(self, name: str, size: int | None = None) -> bytes:
         with (self._folder / name).open("rb") as file:
@@ -72,7 +77,7 @@ class FolderObjects:
     def send(self, path: Path, name: str) -> None:
         target = self._folder / name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = target.with_name(f"{target.name}.{secrets.token_hex(4)}{_NEW}")
+        new = target.with_name(f"{target.name}.{secrets.token_hex(4)}{PART}")
         try:
             with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 with path.open("rb") as source:

@@ -29,7 +29,9 @@ from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError
 
 VERSION = 1
 _MANIFEST, _OBJECT = ".json", ".segment"
-_NAME = re.compile(r"(?P<place>[^/]+/[0-9a-f]{64})(?P<ending>\.json|\.[0-9a-f]{16}\.segment)")
+_NAME = re.compile(
+    r"(?P<place>[^/]+/[0-9a-f]{64})(?P<ending>\.json|\.[0-9a-f]{16}\.segment)(?P<part>\.[0-9a-f]{8}\.new)?"
+)
 _PLAIN = "abcdefghijklmnopqrstuvwxyz0123456789-_"
 _MANIFEST_BYTES = 4096
 _LONGEST = 160  # characters of a directory's name
@@ -92,7 +94,7 @@ class PublishedSegments(SegmentFolder):
         found: defaultdict[str, PublishedFiles] = defaultdict(PublishedFiles)
         for name in self._objects.names():
             if match := _NAME.fullmatch(name):
-                if match["ending"] == _MANIFEST:
+                if match["ending"] == _MANIFEST and not match["part"]:
                     found[match["place"]].has_manifest = True
                 else:
                     found[match["place"]].objects.append(name)
@@ -147,7 +149,7 @@ class PublishedSegments(SegmentFolder):
     def _manifest(self, place: str) -> Manifest:
         manifest = Manifest.decode(self._objects.read(place + _MANIFEST, _MANIFEST_BYTES))
         named = _NAME.fullmatch(manifest.object)  # whoever can write there names no other file of this machine
-        if not named or named["place"] != place or named["ending"] == _MANIFEST:
+        if not named or named["place"] != place or named["ending"] == _MANIFEST or named["part"]:
             raise CacheDamagedError("its manifest names what is not its own")
         return manifest
 

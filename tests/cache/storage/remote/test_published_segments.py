@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.deletion import select
 from agentspec.cache.storage.remote.objects import FolderObjects, SegmentObjects, open_objects
 from agentspec.cache.storage.remote.published_segments import Manifest, PublishedSegments, directory_of, tenant_of
 from agentspec.errors import CacheDamagedError, CacheError, ConfigurationError
@@ -168,6 +169,19 @@ def test_a_tenants_objects_go_with_the_tenant(postgres: str, remote: str) -> Non
         assert node.forget(tenant="a") == 12
         assert {name.partition("/")[0] for name in names(remote)} == {directory_of("Tenant B")}
         assert node.forget(session="s1") == 4 and names(remote) == []
+
+
+@pytest.mark.parametrize("ending", ["json", f"{'0' * 16}.segment"])
+def test_what_a_killed_process_left_half_sent_goes_too(tmp_path: Path, ending: str) -> None:
+    segments, key = PublishedSegments(FolderObjects(tmp_path)), "0" * 64
+    for tenant in ("a", "b"):
+        left = tmp_path / tenant / f"{key}.{ending}.{'1' * 8}.new"
+        left.parent.mkdir()
+        left.write_bytes(b"half")
+    segments.invalidate(select(tenant="a").scope)
+    assert [name[:2] for name in names(str(tmp_path))] == ["b/"]
+    segments.sweep()
+    assert names(str(tmp_path)) == []
 
 
 def test_retention_reaches_the_remote(postgres: str, remote: str) -> None:
