@@ -30,6 +30,6 @@ def publish(
     with SuffixCache.open(folder, mode="follower", memory_bytes=memory, remote=chosen) as opened:
         count = opened.publish()
     if json:
-        print_json({"published": count, "remote": chosen})
+        print_json({"published": count, "remote": shown(chosen)})
         return
-    typer.echo(f"published {count} segment{'' if count == 1 else 's'} of {shown(folder)} at {chosen}")
+    typer.echo(f"published {count} segment{'' if count == 1 else 's'} of {shown(folder)} at {shown(chosen)}")

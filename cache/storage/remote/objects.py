@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentspec.cache.settings import without_password
 from agentspec.errors import ConfigurationError
 
 PART = ".new"
@@ -43,15 +44,17 @@ def open_objects(remote: str) -> SegmentObjects:
     """The objects in a folder, or at a URL that fsspec knows. Raises `ConfigurationError` for one that it does not."""
     if "://" not in remote or remote.startswith("file://"):
         return FolderObjects(Path(remote.removeprefix("file://")).expanduser())
+    named = f"cache.remote = {without_password(remote)!r}"
     try:
         from fsspec.core import url_to_fs
 
         return StoreObjects(*url_to_fs(remote))
     except ImportError as error:
-        message = f"cache.remote = {remote!r} needs: pip install 'agentspec[remote]', and what fsspec asks for: {error}"
+        message = f"{named} needs: pip install 'agentspec[remote]', and what fsspec asks for: {error}"
         raise ConfigurationError(message, param="remote") from None
     except Exception as error:  # whatever a file system's own package raises
-        raise ConfigurationError(f"cache.remote = {remote!r} cannot be used: {error}", param="remote") from error
+        reason = str(error).replace(remote, without_password(remote))
+        raise ConfigurationError(f"{named} cannot be used: {reason}", param="remote") from None
 
 
 class FolderObjects:

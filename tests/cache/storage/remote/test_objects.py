@@ -59,6 +59,13 @@ def test_errors_of_a_store_are_those_of_files() -> None:
         StoreObjects(Broken(), "bucket").names()
 
 
+def test_passwords_are_in_no_error() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigurationError) as refused:
+        open_objects("nothing://somebody:canary@bucket/below")
+    assert "canary" not in refused.value.message and "nothing://somebody:" in refused.value.message
+
+
 def test_a_url_that_nothing_knows_is_refused() -> None:
     pytest.importorskip("fsspec")
     with pytest.raises(ConfigurationError, match="cannot be used"):
