@@ -133,7 +133,7 @@ class GenerationEndpoint:
         name = runtime.aliases.meant(model)
         if self.engine is not None and runtime.is_elsewhere(name):
             record.model = name
-            metered = self._within_limits(record, body, fields)
+            metered = await self._within_limits(record, body, fields)
             del fields
             async with metered, until_disconnect(receive) as client:
                 await self.engine.relay(scope, send, body, deadline, self._follower())
@@ -144,7 +144,7 @@ class GenerationEndpoint:
         caller = read_caller(headers, tenant, fields)
         record.labels = caller.labels
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
-        metered = self._within_limits(record, body, fields)
+        metered = await self._within_limits(record, body, fields)
         del body, fields  # an answer can take minutes
         async with metered, until_disconnect(receive) as client, self._place(route, tenant, headers):
             if isinstance(route.backend, PoolBackend):
@@ -189,11 +189,13 @@ class GenerationEndpoint:
         """The program that a request belongs to, where it matters for its turn."""
         return program_call(headers) if self.settings.order == "workflow" else None
 
-    def _within_limits(
+    async def _within_limits(
         self, record: RequestRecord, body: bytes, fields: Mapping[str, Any]
     ) -> AbstractAsyncContextManager[Any]:
         """What counts the request for its key, and may refuse it."""
-        return self.metering.within_limits(record, self.path, body, fields) if self.generates else nullcontext()
+        if not self.generates:
+            return nullcontext()
+        return await self.metering.within_limits(record, self.path, body, fields, self.budget.run)
 
     def _place(self, route: Route, tenant: str, headers: Headers) -> AbstractAsyncContextManager[Any]:
         if not self.generates:

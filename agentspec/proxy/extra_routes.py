@@ -55,7 +55,7 @@ class ExtraRoute(GenerationEndpoint):
         record.model = OTHER
         check_head(scope)
         await self._check_tenants(backend)
-        async with self._within_limits(record, body, fields), until_disconnect(receive) as client:
+        async with await self._within_limits(record, body, fields), until_disconnect(receive) as client:
             if isinstance(backend, PoolBackend):
                 async for attempt in Attempts(backend.pool, Call(), deadline.at, fallbacks=True):
                     async with attempt:

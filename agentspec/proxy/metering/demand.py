@@ -51,9 +51,14 @@ def demand_of(path: str, body: bytes, fields: Mapping[str, Any]) -> Demand:
     return Demand(prompt, min(each * max(choices, *wanted, 1), MOST_TOKENS), bounded=bool(given))
 
 
+def may_hold_media(body: bytes) -> bool:
+    """Whether `demand_of` looks at each value of the body, which takes a while if that is large."""
+    return any(mark in body for mark in _MARKS)
+
+
 def _text_bytes(body: bytes, fields: Mapping[str, Any]) -> int:
     """The bytes of the body, those of media left out and counted as so many tokens."""
-    if not any(mark in body for mark in _MARKS):
+    if not may_hold_media(body):
         return len(body)
     size, waiting = 0, [fields]
     while waiting:

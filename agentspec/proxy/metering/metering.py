@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,7 +14,7 @@ import anyio
 from starlette.requests import ClientDisconnect
 
 from agentspec.errors import RateLimitError
-from agentspec.proxy.metering.demand import Demand, demand_of
+from agentspec.proxy.metering.demand import Demand, demand_of, may_hold_media
 from agentspec.proxy.metering.headers import anthropic_headers, openai_headers
 from agentspec.proxy.metering.key_limits import KeyLimits, LimitsKeys, Settle
 from agentspec.proxy.metering.limiter import Standing
@@ -23,6 +23,7 @@ from agentspec.proxy.request_record import RequestRecord
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 
+Run = Callable[..., Awaitable[Demand]]
 _FREE = nullcontext()
 
 
@@ -68,15 +69,18 @@ class Metering:
                     await task
             await anyio.to_thread.run_sync(self.close)
 
-    def within_limits(
-        self, record: RequestRecord, path: str, body: bytes, fields: Mapping[str, Any]
+    async def within_limits(
+        self, record: RequestRecord, path: str, body: bytes, fields: Mapping[str, Any], run: Run
     ) -> AbstractAsyncContextManager[Any]:
-        """Run a request for a model as an asynchronous context. Raises `RateLimitError` if it has to come later, and
-        `OverRateLimitError` if it asks for more tokens than there will ever be.
+        """What runs a request for a model as an asynchronous context. That raises `RateLimitError` if the request has
+        to come later, and `OverRateLimitError` if it asks for more tokens than there will ever be.
+
+        `run` is as of `BodyBudget`: what takes long for a large body is done in a thread.
         """
         if not self.has_keys or record.identity is None:
             return _FREE
-        return MeteredCall(self, record, demand_of(path, body, fields))
+        size = len(body) if may_hold_media(body) else 0
+        return MeteredCall(self, record, await run(record.tenant, size, demand_of, path, body, fields))
 
 
 class MeteredCall:
