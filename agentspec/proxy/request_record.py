@@ -47,6 +47,7 @@ class RequestRecord:
     response_headers: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
+    arrived: int = 0
     body_begun: bool = False
     body_ended: bool = False
     anthropic: bool = False
@@ -90,8 +91,9 @@ class RequestRecord:
         if self.attempt is not None:
             self.attempt.answered(status, headers)
 
-    def token_arrived(self) -> None:
-        """Record the time of the first token; later calls do nothing."""
+    def token_arrived(self, tokens: int = 1) -> None:
+        """Record the time of the first token, and that so many came, about: of a stream its events."""
+        self.arrived += tokens
         if self.first_token is None:
             self.first_token = self.seconds
 

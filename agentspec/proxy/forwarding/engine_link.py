@@ -123,7 +123,7 @@ async def _stream(
             async for piece in pieces:
                 if events := splitter.feed(piece):
                     follower.read(events)
-                    record.token_arrived()
+                    record.token_arrived(events.count(b"data:"))
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         answer.note(record, sent)
     except AgentSpecError as error:

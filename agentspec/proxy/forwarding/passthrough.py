@@ -169,7 +169,7 @@ async def _send_stream(
                     inspector.read(events[splitter.whole_from :])
                     if inspector.error and response.own_key:
                         events = without_account(events)
-                    record.token_arrived()
+                    record.token_arrived(events.count(b"data:"))
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         rest = splitter.rest() if edits is None else await edits.events(splitter.rest())
         inspector.read(rest + b"\n\n")

@@ -33,6 +33,10 @@ class Demand:
         """What there must be room for: of an answer without a bound nobody knows."""
         return self.prompt + (self.answer if self.bounded else 0)
 
+    def untold(self, arrived: int) -> int:
+        """What stands for the tokens of an answer that told none, but of which so many arrived."""
+        return self.prompt + (self.answer if self.bounded else max(self.answer, arrived))
+
     def within(self, limit: int | None) -> int:
         """What is charged under a limit: what is guessed of an answer makes no request too large for it."""
         whole = self.prompt + self.answer

@@ -112,7 +112,7 @@ class MeteredCall:
         record, metering = self._record, self._metering
         assert record.identity is not None
         failed = record.failed or (error is not None and not _is_cancelled(error))
-        unknown = 0 if failed or record.usage is not None else self._demand.within(None)
+        unknown = 0 if failed or record.usage is not None else self._demand.untold(record.arrived)
         if self._settle is not None:
             self._settle(unknown + record.tokens)
         if metering.meter is not None:

@@ -81,7 +81,7 @@ async def respond(send: Send, response: Response) -> None:
 
 def note(record: RequestRecord, delta: Delta) -> None:
     if delta.text or delta.token_ids or delta.extra:
-        record.token_arrived()
+        record.token_arrived(len(delta.token_ids) or 1)
     record.read(delta)
 
 

@@ -28,6 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": HI, "max_tokens": 8},
     RESPONSES: {"input": "hi", "max_output_tokens": 8},
 }
+STREAM = "text/event-stream"
 MINUTE = re.compile(r"(\d|[1-5]\d)s|1m0s")
 
 
@@ -182,6 +183,28 @@ def test_a_client_that_leaves_pays_what_it_asked_for_and_frees_its_place(
         next(answer.iter_lines())
     running.metric("agentspec_requests_in_flight")
     assert left(running) < 1000
+
+
+@pytest.mark.parametrize(("local", "leaves"), [(False, False), (True, True)])
+def test_an_answer_without_a_bound_is_charged_what_came_of_it(
+    keyed: Any, upstream: Any, local: bool, leaves: bool
+) -> None:
+    """A stream that tells no usage, or whose client leaves before it does, is no way around the limit."""
+    count = 600
+    piece = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n'
+    end = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    generated = FakeBackend(Answer(text="a " * 2 * count, latency=0.001))
+    streaming = upstream(lambda one: one.answer(piece * count + end, 200, STREAM))
+    backend = generated if local else streaming.backend(shared_upstream=True)
+    running = keyed(backend, tokens_per_minute=5000)
+    body = {"model": "fake", "messages": HI, "stream": True}
+    with httpx.stream("POST", running.url + CHAT, json=body, headers={"authorization": "Bearer canary-a"}) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        for _ in range(count - 50):
+            next(lines)
+        if not leaves:
+            assert [*lines][-1] == "data: [DONE]"
+    assert 4000 < left(running) < 5000 - (count - 50)
 
 
 def test_a_reload_changes_limits_and_keeps_what_was_used(keyed: Any) -> None:
