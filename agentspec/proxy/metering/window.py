@@ -70,14 +70,17 @@ class DayCount:
         return self.stored + self.used + self.reserved
 
     def advance(self, time: float) -> None:
-        """Begin a new count if it is another day. What runs is counted at its end, in the day in which that is."""
-        if (day := int(time // DAY)) > self.day:
+        """Begin a new count if it is another day. What runs is counted at its end, in the day in which that is.
+
+        A clock that is set back a little repeats no day; one that was days ahead would stop the key for days.
+        """
+        if (day := int(time // DAY)) > self.day or day < self.day - 1:
             self.day, self.stored, self.used, self.reserved = day, 0, 0, 0
 
     def settle(self, day: int, reserved: int, used: int) -> None:
         """A request is over for which something was reserved on `day`."""
         if day == self.day:
-            self.reserved -= reserved
+            self.reserved = max(0, self.reserved - reserved)  # less is there if the clock left the day and came back
         self.used += used
 
     def recorded(self, day: int, amount: int, stored: int) -> None:

@@ -195,6 +195,22 @@ def test_the_day_ends_at_midnight() -> None:
     assert refused(limiter, 30).limit == "tokens_per_day" and admitted(limiter, 29)
 
 
+def test_a_clock_that_was_wrong_stops_no_key() -> None:
+    day = DayCount()
+    day.advance(20_000 * DAY)
+    day.reserved += 5
+    day.advance(30_000 * DAY)
+    day.reserved += 100
+    day.advance(20_000 * DAY + 9)
+    assert (day.total, day.wait(20_000 * DAY + 9, 10, 10)) == (0, 0)
+    day.settle(20_000, 5, 3)
+    assert (day.reserved, day.total) == (0, 3)
+    day.advance(20_001 * DAY)
+    day.used += 4
+    day.advance(20_001 * DAY - 1)
+    assert (day.day, day.total) == (20_001, 4), "set back by a second at midnight"
+
+
 def test_what_others_stored_of_the_day_counts_and_nothing_counts_twice() -> None:
     hand = Hand()
     limiter = hand.limiter(tokens_per_day=1000)
