@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentspec.cache.settings import without_password
 from agentspec.errors import ConfigurationError
 
 PART = ".new"
@@ -44,7 +44,8 @@ def open_objects(remote: str) -> SegmentObjects:
     """The objects in a folder, or at a URL that fsspec knows. Raises `ConfigurationError` for one that it does not."""
     if "://" not in remote or remote.startswith("file://"):
         return FolderObjects(Path(remote.removeprefix("file://")).expanduser())
-    named = f"cache.remote = {without_password(remote)!r}"
+    shown = re.sub(r"://[^/]*@", "://***@", remote)  # a URL may hold a password
+    named = f"cache.remote = {shown!r}"
     try:
         from fsspec.core import url_to_fs
 
@@ -53,7 +54,7 @@ def open_objects(remote: str) -> SegmentObjects:
         message = f"{named} needs: pip install 'agentspec[remote]', and what fsspec asks for: {error}"
         raise ConfigurationError(message, param="remote") from None
     except Exception as error:  # whatever a file system's own package raises
-        reason = str(error).replace(remote, without_password(remote))
+        reason = str(error).replace(remote, shown)
         raise ConfigurationError(f"{named} cannot be used: {reason}", param="remote") from None
 
 

@@ -63,7 +63,7 @@ def test_passwords_are_in_no_error() -> None:
     pytest.importorskip("fsspec")
     with pytest.raises(ConfigurationError) as refused:
         open_objects("nothing://somebody:canary@bucket/below")
-    assert "canary" not in refused.value.message and "nothing://somebody:" in refused.value.message
+    assert "canary" not in refused.value.message and "nothing://***@bucket" in refused.value.message
 
 
 def test_a_url_that_nothing_knows_is_refused() -> None:
