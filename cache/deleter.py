@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentspec.cache.deletion import Selection, select
 from agentspec.cache.pool import CachePool
+from agentspec.errors import CacheError
 
 if TYPE_CHECKING:
     from agentspec.cache.storage.sequence_store import SequenceStore
@@ -86,7 +87,11 @@ class Deleter:
         with store.segments.writing():
             count = store.expire(selection) if expiring else store.forget(selection)
             self._pool.count(forgotten=count)
-            store.segments.invalidate(selection.scope)
+            try:
+                store.segments.invalidate(selection.scope)
+            except CacheError:  # what is published stays until the writer withdraws it; this process knows none of it
+                self.apply_deletions()
+                raise
         self.apply_deletions()
         store.secure_erase(rewrite=not expiring)
         return count

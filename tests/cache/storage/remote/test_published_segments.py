@@ -252,6 +252,7 @@ def test_a_remote_that_cannot_be_changed_is_told_and_tried_again(
             patch.setattr(FolderObjects, "delete", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
             with pytest.raises(CacheError, match="still published"):
                 writer.forget(tenant="a")
+            assert writer.stats().sequences == 12, "the process itself knows it no more"
             assert len(names(remote)) == 2 * len(TENANTS)
         wait(lambda: len(names(remote)) == 2)
 
