@@ -13,7 +13,7 @@ import pytest
 
 from agentspec.errors import EngineError
 from agentspec.proxy.admission.auth import Authenticator
-from agentspec.proxy.metering import metering
+from agentspec.proxy.metering.demand import demand_of
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import Settings
 from agentspec.settings.rate_limits import RateLimits
@@ -220,13 +220,12 @@ def test_a_reload_changes_limits_and_keeps_what_was_used(keyed: Any) -> None:
 def test_a_large_body_is_estimated_off_the_loop(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An estimate looks at every value of a body that may hold media: millions of them would stop all streams."""
     threads: list[threading.Thread] = []
-    estimate = metering.demand_of
 
     def noted(*arguments: Any) -> Any:
         threads.append(threading.current_thread())
-        return estimate(*arguments)
+        return demand_of(*arguments)
 
-    monkeypatch.setattr(metering, "demand_of", noted)
+    monkeypatch.setattr("agentspec.proxy.metering.metering.demand_of", noted)
     running = keyed(FakeBackend("hi"))
     for text in ("a" * 100_000, "base64" + "a" * 100_000, "base64"):
         assert post(running, CHAT, messages=[{"role": "user", "content": text}]).status_code == 200
