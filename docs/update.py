@@ -55,7 +55,7 @@ def _default(field: FieldInfo) -> str:
     value: Any = field.get_default(call_default_factory=True)
     if field.is_required():
         return "required"
-    if value is None:
+    if value is None or (isinstance(value, BaseModel) and value == type(value)()):
         return "unset"
     if isinstance(value, ByteSize):
         return f"`{value.human_readable(separator='')}`"
