@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +15,7 @@ from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 
 if TYPE_CHECKING:
     from agentspec.cache.usage import UsageRow
+    from agentspec.settings.load import Settings
 
 _NAMES = ("day", "tenant", "key", "model")
 
@@ -40,18 +41,11 @@ def usage(
 
     Its newest counts come after at most five seconds.
     """
-    from agentspec.cache.usage.alone import UsageAlone
-
     names = _columns(by)
     if json and csv:
         raise typer.BadParameter("--json and --csv exclude each other")
     days = {"since": _day(since, "since", ""), "until": _day(until, "until", "9999")}
-    settings = load(config)
-    store = UsageAlone.open(folder_of(settings, path), settings.cache.usage_days)
-    try:
-        rows = store.read(tenant=tenant, model=model, **days)
-    finally:
-        store.close()
+    rows = _read(load(config), path, tenant, model, days)
     lines, total = _summed(rows, names), _counts(rows)
     if json:
         print_json({"usage": lines, "total": total})
@@ -59,6 +53,18 @@ def usage(
         _print_csv(names, lines)
     else:
         _print_table(names, lines, total)
+
+
+def _read(
+    settings: Settings, path: str | None, tenant: str | None, model: str | None, days: Mapping[str, str]
+) -> list[UsageRow]:
+    from agentspec.cache.usage.alone import UsageAlone
+
+    store = UsageAlone.open(folder_of(settings, path), settings.cache.usage_days)
+    try:
+        return store.read(tenant=tenant, model=model, **days)
+    finally:
+        store.close()
 
 
 def _columns(by: str) -> list[str]:

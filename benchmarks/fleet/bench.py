@@ -112,21 +112,26 @@ async def _run(plan: FleetPlan, urls: Sequence[str], base: EngineCosts, progress
         found = FleetReport(plan, costs, rate)
         for run in range(plan.runs):
             progress(f"run {run + 1} of {plan.runs}")
-            scenario = Scenario(
-                policy=plan.policy,
-                engines=len(urls),
-                sessions=plan.sessions,
-                rate=rate,
-                costs=costs,
-                seed=plan.seed + run,
-                block_tokens=NO_BLOCKS,
-            )
-            drawn = simulated(scenario, shapes)
+            drawn = simulated(_scenario(found, len(urls), run), shapes)
             asked = {name: server.generate for name, server in servers.items()}
             replay = LiveSessions(asked, plan.model, plan.policy, plan.seed + run)
             found.real.append(await replay.seconds(drawn))
             found.simulated.append([session.simulated for session in drawn])
         return found
+
+
+def _scenario(found: FleetReport, engines: int, run: int) -> Scenario:
+    """What is simulated in this run, with the costs and the rate that were found before."""
+    plan = found.plan
+    return Scenario(
+        policy=plan.policy,
+        engines=engines,
+        sessions=plan.sessions,
+        rate=found.rate,
+        costs=found.costs,
+        seed=plan.seed + run,
+        block_tokens=NO_BLOCKS,
+    )
 
 
 async def _calibrated(

@@ -25,7 +25,7 @@ class UsageAlone(DatabaseUsage):
 
     @classmethod
     def open(cls, target: str | Path, days: int) -> UsageAlone:
-        """Open the database at `target`, a folder or an address. Raises as `SequenceStore.open`."""
+        """Open the database at `target`, a folder or an address. Raises as a follower's `SequenceStore.open`."""
         database = open_database(target)
         try:
             database.connect()

@@ -170,18 +170,22 @@ class PublishedSegments(SegmentFolder):
                 file.write(head)
                 for part in frozen.parts:
                     file.write(part.data)
-            try:
-                self._objects.send(path, name)
-                path.write_bytes(manifest.encode())
-                self._objects.send(path, place + _MANIFEST)
-            except BaseException:
-                with suppress(OSError):
-                    self._objects.delete(name)
-                raise
+            self._send(path, manifest, place)
             self._places[segment.namespace.key] = place
             for old in before:
                 self._objects.delete(old)
         self.error = None
+
+    def _send(self, path: Path, manifest: Manifest, place: str) -> None:
+        """Send the object in the file at `path`, then its manifest through the same file. Failed, no object stays."""
+        try:
+            self._objects.send(path, manifest.object)
+            path.write_bytes(manifest.encode())
+            self._objects.send(path, place + _MANIFEST)
+        except BaseException:
+            with suppress(OSError):
+                self._objects.delete(manifest.object)
+            raise
 
     def _objects_before(self, place: str) -> list[str]:
         """The objects that a new segment replaces."""
