@@ -97,14 +97,14 @@ def test_a_loaded_index_grows_and_forgets_like_any_other() -> None:
     index, meta = an_index(20, 200)
     _, loaded, _ = opened(packed(index, meta))
     file_bytes = loaded.mapped_bytes()
-    assert file_bytes > 20 * 200 * 8
+    assert file_bytes == 20 * 200 * 4  # positions; the log is less than a chunk
     for each in (index, loaded):
         each.append(3, text(7, 3000))
         each.append(99, text(8, 400_000))  # more than the room behind the file
         each.remove([1, 2, 98])
         each.truncate(99, 1000)
     loaded.check_integrity()
-    assert loaded.mapped_bytes() < file_bytes
+    assert loaded.mapped_bytes() <= file_bytes
     for number in (0, 3, 99):
         assert loaded.tokens(number).tolist() == index.tokens(number).tolist()
     for token in range(50):
