@@ -127,7 +127,7 @@ def process(words: int, latency: float, drain: float = 600.0) -> Iterator[Any]:
             said.output = lambda: os.pread(log.fileno(), 1 << 24, 0).decode()
             try:
                 limit = time.monotonic() + 100
-                while "running on" not in said.output() and time.monotonic() < limit:
+                while '"event": "ready"' not in said.output() and time.monotonic() < limit:
                     time.sleep(0.02)
                 [said.url] = re.findall(r"running on (\S+)", said.output())
                 yield running

@@ -47,6 +47,7 @@ class Process:
         for line in self.popen.stdout:
             if "running on" in line:
                 self.url = json.loads(line)["event"].split()[3]
+            if json.loads(line)["event"] == "ready":
                 return
 
     def stream(self, into: list[str]) -> threading.Thread:
