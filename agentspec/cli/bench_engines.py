@@ -57,6 +57,7 @@ def vllm(
     model: Annotated[str, typer.Option(help="Built-in name or folder")] = "smollm2-135m",
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = None,
     controls: Annotated[int, typer.Option(help="Sampled answers of the control (at least 7)", min=7)] = 14,
+    predictions: Annotated[bool, typer.Option(help="Only answers with a prediction, and without drafts")] = False,
     eager: Annotated[bool, typer.Option(help="Start servers without compiling, in half a minute each")] = False,
     json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
 ) -> None:
@@ -71,7 +72,7 @@ def vllm(
         raise ConfigurationError("no vLLM found: run .ci/vllm-env in a checkout, or name an environment that has it")
     require_writable(json)
     place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
-    run = partial(run_vllm, place, limit=limit, controls=controls)
+    run = partial(run_vllm, place, limit=limit, controls=controls, predictions=predictions)
     publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})
 
 

@@ -156,20 +156,29 @@ def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any
     return found
 
 
-def run_vllm(place: VllmInstallation, *, limit: int | None, controls: int, progress: Progress) -> VllmBenchReport:
-    """Run every pass on every server. Raises `RuntimeError` if a server does not start."""
+def run_vllm(
+    place: VllmInstallation, *, limit: int | None, controls: int, predictions: bool = False, progress: Progress
+) -> VllmBenchReport:
+    """Run every pass on every server, or only those with `predictions` on the two servers that these need. Raises
+    `RuntimeError` if a server does not start.
+    """
     progress("drafting alone")
     found = VllmBenchReport(drafting_cost())
     prompts = load_prompts("edit_short")[:limit]
     with tempfile.TemporaryDirectory(prefix="agentspec-bench-") as folder:
         state = Path(folder)
         chosen = variants(place.environment, state)
+        if predictions:
+            chosen = {name: chosen[name] for name in (NONE, PREDICTING)}
         with _servers(chosen, place, state, progress) as servers:
-            _passes(found, (COLD, WARM), servers, prompts, progress)
+            _passes(found, (COLD,) if predictions else (COLD, WARM), servers, prompts, progress)
             _predictions(found, {name: servers[name] for name in (NONE, PREDICTING)}, prompts, progress)
-            _control(found, servers, controls, progress)
-            _together(found, servers, prompts, progress)
+            if not predictions:
+                _control(found, servers, controls, progress)
+                _together(found, servers, prompts, progress)
             _figures(found, servers)
+        if predictions:
+            return found
         kept = {name: chosen[name] for name in (ARCTIC, PLUGIN) if name in chosen}
         with _servers(kept, place, state, progress) as servers:
             _passes(found, (RESTARTED,), servers, prompts, progress)
