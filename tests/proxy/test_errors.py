@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from typing import Any
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -19,7 +20,8 @@ TREE = [
 
 @pytest.mark.parametrize("kind", TREE)
 def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
-    error = kind("what went wrong")
+    needed: dict[str, Any] = {"limit": "tokens_per_day", "retry_after": 1} if kind is errors.RateLimitError else {}
+    error = kind("what went wrong", **needed)
     failed = error_response(error)
     assert failed.status == kind.status and 400 <= failed.status < 600
     body = json.loads(failed.body)

@@ -175,11 +175,12 @@ def instructions(work: Callable[[], None]) -> int:
         count += event == "opcode"
         return trace
 
+    before = sys.gettrace()  # which counts the lines for coverage
     sys.settrace(trace)
     try:
         work()
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return count
 
 
