@@ -31,6 +31,7 @@ from agentspec.cache.index import DEPTH
 from agentspec.recordings.prompt_sets import load_prompts
 
 CONTROL_TOKENS = 128
+SETTLE = 1.5  # seconds before a request: the threads of the server that was asked before still turn for a while
 NONE, NGRAM, ARCTIC = "none", "ngram", "suffix, Arctic"
 PLUGIN, PREDICTING = "suffix, agentspec", "agentspec, prediction alone"
 CONTROL = "control"
@@ -207,6 +208,12 @@ def _servers(
         yield servers
 
 
+def _ask_alone(server: VllmServer, prompt: str, **options: Any) -> ClientAnswer:
+    """Ask a server when the others rest."""
+    time.sleep(SETTLE)
+    return ask(server, prompt, **options)
+
+
 def _passes(
     found: VllmBenchReport,
     parts: Sequence[str],
@@ -218,7 +225,7 @@ def _passes(
         for index, prompt in enumerate(prompts):
             progress(f"{part}: prompt {index + 1} of {len(prompts)}")
             for name, server in rotated(servers, index):
-                found.add(part, name, ask(server, prompt, max_tokens=MAX_TOKENS))
+                found.add(part, name, _ask_alone(server, prompt, max_tokens=MAX_TOKENS))
 
 
 def _predictions(
@@ -231,7 +238,7 @@ def _predictions(
             progress(f"{part}: prompt {index + 1} of {len(prompts)}")
             for name, server in rotated(servers, index):
                 predicted = {PREDICTION: server.tokenize(texts[(index + shift) % len(texts)])}
-                found.add(part, name, ask(server, prompt, max_tokens=MAX_TOKENS, vllm_xargs=predicted))
+                found.add(part, name, _ask_alone(server, prompt, max_tokens=MAX_TOKENS, vllm_xargs=predicted))
 
 
 def _control(found: VllmBenchReport, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:
@@ -242,7 +249,8 @@ def _control(found: VllmBenchReport, servers: Mapping[str, VllmServer], rounds: 
         progress(f"{CONTROL}: answer {index + 1} of {rounds}")
         for name, server in rotated(compared, index):
             prompt = prompts[index % len(prompts)]
-            found.add(CONTROL, name, ask(server, prompt, max_tokens=CONTROL_TOKENS, temperature=1.0, seed=index))
+            answer = _ask_alone(server, prompt, max_tokens=CONTROL_TOKENS, temperature=1.0, seed=index)
+            found.add(CONTROL, name, answer)
 
 
 def _together(
