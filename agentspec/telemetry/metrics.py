@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -46,49 +47,25 @@ class Metrics:
         self._models = frozenset(models)
         self._children: dict[tuple[object, ...], Any] = {}
         model = ("model",)
-        self._requests = Counter(
-            "agentspec_requests", "Requests answered", ("route", "model", "outcome"), registry=registry
-        )
-        self._duration = Histogram(
-            "agentspec_request_duration_seconds",
-            "Whole request",
-            ("route", "model"),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._first = Histogram(
-            "agentspec_time_to_first_token_seconds",
-            "From the request's arrival to its first token",
-            model,
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._prompt = Counter("agentspec_prompt_tokens", "Prompt tokens", model, registry=registry)
-        self._completion = Counter("agentspec_completion_tokens", "Tokens answered", model, registry=registry)
-        self._drafted = Counter("agentspec_draft_tokens", "Tokens proposed", model, registry=registry)
-        self._accepted = Counter("agentspec_accepted_tokens", "Proposed tokens kept", model, registry=registry)
-        self._steps = Counter("agentspec_verify_steps", "Verification forwards", model, registry=registry)
-        self._off = Counter(
-            "agentspec_speculation_off",
-            "Answers in which the model of a role failed, so that the base model went on alone",
-            ("model", "reason"),
-            registry=registry,
-        )
-        self._unpredicted = Counter(
-            "agentspec_auto_predictions_refused",
-            "Requests that an upstream refused with a prediction and got again without",
-            model,
-            registry=registry,
-        )
-        self._limited = Counter(
-            "agentspec_rate_limited",
-            "Requests that a limit of their key refused (429)",
-            ("tenant", "limit"),
-            registry=registry,
-        )
-        self._tenant_tokens = Counter(
-            "agentspec_tenant_tokens", "Tokens of tenants' prompts and answers", ("tenant", "kind"), registry=registry
-        )
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._requests = counter("agentspec_requests", "Requests answered", ("route", "model", "outcome"))
+        self._duration = histogram("agentspec_request_duration_seconds", "Whole request", ("route", "model"))
+        from_arrival = "From the request's arrival to its first token"
+        self._first = histogram("agentspec_time_to_first_token_seconds", from_arrival, model)
+        self._prompt = counter("agentspec_prompt_tokens", "Prompt tokens", model)
+        self._completion = counter("agentspec_completion_tokens", "Tokens answered", model)
+        self._drafted = counter("agentspec_draft_tokens", "Tokens proposed", model)
+        self._accepted = counter("agentspec_accepted_tokens", "Proposed tokens kept", model)
+        self._steps = counter("agentspec_verify_steps", "Verification forwards", model)
+        alone = "Answers in which the model of a role failed, so that the base model went on alone"
+        self._off = counter("agentspec_speculation_off", alone, ("model", "reason"))
+        unpredicted = "Requests that an upstream refused with a prediction and got again without"
+        self._unpredicted = counter("agentspec_auto_predictions_refused", unpredicted, model)
+        limited = "Requests that a limit of their key refused (429)"
+        self._limited = counter("agentspec_rate_limited", limited, ("tenant", "limit"))
+        of_tenants = "Tokens of tenants' prompts and answers"
+        self._tenant_tokens = counter("agentspec_tenant_tokens", of_tenants, ("tenant", "kind"))
         self.in_flight = Gauge("agentspec_requests_in_flight", "Requests being answered", registry=registry)
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
