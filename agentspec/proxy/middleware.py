@@ -80,13 +80,16 @@ class GatewayMiddleware:
         if scope["type"] != "http":
             await self.routes(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        record = RequestRecord(request_id(headers), scope["method"])
+        record = RequestRecord(request_id(Headers(scope=scope)), scope["method"])
         record.attach(scope)
         scope["app"] = self
         record.has_gateway_key = bool(self.authenticator)
         send = record.sending(send)
-        self.metrics.in_flight.inc()
+        with self.metrics.in_flight.track_inprogress():
+            await self._handle(record, scope, receive, send)
+
+    async def _handle(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
         try:
             is_open = scope["path"] in OPEN_ROUTES
             self.hosts.check(scope, any_host=is_open)
@@ -100,7 +103,6 @@ class GatewayMiddleware:
         except Exception as error:
             await _answer(error, record, send)
         finally:
-            self.metrics.in_flight.dec()
             self._finish(record)
 
     def _finish(self, record: RequestRecord) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from agentspec.backends.engine_plugin.cache_router import CacheRouter
 from agentspec.backends.engine_plugin.settings import DrafterSettings
+from agentspec.backends.sglang import drafting
 from agentspec.backends.sglang.corpus import DrafterPlace, TokenCacheCorpus
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
@@ -156,8 +157,9 @@ def cache() -> Iterator[SuffixCache]:
 
 
 @pytest.fixture
-def corpora(cache: SuffixCache) -> Iterator[Corpora]:
-    """Makes corpora on one cache. After each batch that they see, they wait until it is recorded."""
+def corpora(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[Corpora]:
+    """Makes corpora on one cache. They wait until each batch that they see is recorded, and no search gives up."""
+    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
     made: list[TokenCacheCorpus] = []
     router = CacheRouter(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace.of, None)
 

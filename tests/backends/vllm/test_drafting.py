@@ -48,7 +48,9 @@ def cache() -> Iterator[SuffixCache]:
 
 
 @pytest.fixture
-def drafter(cache: SuffixCache) -> Iterator[ServerDrafter]:
+def drafter(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerDrafter]:
+    """One that gives up no search, however busy the machine."""
+    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
     drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY)
     yield drafter
     drafter.close()
@@ -267,7 +269,6 @@ def test_labels_reach_the_cache(cache: SuffixCache) -> None:
 def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step verifies four tokens of a chain that is longer."""
     answer(drafter, tokens(1, 2, 3), TEXT)
-    monkeypatch.setattr(drafting, "PATIENCE", 60.0)  # a round that was not answered would ask again
     monkeypatch.setattr(drafter._cost, "_curve", StepCurve(np.array([1.0, 5.0, 6.0]), np.array([1.0, 1.0, 1e6])))
     monkeypatch.setattr(drafter._cost, "observe", lambda *_: None)
     searched: list[int] = []
