@@ -13,7 +13,7 @@ import pytest
 from agentspec.backends.engine_plugin.cache_router import CacheRouter
 from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
 from agentspec.backends.engine_plugin.settings import DrafterSettings
-from agentspec.backends.vllm import proposer
+from agentspec.backends.vllm import drafting, proposer
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.cache import SuffixCache
@@ -94,6 +94,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
             return bench.drafter
 
         bench = Bench(cache, ServerDrafter(open_cache, 1000), opened)
+        monkeypatch.setattr(drafting, "PATIENCE", 60.0)
         monkeypatch.setattr(proposer, "open_drafter", open_drafter)
         monkeypatch.setattr(proposer, "drafts_here", lambda config: True)
         monkeypatch.setattr(proposer, "listen_to_scheduler", lambda: None)
