@@ -64,6 +64,34 @@ def execute(folder: Path, statement: str) -> None:
         connection.commit()
 
 
+@pytest.mark.parametrize("way", ["mapped", "rebuilt"])
+def test_a_new_process_drafts_as_the_writer_does_but_for_samples_of_many_matches(tmp_path: Path, way: str) -> None:
+    """The writer's index has grown in several runs and the new one is one run: samples of each run differ, no more."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 8, 2) for _ in range(100)]
+    with SuffixCache.open(tmp_path) as cache:
+        for prompt in prompts:
+            with cache.request(prompt) as request:
+                request.extend(rng.integers(0, 8, 100))
+        if way == "mapped":
+            cache.compact()
+        cache.flush()
+        with SuffixCache.open(tmp_path, mode="follower") as follower:
+            assert (follower.stats().segment_bytes > 0) == (way == "mapped")
+            assert unsampled(follower, prompts) == unsampled(cache, prompts)
+
+
+def unsampled(cache: SuffixCache, prompts: list[Tokens]) -> list[list[int]]:
+    """Drafts from every match, with what the cache has learned."""
+    drafts = []
+    for prompt in prompts:
+        with cache.request(prompt, store=False) as request:
+            drafter = IndexDrafter(scan_limit=1 << 30)
+            drafter.restore(request.drafter.state())
+            drafts.append(drafter.draft(request.indexes[1:], prompt, 16).tokens.tolist())
+    return drafts
+
+
 def test_what_was_saved_is_mapped_and_the_rest_read(tmp_path: Path) -> None:
     fill(tmp_path)
     for mode in ("writer", "follower"):
