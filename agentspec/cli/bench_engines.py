@@ -58,6 +58,10 @@ def vllm(
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = None,
     controls: Annotated[int, typer.Option(help="Sampled answers of the control (at least 7)", min=7)] = 14,
     predictions: Annotated[bool, typer.Option(help="Only answers with a prediction, and without drafts")] = False,
+    together: Annotated[
+        int | None, typer.Option(help="Only eight requests at once, Arctic and ours, so many rounds", min=1)
+    ] = None,
+    long: Annotated[bool, typer.Option(help="With --together: longer edits")] = False,
     eager: Annotated[bool, typer.Option(help="Start servers without compiling, in half a minute each")] = False,
     json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
 ) -> None:
@@ -70,10 +74,18 @@ def vllm(
     found = environment or find_environment()
     if found is None or not (found / "bin" / "vllm").exists():
         raise ConfigurationError("no vLLM found: run .ci/vllm-env in a checkout, or name an environment that has it")
+    if long and together is None:
+        raise typer.BadParameter("goes with --together", param_hint="--long")
     require_writable(json)
     place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
+    subject = {"model": model, "eager": str(eager)}
+    if together is not None:
+        from agentspec.benchmarks.vllm.together import run_together
+
+        publish(partial(run_together, place, rounds=together, limit=limit, long=long), json, subject=subject)
+        return
     run = partial(run_vllm, place, limit=limit, controls=controls, predictions=predictions)
-    publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})
+    publish(run, json, wide=False, subject=subject)
 
 
 def fleet(

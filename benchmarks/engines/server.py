@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -22,6 +22,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _stats() -> Iterator[str]:
+    """What Linux tells of each process that runs."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            yield file.read_text()
 
 
 @dataclass(kw_only=True)
@@ -77,6 +84,14 @@ class ServerProcess:
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def processor(self) -> float:
+        """Seconds of processor time of all processes of the server that run, so far. Needs /proc."""
+        if self._process is None:
+            return 0.0
+        stats = (text.rpartition(")")[2].split() for text in _stats())
+        own = (fields for fields in stats if int(fields[3]) == self._process.pid)  # of its session
+        return sum(int(fields[11]) + int(fields[12]) for fields in own) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
         """Stop the server as an operator would: send SIGTERM, and kill what still runs after a while."""

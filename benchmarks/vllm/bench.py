@@ -171,7 +171,7 @@ def run_vllm(
         chosen = variants(place.environment, state)
         if predictions:
             chosen = {name: chosen[name] for name in (NONE, PREDICTING)}
-        with _servers(chosen, place, state, progress) as servers:
+        with launched(chosen, place, state, progress) as servers:
             _passes(found, (COLD,) if predictions else (COLD, WARM), servers, prompts, progress)
             _predictions(found, {name: servers[name] for name in (NONE, PREDICTING)}, prompts, progress)
             if not predictions:
@@ -181,13 +181,13 @@ def run_vllm(
         if predictions:
             return found
         kept = {name: chosen[name] for name in (ARCTIC, PLUGIN) if name in chosen}
-        with _servers(kept, place, state, progress) as servers:
+        with launched(kept, place, state, progress) as servers:
             _passes(found, (RESTARTED,), servers, prompts, progress)
     return found
 
 
 @contextmanager
-def _servers(
+def launched(
     chosen: Mapping[str, tuple[Mapping[str, Any] | None, dict[str, str]]],
     place: VllmInstallation,
     state: Path,
