@@ -89,12 +89,14 @@ class ServerDrafter:
     def flush(self, timeout: float = 10.0) -> bool:
         return self._recorder.flush(timeout)
 
-    def propose(self, turns: Sequence[DraftTurn], *, steady: bool = True) -> list[list[int]]:
-        """A draft chain for each request. `steady` is false if the last step also did other work, such as prefill."""
+    def propose(self, turns: Sequence[DraftTurn], *, computed: int | None = None) -> list[list[int]]:
+        """A draft chain for each request. `computed` is the number of tokens of the last step, those of prompts too;
+        without it, a step is learned from only if the requests are those of the round before.
+        """
         started = perf_counter()
         updates: list[OutputUpdate] = []
         try:
-            updates = self._learn(turns, started if steady else None)
+            updates = self._learn(turns, started, computed)
             chains = self._draft(turns)
         except Exception as error:
             self._report(error)
@@ -104,11 +106,18 @@ class ServerDrafter:
         self.stats.add(self._last_end - started, sum(map(len, chains)))
         return chains
 
-    def _learn(self, turns: Sequence[DraftTurn], now: float | None) -> list[OutputUpdate]:
+    def _learn(self, turns: Sequence[DraftTurn], now: float, computed: int | None) -> list[OutputUpdate]:
         updates = [self._update(turn.state, turn.fresh) for turn in turns]
-        # If requests came or went, the time since the last round is not the cost of that round's tokens.
-        if now is not None and self._last and self._last == [turn.state for turn in turns]:
-            self._judge(turns, now - self._last_end)
+        states = [turn.state for turn in turns]
+        same = states == self._last
+        if computed is None and same:
+            computed = len(turns) + sum(state.chain.drafted for state in states if state.asked)
+        # Only while a request goes on is the time since the last round that of one step.
+        kept = states if same else list(set(self._last).intersection(states))
+        if computed and kept:
+            seconds = now - self._last_end
+            self._learn_cost(len(turns), computed, seconds, same=same)
+            self._judge(kept, seconds, sum(len(turn.fresh) for turn in turns))
         return updates
 
     def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
@@ -117,23 +126,25 @@ class ServerDrafter:
         self.stats.accepted += accepted
         return OutputUpdate(state, tokens, state.chain.drafted, accepted)
 
-    def _judge(self, turns: Sequence[DraftTurn], seconds: float) -> None:
-        """Learn from the last step what a step costs, and for each request whether searching for drafts pays.
+    def _learn_cost(self, requests: int, computed: int, seconds: float, *, same: bool) -> None:
+        padding = self._padding()
+        if padding and self._padded:
+            if same:
+                padding.observe(requests, seconds)
+        else:
+            self._cost.observe(computed, seconds)
+
+    def _judge(self, states: Sequence[RequestState], seconds: float, gained: int) -> None:
+        """Learn for each request whether searching for drafts pays, from a step that gained so many tokens.
 
         `allocate_budget` accounts for the cost of verifying rejected drafts, by the request's factor: a request whose
         drafts fail now may copy a page next.
         """
-        asked = [state for state in self._last if state.asked]
-        padding = self._padding()
-        if padding and self._padded:
-            padding.observe(len(turns), seconds)
-        else:
-            self._cost.observe(len(turns) + sum(state.chain.drafted for state in asked), seconds)
-        token = seconds / max(1, sum(len(turn.fresh) for turn in turns))
+        asked = [state for state in states if state.asked]
         cost = max(0.0, self.stats.last_seconds - FREE * seconds) / max(1, len(asked))
         for state in asked:
             chain = state.chain
-            state.stats.observe(chain.expected, chain.accepted, cost, chain.accepted * token)
+            state.stats.observe(chain.expected, chain.accepted, cost, chain.accepted * seconds / max(1, gained))
 
     def _draft(self, turns: Sequence[DraftTurn]) -> list[list[int]]:
         wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)

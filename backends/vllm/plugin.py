@@ -31,7 +31,7 @@ REQUIREMENTS = (
     ),
     Requirement(_OUTPUT, "NewRequestData", _REQUEST_FIELDS),
     Requirement(_OUTPUT, "NewRequestData.from_request", ("request",)),
-    Requirement(_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
+    Requirement(_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids", "total_num_scheduled_tokens")),
     Requirement(
         "vllm.v1.worker.gpu_input_batch",
         "InputBatch",

@@ -28,6 +28,7 @@ class SuffixDecodingProposer:
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
         self._states: dict[str, RequestState] = {}
         self._skip = False  # the scheduler wants no drafts after the step that runs now
+        self._computed: int | None = None  # tokens of the step that runs now; 0 if steps passed without a round
         listen_to_scheduler()
 
     def load_model(self, *_: object, **__: object) -> None:
@@ -49,6 +50,8 @@ class SuffixDecodingProposer:
     def scheduled(self, output: Any, batch: Any) -> None:
         """Begin the requests that a step begins; `batch` holds them already."""
         self._skip = bool(getattr(output, "skip_drafts", False))  # vLLM before 0.33 does not say
+        if output.total_num_scheduled_tokens:
+            self._computed = output.total_num_scheduled_tokens if self._computed is None else 0
         if self._drafter is None:
             return
         for new in output.scheduled_new_reqs:
@@ -81,7 +84,8 @@ class SuffixDecodingProposer:
             tokens = input_batch.token_ids_cpu[row]
             limit = 0 if self._skip else min(num_speculative_tokens, self._max_length - length - 1)
             turns[row] = draft_turn(state, tokens, length, len(sampled), limit)
-        chains = self._drafter.propose(list(turns.values()), steady=len(turns) == len(drafts))
+        chains = self._drafter.propose(list(turns.values()), computed=self._computed)
+        self._computed = None
         for row, chain in zip(turns, chains, strict=True):
             drafts[row] = chain
         return drafts

@@ -48,6 +48,9 @@ class StepTimeModel:
         return np.asarray(np.interp(tokens, *self._curve))
 
     def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one step. Steps that mostly read long prompts tell little of those that verify drafts."""
+        if tokens > KNOTS[-1]:
+            return
         self._steps += 1
         off = abs(seconds / self.seconds(tokens) - 1.0)
         surprising = off > max(_SURPRISE, _UNUSUAL * self._usual)

@@ -281,3 +281,60 @@ def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, mon
     chains = answer(drafter, tokens(1, 2, 3), TEXT, limit=32)
     assert sum(map(len, chains)) > len(TEXT) / 2 and max(map(len, chains)) == 4
     assert len(searched) <= len(chains) / 2
+
+
+class Clock:
+    """The time of a server whose steps take as long as their tokens say."""
+
+    def __init__(self, fixed: float, token: float) -> None:
+        self.now, self._fixed, self._token = 0.0, fixed, token
+
+    def seconds(self, tokens: int) -> float:
+        return self._fixed + self._token * tokens
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("clock", [Clock(0.075, 0.005), Clock(0.02, 0.0005)])
+def test_what_a_step_costs_is_learned_while_requests_come_and_go(
+    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Answers of three steps each, so that no two rounds have the same requests, beside prompts that are read."""
+    monkeypatch.setattr(drafting, "perf_counter", clock)
+    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
+    running: list[tuple[Client, int]] = []
+    for step in range(60):
+        computed = 20 + sum(1 + client.state.chain.drafted for client, _ in running)
+        clock.now += clock.seconds(computed)
+        running = [(client, at + 4) for client, at in running if at < 8] + [(Client(drafter, TEXT[: 30 + step % 7]), 0)]
+        drafter.flush()
+        drafter.propose([client.turn(TEXT[at : at + 4], 16) for client, at in running], computed=computed)
+    for tokens in (24, 40, 64):
+        assert drafter._cost.seconds(tokens) == pytest.approx(clock.seconds(tokens), rel=0.1)
+
+
+def test_what_fails_for_a_request_is_remembered_while_others_come_and_go(drafter: ServerDrafter) -> None:
+    """A request that copies nothing, of which its text says otherwise, beside one that is new in every round."""
+    client, rng = Client(drafter, np.tile(TEXT, 8)), np.random.default_rng(0)
+    for step in range(12):
+        drafter.flush()
+        other = Client(drafter, tokens(1, 2, step))
+        start = int(rng.integers(0, 40))
+        drafter.propose([client.turn(TEXT[start : start + 4], 8), other.turn(tokens(3), 8)], computed=60)
+    assert client.state.factor < 0.5
+
+
+def test_a_pause_between_requests_is_not_taken_for_a_step(
+    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(0.01, 0.0)
+    monkeypatch.setattr(drafting, "perf_counter", clock)
+    for _ in range(5):
+        client = Client(drafter, TEXT)
+        drafter.flush()
+        for at in (0, 4):
+            drafter.propose([client.turn(TEXT[at : at + 4], 0)], computed=1)
+            clock.now += clock.seconds(1)
+        clock.now += 60.0
+    assert drafter._cost.seconds(1) == pytest.approx(0.01)

@@ -114,8 +114,10 @@ def new(name: str, prompt: Tokens, salt: str | None = None, **extra: str) -> Any
     return request
 
 
-def scheduled(*begun: Any, finished: tuple[str, ...] = (), **more: object) -> Any:
-    return SimpleNamespace(scheduled_new_reqs=list(begun), finished_req_ids=set(finished), **more)
+def scheduled(*begun: Any, finished: tuple[str, ...] = (), tokens: int = 0, **more: object) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=list(begun), finished_req_ids=set(finished), total_num_scheduled_tokens=tokens, **more
+    )
 
 
 class Runner:
@@ -193,6 +195,22 @@ def test_no_drafts_where_the_scheduler_wants_none(
     runner.finish("a")
     assert limits == [MOST, 0, MOST]
     assert outputs(bench) == [TEXT[:12].tolist()]
+
+
+def test_each_round_is_told_the_tokens_of_its_step(
+    runner: Runner, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none where steps without a round came between, whose time cannot be told apart."""
+    computed, propose = [], bench.drafter.propose
+    monkeypatch.setattr(
+        bench.drafter, "propose", lambda turns, **how: (computed.append(how["computed"]), propose(turns, **how))[1]
+    )
+    runner.begin("a", TEXT)
+    for steps in ((12,), (5, 7), (0, 3), ()):
+        for tokens in steps:
+            runner.proposer.scheduled(scheduled(tokens=tokens), bench.server)
+        runner.step(a=[1])
+    assert computed == [12, 0, 3, None]
 
 
 def test_drafts_stop_where_the_model_does(runner: Runner) -> None:
