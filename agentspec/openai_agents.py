@@ -118,7 +118,7 @@ class EarlyToolHooks(RunHooks[Any]):
         items: Sequence[TResponseInputItem],
     ) -> ToolSession:
         session = self._session(agent)
-        session.offers([_spec(tool) for tool in tools])
+        session.offers([_spec(tool) for tool in tools], {tool.qualified_name: tool.on_invoke_tool for tool in tools})
         marks = [hash(str(item)) for item in items]
         seen = self._seen.get(session.caller, [])
         if marks[: len(seen)] != seen or not seen:  # the first turn, or a history that was changed

@@ -141,7 +141,7 @@ class EarlyTools:
         if session is None:
             return None
         offered = {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}
-        session.offers([self._spec(tool) for tool in offered.values()])
+        session.offers([self._spec(tool) for tool in offered.values()], offered)
         self._offered[session.caller] = offered
         self._offered.move_to_end(session.caller)
         marks = [_mark(message) for message in request.messages]

@@ -130,9 +130,10 @@ class TaskFlight(Flight):
         raise FlightFailedError
 
     async def arrive(self) -> Any:
-        if asyncio.get_running_loop() is not self._loop:
-            raise FlightFailedError
-        await asyncio.wait({self._task})
+        if not self._task.done():
+            if asyncio.get_running_loop() is not self._loop:
+                raise FlightFailedError
+            await asyncio.wait({self._task})
         if self._task.cancelled() or self._task.exception() is not None:
             raise FlightFailedError
         return self._task.result()

@@ -24,7 +24,7 @@ class LaunchLimits:
     """
 
     cost_weight: float = 0.25
-    per_turn: int = 3
+    per_turn: int = 6
     per_minute: int = 120
     at_once: int = 8
 
@@ -38,20 +38,31 @@ class LaunchLimits:
                 raise ConfigurationError(f"{name} must be a whole number of 0 or more, not {value!r}", param=name)
 
 
-def pays(probability: float, tool_seconds: float, turn_seconds: float, cost_weight: float) -> bool:
-    """Whether a tool that takes `tool_seconds` should be started at the beginning of a turn of `turn_seconds`."""
-    saved = probability * min(tool_seconds, turn_seconds)
-    wasted = (1.0 - probability) * tool_seconds * cost_weight
-    return saved > wasted + _OVERHEAD
+def gain(probability: float, later: float, tool_seconds: float, turn_seconds: float, cost_weight: float) -> float:
+    """The seconds to expect of a start before a turn of `turn_seconds`: what it saves, less the weighted waste.
+
+    A call that comes `later` saves all of its tool's seconds, since turns and tools run in between.
+    """
+    saved = probability * min(tool_seconds, turn_seconds) + later * tool_seconds
+    return saved - max(0.0, 1.0 - probability - later) * tool_seconds * cost_weight
+
+
+def pays(probability: float, later: float, tool_seconds: float, turn_seconds: float, cost_weight: float) -> bool:
+    """Whether a tool should be started: whether its gain is worth it."""
+    return gain(probability, later, tool_seconds, turn_seconds, cost_weight) > _OVERHEAD
 
 
 def worthwhile(
     predictions: Sequence[CallPrediction], seconds: Mapping[str, float], cost_weight: float
 ) -> list[CallPrediction]:
-    """The predictions that pay, most likely first. Tools whose time was never measured are left out."""
+    """The predictions that pay, those that gain most first. Tools whose time was never measured are left out."""
     turn = seconds.get(TURN, _UNKNOWN_TURN)
+
+    def terms(one: CallPrediction) -> tuple[float, float, float, float, float]:
+        return one.probability, one.later, seconds[one.call.name], turn, cost_weight
+
     known = [one for one in predictions if one.call.name in seconds]
-    return [one for one in known if pays(one.probability, seconds[one.call.name], turn, cost_weight)]
+    return sorted((one for one in known if pays(*terms(one))), key=lambda one: -gain(*terms(one)))
 
 
 class LaunchBudget:

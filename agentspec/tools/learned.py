@@ -14,7 +14,7 @@ from agentspec.tools.keys import AgentCaller
 from agentspec.tools.launching import worthwhile
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
-from agentspec.tools.prediction.observation import TurnObservation
+from agentspec.tools.prediction.observation import LaterScore, TurnObservation
 
 _log = logging.getLogger(__name__)
 
@@ -79,12 +79,13 @@ class LearnedCalls:
         calls: Sequence[ToolCall],
         forecast: CallForecast,
         tools: Collection[str],
+        later: Sequence[LaterScore] = (),
     ) -> None:
         """Learn a turn, and keep it."""
         with self._lock:
             agent = self._agent(caller)
             seconds, agent.seconds = agent.seconds, []
-            observation = agent.model.observe(history, calls, forecast, tools, seconds)
+            observation = agent.model.observe(history, calls, forecast, tools, seconds, later)
             turn = new_turn(caller.tenant, caller.agent, caller.session, observation.to_json())
             if self._store.put(turn):
                 agent.model.learn(observation, caller.session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import islice
@@ -17,6 +17,7 @@ from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFligh
 from agentspec.tools.keys import call_key
 from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
+from agentspec.tools.prediction.later import OpenForecasts
 from agentspec.tools.prediction.model import TURN, CallForecast
 from agentspec.tools.prediction.values import is_json
 
@@ -45,14 +46,24 @@ class ToolSession:
         self._history = ToolHistory()
         self._flights: dict[str, Flight] = {}
         self._forecast: CallForecast | None = None
+        self._open = OpenForecasts(self._policy.max_age)
         self._turn_began = 0.0
         self._stores = caller.store
         self._tools: dict[str, ToolSpec] = {}
+        self._functions: Mapping[str, object] = {}
 
-    def offers(self, tools: Sequence[ToolSpec]) -> None:
-        """The tools that the model can call from now on. Calls of others count as calls that may change something."""
+    def offers(self, tools: Sequence[ToolSpec], functions: Mapping[str, object] | None = None) -> None:
+        """The tools that the model can call from now on. Calls of others count as calls that may change something.
+
+        `functions` are what runs for each name: what was started of a tool that runs another object now is dropped.
+        """
         with self._lock:
             self._tools = {tool.name: tool for tool in tools}
+            before, self._functions = self._functions, dict(functions or {})
+            for flight in list(self._flights.values()):
+                name = flight.launch.call.name
+                if before.get(name) is not self._functions.get(name):
+                    self._drop(flight, "stale")
 
     def says(self, text: str) -> None:
         """The user said something."""
@@ -68,7 +79,7 @@ class ToolSession:
         """The conversation begins anew: tell it from its beginning. What was started is dropped."""
         with self._lock:
             self._drop_all()
-            self._history = ToolHistory()
+            self._history, self._open = ToolHistory(), OpenForecasts(self._policy.max_age)
 
     def recalls(self, calls: Sequence[ToolCall]) -> None:
         """Earlier calls of a conversation that is told again; they teach nothing."""
@@ -111,9 +122,9 @@ class ToolSession:
             if self._may_change(calls):
                 self._epoch.advance()
             with kept_from_agent("learning a turn"):
-                self._drop_uncalled(calls)
                 self._learn([call for call in calls if is_json(call.arguments)])
             self.recalls(calls)
+            self._keep_young()
 
     def abandon_turn(self) -> None:
         """The model's call failed, or its answer cannot be read: drop what was started and what was read before."""
@@ -162,6 +173,21 @@ class ToolSession:
         with self._epoch.writing() if call is None or self._may_change([call]) else nullcontext():
             yield
 
+    def drop_old(self) -> float | None:
+        """Drop what is void, or too old to be used; the seconds until the next one will be, None if none is left."""
+        now = time.monotonic()
+        with self._lock:
+            left = []
+            for flight in list(self._flights.values()):
+                ages = flight.launched_at + self._policy.max_age(flight.launch.call.name) - now
+                if flight.launch.epoch != self._epoch.number:
+                    self._drop(flight, "stale")
+                elif ages <= 0.0:
+                    self._drop(flight, "waste")
+                else:
+                    left.append(ages)
+            return min(left, default=None)
+
     def close(self) -> None:
         """Drop what was started and is not used."""
         with self._lock:
@@ -177,7 +203,7 @@ class ToolSession:
 
     def _begin(self, start: Start) -> list[ToolCall]:
         with self._lock:
-            self._drop_all()
+            self.drop_old()
             self._turn_began = time.monotonic()
             self._forecast = None
             with kept_from_agent("predicting a turn"):
@@ -228,16 +254,17 @@ class ToolSession:
         forecast, self._forecast = self._forecast, None
         if forecast is None or not self._stores:
             return
-        self._took(TURN, time.monotonic() - self._turn_began)
-        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early())
+        now = time.monotonic()
+        self._took(TURN, now - self._turn_began)
+        made = {call.identity for call in calls}
+        times = {"began": self._turn_began, "now": now}
+        later = self._open.settle(forecast, made, **times, voids=self._may_change(calls))
+        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early(), later)
 
-    def _drop_uncalled(self, calls: Sequence[ToolCall]) -> None:
-        wanted = {self._key(call) for call in calls}
-        for key, flight in list(self._flights.items()):
-            if flight.launch.epoch != self._epoch.number:
-                self._drop(flight, "stale")
-            elif key not in wanted:
-                self._drop(flight, "waste")
+    def _keep_young(self) -> None:
+        left = self.drop_old()
+        if left is not None:
+            self._speculator.expiry.watch(self, left)
 
     def _drop_all(self) -> None:
         for flight in list(self._flights.values()):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from agentspec.cache.tool_turns import MemoryToolTurns, ToolTurnStore
 from agentspec.tools.audit import AuditEvent, ToolAudit
 from agentspec.tools.epochs import SessionEpochs
+from agentspec.tools.expiry import ResultExpiry
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.launching import LaunchBudget, LaunchLimits
 from agentspec.tools.learned import LearnedCalls
@@ -42,6 +43,7 @@ class ToolSpeculator:
         self.epochs = SessionEpochs()
         self.budget = LaunchBudget(self.limits)
         self.audit = ToolAudit(on_event)
+        self.expiry = ResultExpiry()
         store: ToolTurnStore = MemoryToolTurns() if cache is None else cache.tool_turns
         self.learned = LearnedCalls(store, self.limits.cost_weight)
         self._lock = threading.Lock()

@@ -162,13 +162,13 @@ def test_a_dropped_function_counts_as_running_until_its_thread_ends(monkeypatch:
     monkeypatch.setattr(speculator.budget, "give_back", lambda give=speculator.budget.give_back: (give(), ended.set()))
 
     async def main() -> None:
-        with agent_tools([wait], session="s", speculator=speculator) as tools:
-            for _ in range(2):
+        for _ in range(2):
+            with agent_tools([wait], session="s", speculator=speculator) as tools:
                 await tools.abefore_model([])
-                tools.after_model(message())
-            assert [event.outcome for event in events] == ["launch", "waste"]
-            release.set()
-            assert await asyncio.to_thread(ended.wait, 60)
+        assert [event.outcome for event in events] == ["launch", "waste"]
+        release.set()
+        assert await asyncio.to_thread(ended.wait, 60)
+        with agent_tools([wait], session="s", speculator=speculator) as tools:
             await tools.abefore_model([])
             assert [event.outcome for event in events] == ["launch", "waste", "launch"]
 

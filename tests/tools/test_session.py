@@ -177,6 +177,7 @@ def test_random_agents_do_use_early_starts() -> None:
     )
     for number in range(40):
         play(speculator.session(AgentCaller(session=str(number))), World(), number)
+    speculator.close()
     found = outcomes(events)
     assert found.count("hit") > 20 and found.count("waste") > 20 and "stale" in found and "failed" in found
 
@@ -194,6 +195,7 @@ def test_a_result_is_used_for_the_identical_call_only(expect: Any) -> None:
     session.begin_turn(world.run)
     session.end_turn([ToolCall("read", {"id": "A1", "detail": True})])
     assert '"more": true' in session.run(ToolCall("read", {"id": "A1", "detail": True}), world.run)
+    session.close()
     assert outcomes(events) == ["launch", "hit", "launch", "waste"]
 
 
@@ -205,6 +207,46 @@ def test_a_result_is_used_once(expect: Any) -> None:
     session.end_turn([CALL, CALL])
     assert session.run(CALL, world.run) == session.run(CALL, world.run)
     assert world.ran == ["read", "read"] and outcomes(events) == ["launch", "hit"]
+
+
+def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    session.begin_turn(world.run)
+    session.end_turn([ToolCall("list", {})])
+    session.run(ToolCall("list", {}), world.run)
+    assert session.begin_turn(pytest.fail) == []  # it is there
+    session.end_turn([])
+    session.says("and now?")
+    session.begin_turn(pytest.fail)
+    session.end_turn([CALL])
+    assert session.run(CALL, pytest.fail) == world.run(CALL) and outcomes(events) == ["launch", "hit"]
+
+
+def test_what_nobody_used_in_time_is_forgotten_without_a_further_turn(expect: Any) -> None:
+    expect(CALL)
+    forgotten = threading.Event()
+    speculator = ToolSpeculator(
+        ToolPolicy(READ_ONLY, max_age=0.02), on_event=lambda event: event.outcome == "waste" and forgotten.set()
+    )
+    session = speculator.session(AgentCaller())
+    session.offers([READ])
+    session.begin_turn(World().run)
+    session.end_turn([])
+    assert forgotten.wait(60) and session.drop_old() is None
+
+
+def test_what_another_function_of_the_name_started_is_dropped(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    for function in (World().run, World().run):
+        session.offers([READ], {"read": function})
+        assert session.begin_turn(function) == [CALL]
+        session.end_turn([])
+    session.offers([READ], {"read": function})
+    assert session.begin_turn(pytest.fail) == []
+    assert outcomes(events) == ["launch", "stale", "launch"]
 
 
 @pytest.mark.parametrize("between", [ToolCall("write", {"id": "A1"}), ToolCall("mystery", {})])
@@ -304,7 +346,7 @@ def test_early_starts_in_an_event_loop(expect: Any) -> None:
 
     async def main() -> str:
         await session.abegin_turn(endless)
-        session.end_turn([])
+        session.abandon_turn()
         await session.abegin_turn(invoke)
         session.end_turn([CALL])
         return str(await session.arun(CALL, endless))
@@ -378,7 +420,15 @@ def test_a_tool_whose_schema_changed_is_another(expect: Any) -> None:
     session.offers([ToolSpec("read", {"type": "object", "properties": {"id": {"type": "integer"}}})])
     session.end_turn([CALL])
     session.run(CALL, world.run)
+    session.close()
     assert outcomes(events) == ["launch", "waste"] and len(world.ran) == 2
+
+
+def begun(session: ToolSession, invoke: Any) -> list[ToolCall]:
+    """What a turn starts whose model then fails."""
+    started = session.begin_turn(invoke)
+    session.abandon_turn()
+    return started
 
 
 def test_starts_are_bounded(expect: Any) -> None:
@@ -386,11 +436,11 @@ def test_starts_are_bounded(expect: Any) -> None:
     expect(*calls)
     session, _ = opened(limits=LaunchLimits(per_turn=2, per_minute=5))
     world = World()
-    assert [len(session.begin_turn(world.run)) for _ in range(4)] == [2, 2, 1, 0]
+    assert [len(begun(session, world.run)) for _ in range(4)] == [2, 2, 1, 0]
     release = threading.Event()
     session, _ = opened(limits=LaunchLimits(per_turn=6, at_once=4))
-    assert len(session.begin_turn(lambda _: release.wait(60))) == 4
-    assert session.begin_turn(pytest.fail) == []  # those dropped are running still
+    assert len(begun(session, lambda _: release.wait(60))) == 4
+    assert begun(session, pytest.fail) == []  # those dropped are running still
     release.set()
 
 
@@ -440,7 +490,7 @@ def test_a_failure_after_a_turn_still_voids_what_was_read(expect: Any, monkeypat
     def fails(*_: Any) -> Any:
         raise ArithmeticError("broken")
 
-    monkeypatch.setattr(ToolSession, "_drop_uncalled", fails)
+    monkeypatch.setattr(ToolSession, "_learn", fails)
     session.begin_turn(world.run)
     session.end_turn([ToolCall("write", {"id": "A1"}), CALL])
     session.run(CALL, world.run)
@@ -480,7 +530,7 @@ def test_nothing_starts_after_a_writing_call_was_cancelled(expect: Any) -> None:
     asyncio.run(main(ToolCall("list", {})))
     assert session.begin_turn(world.run) == [CALL]
     asyncio.run(main(ToolCall("write", {"id": "A1"})))
-    assert session.begin_turn(world.run) == [] and outcomes(events) == ["launch", "waste"]
+    assert session.begin_turn(world.run) == [] and outcomes(events) == ["launch", "stale"]
 
 
 def test_a_tool_that_changes_its_arguments_changes_no_other_call(expect: Any) -> None:

@@ -9,11 +9,20 @@ from typing import Any
 
 from agentspec.speculation.governor import Calibration
 from agentspec.tools.prediction.history import Selector, ToolCall, ToolHistory
-from agentspec.tools.prediction.observation import ANSWER, ArgumentRule, PredictionScore, TurnObservation
+from agentspec.tools.prediction.later import LaterRates
+from agentspec.tools.prediction.observation import (
+    ANSWER,
+    ArgumentRule,
+    LaterScore,
+    Outlook,
+    PredictionScore,
+    TurnObservation,
+)
 from agentspec.tools.prediction.rates import NextNames, RuleRates
 from agentspec.tools.prediction.values import canonical, usable
 
 MOST_PREDICTIONS = 8  # of a turn
+MOST_LATER = 4  # of later turns besides
 _SELECTORS = 48  # of an argument that are tried, those that found most
 _RANKS = 4  # values of a selector that are tried
 _VALUES = 12  # values of a selector that are looked at
@@ -24,19 +33,27 @@ _LEVELS = (0.05, 0.2, 0.5)  # between the levels of how good a tool's best argum
 _AGAIN = 0.15  # before calibration: how much less likely the very same call is a second time
 _NEWEST = 0.2  # weight of the newest measured time
 TURN = ""  # in place of a tool's name: the time of a model's turn
-_FIRST, _REPEATED = 0, 1  # kinds of predictions, calibrated apart
+_FIRST, _REPEATED, _LATER = 0, 1, 2  # kinds of predictions, calibrated apart
 
-Candidate = tuple[float, ToolCall]
+Candidate = tuple[float, ToolCall, tuple[ArgumentRule, ...]]
+"""A call, its probability if its tool is called, and the rules that fill its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPrediction:
-    """A call that may come, with its calibrated probability; `estimate` is that before calibration."""
+    """A call that may come, with its calibrated probability; `estimate` is that before calibration.
+
+    `later` is the probability that it comes not in the next turn but after it, while a result would still be of use;
+    `later_estimate` is that before calibration, and `outlook` what it was told from.
+    """
 
     call: ToolCall
     probability: float
     estimate: float
     kind: int
+    later: float = 0.0
+    later_estimate: float = 0.0
+    outlook: Outlook | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +74,7 @@ class CallModel:
         self._forms: dict[str, dict[tuple[str, ...], int]] = {}
         self._selectors: dict[tuple[str, str], dict[Selector, int]] = {}
         self._sessions: dict[tuple[str, str, Selector], set[str]] = {}  # of constants: at most two
+        self._later = LaterRates()
         self._calibration = Calibration()
         self.seconds: dict[str, float] = {}  # by tool, and of a model's turn
 
@@ -71,12 +89,13 @@ class CallModel:
         }
         total = max(1.0, sum(weights.values()))
         predictions = [
-            self._prediction(history, weights[tool] / total * chance, call)
+            self._prediction(history, weights[tool] / total * chance, call, rules)
             for tool, candidates in found.items()
-            for chance, call in candidates
+            for chance, call, rules in candidates
         ]
         predictions.sort(key=lambda one: -one.probability)
-        return CallForecast(tuple(predictions[:MOST_PREDICTIONS]), tuple(promise.items()))
+        later = sorted(predictions[MOST_PREDICTIONS:], key=lambda one: -one.later)[:MOST_LATER]
+        return CallForecast((*predictions[:MOST_PREDICTIONS], *later), tuple(promise.items()))
 
     def observe(
         self,
@@ -85,6 +104,7 @@ class CallModel:
         forecast: CallForecast,
         tools: Collection[str],
         seconds: Sequence[tuple[str, float]] = (),
+        later: Sequence[LaterScore] = (),
     ) -> TurnObservation:
         """What a turn that made `calls` teaches. Of tools outside `tools` only the names count."""
         made = {call.identity for call in calls}
@@ -101,6 +121,7 @@ class CallModel:
             sources=tuple(chain.from_iterable(_sources(history, call) for call in learned)),
             scores=tuple(PredictionScore(one.estimate, one.kind, one.call.identity in made) for one in predictions),
             seconds=tuple(seconds),
+            later=tuple(later),
         )
 
     def learn(self, observation: TurnObservation, session: str) -> None:
@@ -119,6 +140,12 @@ class CallModel:
             self._add_source(*source, session)
         for score in observation.scores:
             self._calibration.observe([score.probability], [score.kind], [score.hit])
+        for one in observation.later:
+            self._later.add(one.outlook, one.hit)
+            if one.hit:
+                self._calibration.correct(one.probability, _LATER)
+            else:
+                self._calibration.observe([one.probability], [_LATER], [False])
         self._calibration.fade()
         for tool, taken in observation.seconds:
             known = self.seconds.get(tool, taken)
@@ -140,10 +167,15 @@ class CallModel:
         """How much more often the tool is called when its arguments look this good."""
         return self._promise.rate((tool, level), chance, 4.0) / self._promise.rate(tool, chance, 4.0)
 
-    def _prediction(self, history: ToolHistory, estimate: float, call: ToolCall) -> CallPrediction:
+    def _prediction(
+        self, history: ToolHistory, estimate: float, call: ToolCall, rules: tuple[ArgumentRule, ...]
+    ) -> CallPrediction:
         kind = _REPEATED if call.identity in history.made else _FIRST
         estimate *= _AGAIN if kind == _REPEATED else 1.0
-        return CallPrediction(call, self._calibration.corrected(estimate, kind), estimate, kind)
+        outlook = Outlook(call.name, history.last_event, kind == _REPEATED, rules)
+        later = self._later.rate(outlook)
+        corrected = (self._calibration.corrected(estimate, kind), estimate, kind)
+        return CallPrediction(call, *corrected, self._calibration.corrected(later, _LATER), later, outlook)
 
     def _candidates(self, history: ToolHistory, tool: str) -> list[Candidate]:
         """Calls of the tool, each with its probability if the tool is called."""
@@ -151,22 +183,26 @@ class CallModel:
         called = sum(forms.values())
         found: list[Candidate] = []
         for form, count in _most(forms, _FORMS):
-            filled: list[tuple[float, dict[str, Any]]] = [(count / called, {})]
+            filled: list[tuple[float, dict[str, Any], tuple[ArgumentRule, ...]]] = [(count / called, {}, ())]
             for argument in form:
                 values = self._values(history, tool, argument)
-                longer = [(p * q, {**known, argument: value}) for p, known in filled for q, value in values]
+                longer = [
+                    (p * q, {**known, argument: value}, (*rules, rule))
+                    for p, known, rules in filled
+                    for q, value, rule in values
+                ]
                 filled = sorted(longer, key=lambda one: -one[0])[:_WIDTH]
-            found += [(chance, ToolCall(tool, arguments)) for chance, arguments in filled]
-        total = max(1.0, sum(chance for chance, _ in found))
-        return [(chance / total, call) for chance, call in found]
+            found += [(chance, ToolCall(tool, arguments), rules) for chance, arguments, rules in filled]
+        total = max(1.0, sum(chance for chance, *_ in found))
+        return [(chance / total, call, rules) for chance, call, rules in found]
 
-    def _values(self, history: ToolHistory, tool: str, argument: str) -> list[tuple[float, Any]]:
-        """(probability, value) of the likeliest values of an argument."""
-        best: dict[str, tuple[float, Any]] = {}
+    def _values(self, history: ToolHistory, tool: str, argument: str) -> list[tuple[float, Any, ArgumentRule]]:
+        """(probability, value, rule that found it) of the likeliest values of an argument."""
+        best: dict[str, tuple[float, Any, ArgumentRule]] = {}
         for rule, key, value in self._applicable(history, tool, argument):
             chance = self._rules.rate(rule, self._rules.rate(rule.general, 0.15, 2.0), 2.0)
             if key not in best or chance > best[key][0]:
-                best[key] = chance, value
+                best[key] = chance, value, rule
         return sorted(best.values(), key=lambda one: -one[0])[:_WIDTH]
 
     def _applicable(self, history: ToolHistory, tool: str, argument: str) -> Iterator[tuple[ArgumentRule, str, Any]]:
@@ -196,7 +232,7 @@ def _sources(history: ToolHistory, call: ToolCall) -> Iterator[tuple[str, str, S
 
 
 def _level(history: ToolHistory, candidates: list[Candidate]) -> int:
-    chances = (chance * (_AGAIN if call.identity in history.made else 1.0) for chance, call in candidates)
+    chances = (chance * (_AGAIN if call.identity in history.made else 1.0) for chance, call, _ in candidates)
     best = max(chances, default=0.0)
     return sum(best >= edge for edge in _LEVELS)
 

@@ -40,13 +40,36 @@ class PredictionScore(NamedTuple):
     hit: bool
 
 
+class Outlook(NamedTuple):
+    """What tells whether a call comes later: its tool, the last event, whether it was made before, and the rules that
+    fill its arguments.
+    """
+
+    tool: str
+    after: str
+    again: bool
+    rules: tuple[ArgumentRule, ...]
+
+
+class LaterScore(NamedTuple):
+    """An outlook and the probability, before calibration, that its call comes later.
+
+    Each prediction is told once when it is made, as if the call never came, and once more, with `hit`, if it comes.
+    """
+
+    outlook: Outlook
+    probability: float
+    hit: bool
+
+
 @dataclass(frozen=True, slots=True)
 class TurnObservation:
     """One turn: the events before it, the calls made in it, and which rules would have filled their arguments.
 
     `promise` tells for each tool how good its best arguments looked (0 to 3, and -1 less that where it was not
     called), `forms` the names of arguments of each call, `sources` where the value of an argument was found, `scores`
-    the predictions that were made, and `seconds` what tools and turns took that were measured meanwhile.
+    the predictions that were made, `seconds` what tools and turns took that were measured meanwhile, and `later` what
+    became of predictions for later turns.
     """
 
     after: tuple[str, ...]
@@ -57,6 +80,7 @@ class TurnObservation:
     sources: tuple[tuple[str, str, Selector], ...]
     scores: tuple[PredictionScore, ...]
     seconds: tuple[tuple[str, float], ...] = ()
+    later: tuple[LaterScore, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps({"version": _VERSION, **asdict(self)}, ensure_ascii=False, separators=(",", ":"))
@@ -74,10 +98,7 @@ class TurnObservation:
 
     @classmethod
     def _read(cls, value: dict[str, Any]) -> TurnObservation:
-        rules = (
-            (ArgumentRule(tool, argument, tuple(selector), *rest), hit)
-            for (tool, argument, selector, *rest), hit in value["rules"]
-        )
+        rules = ((_rule(rule), hit) for rule, hit in value["rules"])
         return cls(
             tuple(value["after"]),
             value["first"],
@@ -87,4 +108,15 @@ class TurnObservation:
             tuple((tool, argument, tuple(selector)) for tool, argument, selector in value["sources"]),
             tuple(PredictionScore(*score) for score in value["scores"]),
             tuple((tool, float(taken)) for tool, taken in value["seconds"]),
+            tuple(LaterScore(_outlook(outlook), chance, hit) for outlook, chance, hit in value.get("later", ())),
         )
+
+
+def _rule(value: list[Any]) -> ArgumentRule:
+    tool, argument, selector, *rest = value
+    return ArgumentRule(tool, argument, tuple(selector), *rest)
+
+
+def _outlook(value: list[Any]) -> Outlook:
+    tool, after, again, rules = value
+    return Outlook(tool, after, again, tuple(map(_rule, rules)))

@@ -20,6 +20,10 @@ class RuleRates:
         seen[0] += hit
         seen[1] += 1
 
+    def correct(self, key: Hashable) -> None:
+        """A try that was counted without a hit has hit after all."""
+        self._counts.setdefault(key, [0, 1])[0] += 1
+
     def rate(self, key: Hashable, prior: float, weight: float) -> float:
         """The rate, where `prior` counts for `weight` tries."""
         hits, tries = self._counts.get(key, (0, 0))
