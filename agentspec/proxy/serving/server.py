@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from agentspec.backends.heap import share_heaps
 from agentspec.backends.model_store import child
 from agentspec.errors import ShuttingDownError
 from agentspec.proxy import logs
@@ -37,6 +38,7 @@ def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], S
     Raises what building the backends raises, and `ConfigurationError` if the address or the certificate cannot be used.
     Drains and raises `EngineStoppedError` when a local engine's device fails: only a new process can use it again.
     """
+    share_heaps()
     logs.configure(log_level, background=True)
     runtime = Runtime.from_settings(settings)
     app = create_app(runtime, settings)

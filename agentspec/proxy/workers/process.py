@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from agentspec.backends.heap import share_heaps
 from agentspec.proxy import logs
 from agentspec.settings.load import Settings
 
@@ -62,6 +63,7 @@ def spawn(module: str, start: Mapping[str, Any], files: Sequence[socket.socket])
 
 def read_start() -> Start:
     """What the parent told this process. Sets up its log."""
+    share_heaps()
     told = json.load(sys.stdin.buffer)
     engine = told["engine"] and Path(told["engine"])
     start = Start(**{**told, "settings": unpacked(told["settings"]), "engine": engine})

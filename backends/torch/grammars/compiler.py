@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, Final
 
+from agentspec.backends.heap import give_back
 from agentspec.backends.torch.grammars.complexity import Complexity
 from agentspec.backends.torch.grammars.helper import CompileHelper
 from agentspec.backends.torch.grammars.lark_outline import measure_lark
@@ -17,8 +18,10 @@ from agentspec.backends.torch.grammars.worker import STACK, built_tokenizer, on_
 from agentspec.errors import InvalidRequestError
 
 KEPT: Final = 48  # compiled grammars kept, since agents send the same schema again and again
-KEPT_BYTES: Final = 256 << 20
+KEPT_BYTES: Final = 256 << 20  # with all that they may learn from answers
+TRIED: Final = 1024  # large grammars that another process has survived
 REFUSED: Final = 256  # reasons of refusals kept
+TRIM_BYTES: Final = 64 << 20  # of grammars dropped, after which the memory is given back to the system
 
 
 class GrammarCompiler:
@@ -31,7 +34,9 @@ class GrammarCompiler:
         self._table: TokenTable | None = None
         self._lock = threading.Lock()
         self._building = threading.Lock()
-        self._kept: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._dropped = 0  # bytes since memory was given back
+        self._tried: OrderedDict[bytes, int] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._helper = CompileHelper(self._setup)
 
@@ -55,14 +60,14 @@ class GrammarCompiler:
         with self._lock:
             if key in self._refused:
                 raise InvalidRequestError(self._refused[key], param=param)
-            kept, size = self._kept.get(key, (None, 0))
+            kept = self._kept.get(key)
             if kept is not None and not kept.worn:
                 self._kept.move_to_end(key)
                 return kept
         try:
-            if kept is None:
-                size = len(source) if self._quick(source, param, complexity) else self._helper.try_out(source)
-            grammar = on_stack(STACK, lambda: self._compiled(source, param))
+            quick = self._quick(source, param, complexity)
+            size = len(source) if quick else self._tried_out(key, source)
+            grammar = on_stack(STACK, lambda: self._compiled(source, param, size, quick))
         except ValueError as error:
             message = f"the grammar of this request is refused: {reason(str(error))}"
             self._refuse(key, message)
@@ -71,14 +76,14 @@ class GrammarCompiler:
             error.param = error.param or param
             self._refuse(key, error.message)
             raise
-        self._keep(key, grammar, size if grammar.quick else 2 * size)  # with its spare
+        self._keep(key, grammar)
         return grammar
 
     def waits(self, source: str, *, param: str, complexity: Complexity | None = None) -> bool:
         """Whether `compile` would wait for another process: for a large grammar that it does not know yet."""
         key = _key(source, param)
         with self._lock:
-            kept, _ = self._kept.get(key, (None, 0))
+            kept = self._kept.get(key)
             known = key in self._refused or (kept is not None and not kept.worn)
         return not known and not self._quick(source, param, complexity)
 
@@ -98,17 +103,34 @@ class GrammarCompiler:
             complexity = measure_lark(source, param)
         return complexity is not None and complexity.simple
 
-    def _compiled(self, source: str, param: str) -> CompiledGrammar:
-        grammar = CompiledGrammar(self.table, source, param)
+    def _tried_out(self, key: bytes, source: str) -> int:
+        """The bytes that a large grammar takes, which another process has survived, now or earlier."""
+        with self._lock:
+            size = self._tried.get(key)
+        if size is None:
+            size = self._helper.try_out(source)
+        with self._lock:
+            self._tried[key] = size
+            self._tried.move_to_end(key)
+            while len(self._tried) > TRIED:
+                self._tried.popitem(last=False)
+        return size
+
+    def _compiled(self, source: str, param: str, size: int, small: bool) -> CompiledGrammar:
+        grammar = CompiledGrammar(self.table, source, param, size=size, small=small)
         grammar.start().mask()  # a grammar that allows no first token is refused now
         return grammar
 
-    def _keep(self, key: bytes, grammar: CompiledGrammar, size: int) -> None:
+    def _keep(self, key: bytes, grammar: CompiledGrammar) -> None:
         with self._lock:
-            self._kept[key] = (grammar, size)
+            self._kept[key] = grammar
             self._kept.move_to_end(key)
-            while len(self._kept) > KEPT or sum(size for _, size in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
+            while len(self._kept) > KEPT or sum(one.nbytes for one in self._kept.values()) > KEPT_BYTES:
+                self._dropped += self._kept.popitem(last=False)[1].nbytes
+            trim = self._dropped > TRIM_BYTES
+            self._dropped = 0 if trim else self._dropped
+        if trim:
+            give_back()
 
     def _refuse(self, key: bytes, message: str) -> None:
         with self._lock:

@@ -21,7 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.grammars.worker import STACK, compiled, on_stack
+from agentspec.backends.torch.grammars.worker import (
+    FEW_STATES,
+    MOST_STATES,
+    STACK,
+    STATE_BYTES,
+    compiled,
+    on_stack,
+)
 from agentspec.errors import InvalidRequestError, OverloadedError
 
 T = TypeVar("T")
@@ -43,11 +50,12 @@ class TokenTable:
 
 @dataclass(slots=True, eq=False)
 class SharedLexer:
-    """A grammar at the start of an answer. The answers begun from it share its lexer, which fails for all of them once
-    it failed for one: it is then `broken`.
+    """A grammar at the start of an answer. The answers begun from it share its lexer, which grows up to `states`, and
+    fails for all of them once it failed for one: it is then `broken`.
     """
 
     matcher: llguidance.LLMatcher
+    states: int = MOST_STATES
     broken: bool = False
 
     def fails(self) -> bool:
@@ -58,24 +66,32 @@ class SharedLexer:
 
 
 class CompiledGrammar:
-    """A compiled grammar, shared by all answers that must follow it. `param` is the request's field that asked for it.
+    """A compiled grammar, shared by all answers that must follow it. `param` is the request's field that asked for it,
+    `size` the bytes it takes before any answer.
 
     When an answer breaks the lexer, the others go on with another one. A grammar that is compiled quickly is then
-    compiled again; of one that is not, a spare is compiled ahead, in a thread of its own.
+    compiled again; of one that is not, a spare is compiled ahead, in a thread of its own. The first lexer of a `small`
+    grammar has few states, so that ever new forms take little memory; those that replace it have many.
     """
 
-    def __init__(self, table: TokenTable, source: str, param: str) -> None:
+    def __init__(self, table: TokenTable, source: str, param: str, *, size: int = 0, small: bool = True) -> None:
         started = time.thread_time()
         self.table = table
         self.param = param
         self._source = source
-        self._lexer = SharedLexer(compiled(table.tokenizer, source))
+        self._size = size
+        self._lexer = self._small() if small else self._compiled()
         self._starts = 0
         self._lock = threading.Lock()
         self._spare: Future[SharedLexer] | None = None
         self.quick = time.thread_time() - started <= RENEWAL_SECONDS
         if not self.quick:
             self._order()
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that it takes, with its spare and all that its lexer may learn from answers."""
+        return self._size * (1 if self.quick else 2) + self._lexer.states * STATE_BYTES
 
     @property
     def worn(self) -> bool:
@@ -93,15 +109,30 @@ class CompiledGrammar:
         """The lexer that answers share now. Raises `OverloadedError` if it is broken and no other one is ready yet."""
         with self._lock:
             if self._lexer.broken:
-                self._lexer = self._compiled_again() if self.quick else self._taken_spare()
+                self._lexer = self.compiled_again() if self.quick else self._taken_spare()
             return self._lexer
 
     def own_lexer(self) -> SharedLexer | None:
         """A lexer for one answer alone; None if it would take long to compile one."""
-        return self._compiled_again() if self.quick else None
+        return self.compiled_again() if self.quick else None
 
-    def _compiled_again(self) -> SharedLexer:
-        return SharedLexer(on_stack(STACK, lambda: compiled(self.table.tokenizer, self._source)))
+    def _compiled(self, states: int = MOST_STATES) -> SharedLexer:
+        return SharedLexer(compiled(self.table.tokenizer, self._source, states), states)
+
+    def _small(self) -> SharedLexer:
+        """With few states, unless more are needed before the first token."""
+        try:
+            lexer = self._compiled(FEW_STATES)
+        except ValueError as error:
+            if _FILLED_UP not in str(error):
+                raise
+        else:
+            if not lexer.fails():
+                return lexer
+        return self._compiled()
+
+    def compiled_again(self) -> SharedLexer:
+        return on_stack(STACK, self._compiled)
 
     def _has_spare(self) -> bool:
         return self._spare is not None and self._spare.done() and self._spare.exception() is None
@@ -116,12 +147,12 @@ class CompiledGrammar:
 
     def _order(self) -> None:
         """Compile a spare, unless nobody uses the grammar any more once its turn has come."""
-        table, source, spare, grammar = self.table, self._source, Future[SharedLexer](), weakref.ref(self)
+        spare, reference = Future[SharedLexer](), weakref.ref(self)
 
         def compile_spare() -> None:
             try:
-                if grammar() is not None:
-                    spare.set_result(SharedLexer(on_stack(STACK, lambda: compiled(table.tokenizer, source))))
+                if (grammar := reference()) is not None:
+                    spare.set_result(grammar.compiled_again())
             except BaseException as error:  # no memory: the next one is ordered with the next grammar
                 spare.set_exception(error)
 

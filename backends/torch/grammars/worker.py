@@ -29,17 +29,24 @@ MEMORY: Final = 512 << 20
 IDLE_SECONDS: Final = 600.0
 TRIED_TOKENS: Final = 48
 STEP_SECONDS: Final = 0.025  # processor time of a step on average, beyond which a grammar would slow other answers
-LIMITS: Final = llguidance.LLParserLimits(
-    max_items_in_row=8_000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=25_000,  # 20 MB of a grammar that answers share
-    max_grammar_size=500_000,
-    precompute_large_lexemes=True,
-    verbose_errors=False,  # they would show the parser's state to clients
-)
+FEW_STATES: Final = 4_000  # of a lexer, which finds them as answers go on and keeps them: usual forms need hundreds
+MOST_STATES: Final = 25_000
+STATE_BYTES: Final = 1_200  # 28 MB were measured of 25,000 states, 4 MB of 4,000
 _stacks = threading.Lock()
+
+
+def limits(states: int) -> llguidance.LLParserLimits:
+    """The limits of a grammar whose lexer, which answers share, may have so many states."""
+    return llguidance.LLParserLimits(
+        max_items_in_row=8_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=states,
+        max_grammar_size=500_000,
+        precompute_large_lexemes=True,
+        verbose_errors=False,  # they would show the parser's state to clients
+    )
 
 
 def built_tokenizer(text: str, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
@@ -47,10 +54,10 @@ def built_tokenizer(text: str, vocab_size: int, end_ids: list[int]) -> llguidanc
     return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=end_ids)
 
 
-def compiled(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
+def compiled(tokenizer: llguidance.LLTokenizer, source: str, states: int = MOST_STATES) -> llguidance.LLMatcher:
     """The grammar at the start of an answer. Raises `ValueError` with llguidance's message."""
     try:
-        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits(states))
     except Exception as error:
         raise ValueError(str(error)) from None
     except BaseException as error:  # pyo3 raises a panic of Rust beside `Exception`

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import llguidance
 import pytest
 
 from agentspec.backends.torch.grammars import compiler, helper, matcher, worker
@@ -131,7 +130,7 @@ def test_a_machine_without_time_is_no_verdict(grammars: GrammarCompiler, monkeyp
 
 def test_what_is_kept_is_bounded(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(byte_tokens, 259, [END])
-    monkeypatch.setattr(compiler, "KEPT_BYTES", 100)
+    monkeypatch.setattr(compiler, "KEPT_BYTES", 100 + 2 * worker.FEW_STATES * worker.STATE_BYTES)
     monkeypatch.setattr(compiler, "REFUSED", 3)
     first = grammars.compile(f'start: "{"a" * 40}"', param="p")
     assert grammars.compile(f'start: "{"a" * 40}"', param="p") is first
@@ -214,8 +213,7 @@ def test_the_lexer_that_answers_filled_up_together_is_replaced_for_all(
 ) -> None:
     """The answer with which it was full did nothing that the others did not."""
     monkeypatch.setattr(matcher, "RENEWAL_SECONDS", -1.0)
-    few = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
-    monkeypatch.setattr(worker, "LIMITS", few)
+    monkeypatch.setattr(matcher, "FEW_STATES", 60)
     grammar = compiler.CompiledGrammar(grammars.table, "start: /a[xy]{100}|b[xz]{100}/", "p")
     states, full = [grammar.start(), grammar.start()], grammar.sound_lexer()
     for state, text in zip(states, ("a" + "x" * 40, "b" + "x" * 40), strict=True):
