@@ -60,7 +60,9 @@ class _BackgroundLoop:
     def remote(self, settings: OpenAISettings) -> Runtime:
         with self._lock:
             if settings not in self._runtimes:
-                self._runtimes[settings] = Runtime(Settings(backends={"remote": settings}))
+                address = settings.url  # what errors call it: whoever gave the address may read it
+                name = f"{address.scheme}://{address.host}:{address.port}{address.path or ''}"
+                self._runtimes[settings] = Runtime(Settings(backends={name: settings}))
             return self._runtimes[settings]
 
     def close(self) -> None:

@@ -109,6 +109,13 @@ def test_equal_endpoints_share_connections() -> None:
     portal.close()
 
 
+def test_errors_of_an_endpoint_name_its_address_and_not_its_password() -> None:
+    portal = _BackgroundLoop()
+    settings = OpenAISettings.model_validate({"base_url": "http://me:secret@127.0.0.1:9/v1"})
+    assert portal.remote(settings).settings.backends == {"http://127.0.0.1:9/v1": settings}
+    portal.close()
+
+
 def test_the_program_ends_while_an_answer_is_half_read() -> None:
     program = """
 from agentspec.background import iterate_sync

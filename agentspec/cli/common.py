@@ -31,11 +31,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "huggingface_hub"),
     "proxy": ("starlette", "uvicorn", "jinja2", "prometheus_client"),
-    "langgraph": ("langgraph", "langchain_core"),
+    "langgraph": ("langgraph", "langchain", "langchain_core"),
+    "openai-agents": ("agents",),
     "lora": ("peft",),
     "retrieval": ("faiss", "bm25s"),
     "bench": ("matplotlib",),
     "postgres": ("psycopg",),
+    "dns": ("dns",),
+    "remote": ("fsspec",),
 }
 
 

@@ -13,12 +13,12 @@ from agentspec.errors import ConfigurationError
 if TYPE_CHECKING:
     from agentspec.backends.settings import TorchSettings
 
-app = typer.Typer(help="Choose the knobs of strategies.", no_args_is_help=True)
+app = typer.Typer(help="Choose the settings of strategies.", no_args_is_help=True)
 
 
 @app.callback()
 def reasoning() -> None:
-    """Choose the knobs of strategies."""
+    """Choose the settings of strategies."""
 
 
 @app.command()

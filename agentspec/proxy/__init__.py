@@ -1,5 +1,8 @@
 """The OpenAI-compatible gateway: `create_app` for any ASGI server, `serving.server.serve` to run it."""
 
-from agentspec.proxy.app import create_app
+from agentspec.errors import needs_extra
+
+with needs_extra("proxy"):
+    from agentspec.proxy.app import create_app
 
 __all__ = ["create_app"]

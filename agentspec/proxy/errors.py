@@ -128,9 +128,10 @@ def _headers(error: Exception) -> dict[str, str]:
 
 def _http(error: HTTPException) -> ErrorResponse:
     """The response for an unknown route or a method that the route does not allow."""
-    message = {404: "no such route", 405: "method not allowed here"}.get(
-        error.status_code, HTTPStatus(error.status_code).phrase
-    )
+    message = {
+        404: "no such route; OpenAI's begin with /v1, as in /v1/chat/completions",
+        405: "method not allowed here",
+    }.get(error.status_code, HTTPStatus(error.status_code).phrase)
     code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
     body: dict[str, Any] = InvalidRequestError(message).body()
     body["error"]["code"] = code

@@ -240,7 +240,10 @@ def _is_setting(name: str) -> bool:
         raise ConfigurationError(f"{name}: no section {section!r}{suggestion(section, Settings.model_fields)}")
     section, single, key = rest.partition("_")
     if not double and single and section in ("server", "cache", "backends", "fleet"):
-        raise ConfigurationError(f"{name}: write {PREFIX}{section.upper()}__{key.upper()}, with two underscores")
+        known = getattr(Settings.model_fields[section].annotation, "model_fields", {key: None})
+        nearest = "" if key in known else suggestion(key, known)
+        written = f"{PREFIX}{section.upper()}__{key.upper()}"
+        raise ConfigurationError(f"{name}: write {written}, with two underscores{nearest}")
     return bool(double)
 
 
@@ -284,6 +287,15 @@ def _variable(key: Key) -> str:
     return alias if name not in os.environ and alias in os.environ else name
 
 
+# In place of pydantic's own words where these do not say what to write.
+_ADVICE = {
+    "byte_size": 'must be bytes, or text such as "512MiB"',
+    "byte_size_unit": 'must be bytes, or text such as "512MiB"',
+    "url_parsing": "must be a whole address, such as http://host:8000/v1",
+    "url_scheme": "must be a whole address, such as http://host:8000/v1",
+}
+
+
 def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
     """One pydantic error as one line: the value's source, its key, what is wrong and what would be right."""
     location = [str(part) for part in item["loc"]]
@@ -308,7 +320,7 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
         return f"{name}: {message}" if key else f"{name}{message}"
     secret = "api_key" in key[-1] or key[-1] in ("password", "secret")
     value = "" if secret else f" = {without_password(str(item['input']))!r}"
-    return f"{name}{value}: {message}"
+    return f"{name}{value}: {_ADVICE.get(item['type'], message)}"
 
 
 def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from agentspec.backends.openai import DraftCounts, ProbeReport, ServerMetrics, VllmReport
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
-_DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # distributions whose name differs from the package's by more than a dash
+# Distributions whose name differs from the package's by more than a dash.
+_DISTRIBUTIONS = {"faiss": "faiss-cpu", "agents": "openai-agents", "dns": "dnspython"}
 _ROOM = 2 << 30  # bytes; more than a built-in model needs while it is prepared
 
 
@@ -250,7 +251,9 @@ def check_upstream(name: str, settings: OpenAISettings, address: str | None = No
     if report.error is not None:
         advice = f"correct backends.{name} and its API key" if report.reachable else "start it"
         whose = name.partition("/")[0]
-        yield Check(label, "fail", report.error, f"{advice}, or correct backends.{whose}.base_url")
+        yield Check(
+            label, "fail", report.error, f"{advice}, or correct backends.{whose}.base_url, which usually ends in /v1"
+        )
         return
     yield Check(label, "ok", _described(report))
     if report.vllm is not None:

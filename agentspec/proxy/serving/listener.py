@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,13 +30,21 @@ def listen(host: str, port: int) -> list[socket.socket]:
             bound = sockets[0].getsockname()[1] if sockets else port  # port 0: all addresses get the same
             name = (address[0], bound, *address[2:])
             sockets.append(socket.create_server(name, family=family, backlog=BACKLOG))
-    except (OSError, UnicodeError):
+    except (OSError, UnicodeError) as error:
         for opened in sockets:
             opened.close()
-        raise ConfigurationError(
-            f"cannot listen on {host}:{port}: it is taken or not this machine's; choose another host or port"
-        ) from None
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {_advice(error)}") from None
     return sockets
+
+
+def _advice(error: OSError | UnicodeError) -> str:
+    match getattr(error, "errno", None):
+        case errno.EADDRINUSE:
+            return "another process has this port; choose another one, or end that process"
+        case errno.EACCES:
+            return "this user may not have this port; choose one above 1023"
+        case _:
+            return "it is no address of this machine; choose another host"
 
 
 def connection_capacity(settings: ServerSettings) -> int:

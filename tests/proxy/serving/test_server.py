@@ -170,7 +170,9 @@ def test_an_address_that_is_taken_is_said_in_one_line() -> None:
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and last.startswith(f"agentspec: cannot listen on 127.0.0.1:{port}"), done.stderr
+    assert done.returncode == 2 and last.startswith(
+        f"agentspec: cannot listen on 127.0.0.1:{port}: another process has this port"
+    ), done.stderr
     assert "Traceback" not in done.stderr and "loading failed" not in done.stderr
 
 
