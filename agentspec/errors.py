@@ -42,7 +42,8 @@ AgentSpecError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -264,3 +265,14 @@ class UpstreamStatusError(UpstreamError):
 class KnowledgeBaseError(AgentSpecError):
     status = 502
     code = "knowledge_base_error"
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Around imports that need `extra`: where a package is missing, the `ModuleNotFoundError` says what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if "pip install" in str(error):  # an import inside has said so already
+            raise
+        raise ModuleNotFoundError(f"{error}: pip install 'agentspec[{extra}]'", name=error.name) from error

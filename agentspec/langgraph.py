@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from langgraph.pregel import Pregel
-
+from agentspec.errors import needs_extra
 from agentspec.step.decorator import WORKFLOW_KEY
+
+with needs_extra("langgraph"):
+    from langgraph.pregel import Pregel
 
 G = TypeVar("G", bound=Pregel[Any, Any, Any, Any])
 

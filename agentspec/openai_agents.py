@@ -12,14 +12,16 @@ from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agents import Agent, FunctionTool, ModelResponse, RunContextWrapper, RunHooks, Tool, TResponseInputItem
-from agents.tool import set_function_tool_failure_error_function
-from agents.tool_context import ToolContext
-
+from agentspec.errors import needs_extra
 from agentspec.step.scope import current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolSession, ToolSpec, ToolSpeculator
 from agentspec.tools.faults import kept_from_agent
 from agentspec.types import DEFAULT_TENANT
+
+with needs_extra("openai-agents"):
+    from agents import Agent, FunctionTool, ModelResponse, RunContextWrapper, RunHooks, Tool, TResponseInputItem
+    from agents.tool import set_function_tool_failure_error_function
+    from agents.tool_context import ToolContext
 
 _SILENT = ("message", "reasoning")  # items of an answer by which nothing is done
 

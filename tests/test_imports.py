@@ -80,3 +80,19 @@ def test_nobody_imports_a_root_folder_by_its_bare_name(repository):
                     names = [node.module or ""]
                 bare += [(path, name) for name in names if name.partition(".")[0] in ("cache", "backends", "reasoning")]
     assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "extra"),
+    [
+        ("langchain_core", "from agentspec import ChatAgentSpec", "langgraph"),
+        ("langchain", "from agentspec.langchain import AgentSpecMiddleware", "langgraph"),
+        ("agents", "from agentspec.openai_agents import early_tools", "openai-agents"),
+        ("starlette", "from agentspec.proxy import create_app", "proxy"),
+    ],
+)
+def test_an_import_without_its_extra_says_what_to_install(missing, code, extra):
+    program = f"import sys\nsys.modules[{missing!r}] = None\n{code}"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError") and last.endswith(f": pip install 'agentspec[{extra}]'")

@@ -2,10 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from agentspec.langchain.call_log import CallLog
-from agentspec.langchain.chat_model import ChatAgentSpec
-from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
-from agentspec.langchain.speculative_retriever import Correction, SpeculativeRetriever
+from agentspec.errors import needs_extra
+
+with needs_extra("langgraph"):
+    from agentspec.langchain.call_log import CallLog
+    from agentspec.langchain.chat_model import ChatAgentSpec
+    from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
+    from agentspec.langchain.speculative_retriever import Correction, SpeculativeRetriever
 
 if TYPE_CHECKING:
     from agentspec.langchain.early_tools import EarlyTools
@@ -26,6 +29,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("AgentSpecMiddleware", "EarlyTools"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.langchain import early_tools, middleware  # need `langchain`, which the chat model does without
+    with needs_extra("langgraph"):
+        from agentspec.langchain import early_tools, middleware  # need `langchain`, which the chat model does without
 
     return middleware.AgentSpecMiddleware if name == "AgentSpecMiddleware" else early_tools.EarlyTools
