@@ -21,7 +21,7 @@ def show_the_cache() -> None:
         with cache.request([9, 2, 3, 4], session="second") as request:
             draft = request.draft(max_tokens=8)
             print("after 9 2 3 4 comes, by experience:", draft.tokens.tolist())
-            print("with these chances to be accepted: ", draft.probabilities.round(2).tolist())
+            print("with these chances to be accepted: ", [f"{chance:.2f}" for chance in draft.probabilities])
 
 
 async def show_the_engine() -> None:
