@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.dialects import postgresql, sqlite
+
+from agentspec.cache.storage.schema import sequences
+from agentspec.types import Namespace
 
 Upsert = sqlite.Insert | postgresql.Insert
 
@@ -63,17 +67,28 @@ class Database(ABC):
     def insert(self, table: sa.Table) -> Upsert:
         """An insert statement that supports ON CONFLICT."""
 
+    def rows_of(self, namespace: Namespace) -> list[sa.ColumnElement[bool]]:
+        """The conditions that the rows of a namespace meet, as this database finds them soonest."""
+        return [sequences.c.namespace == namespace.key]
+
     @abstractmethod
     def disk_bytes(self) -> int:
         """Bytes that our tables or files take."""
+
+    def rewritten_bytes(self, tenants: Collection[str] | None) -> int:
+        """Bytes that `secure_erase(rewrite=True, tenants=tenants)` would write anew, at most."""
+        return self.disk_bytes()
 
     @abstractmethod
     def shrink(self) -> bool:
         """Return the space of deleted rows to the file system; false while another process prevents it."""
 
     @abstractmethod
-    def secure_erase(self, *, rewrite: bool) -> bool:
-        """Erase every byte of deleted rows, with `rewrite` by rewriting the database; false as in `shrink`."""
+    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
+        """Erase every byte of deleted rows, with `rewrite` by rewriting the database; false as in `shrink`.
+
+        Where `tenants` are given, only what holds theirs need be rewritten.
+        """
 
     @abstractmethod
     def include(self, table: str) -> None:
@@ -110,20 +125,31 @@ class PendingErasure:
     def __init__(self, database: Database, *, pending: bool = False) -> None:
         self._database = database
         self._pending = pending
+        self._tenants: dict[str, object] = {}  # whose rows were deleted since they were last rewritten
 
     def __bool__(self) -> bool:
         return self._pending
 
-    def mark(self) -> None:
+    def mark(self, tenants: Iterable[str] = ()) -> None:
         """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them."""
+        self._tenants.update((tenant, object()) for tenant in tenants)
         self._pending = True
 
-    def finish(self, *, rewrite: bool = False) -> None:
-        """Erase them as `Database.secure_erase` does; they stay pending where it is prevented or raises."""
+    def finish(self, *, rewrite_within: int = 0, everything: bool = False) -> None:
+        """Erase them as `Database.secure_erase` does; they stay pending where it is prevented or raises.
+
+        What held the rows of the tenants is rewritten, or `everything`, if that takes no more bytes than
+        `rewrite_within`.
+        """
         self._pending = False  # first: a mark that is set meanwhile stays
+        marks = dict(self._tenants)
+        tenants = None if everything else list(marks)
         erased = False
         try:
-            erased = self._database.secure_erase(rewrite=rewrite)
+            rewrite = rewrite_within > 0 and self._database.rewritten_bytes(tenants) <= rewrite_within
+            erased = self._database.secure_erase(rewrite=rewrite, tenants=tenants)
+            if erased and rewrite_within:
+                self._tenants = {one: mark for one, mark in self._tenants.items() if marks.get(one) is not mark}
         finally:
             if not erased:
                 self._pending = True

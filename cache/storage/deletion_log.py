@@ -71,19 +71,22 @@ def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
     return conditions if selection.before is None else [*conditions, is_older(sequences.c.created_at, selection.before)]
 
 
-def delete(connection: sa.Connection, selection: Selection, found: SelectedRows, holds: Holds) -> int:
+@dataclass(slots=True)
+class DeletedRows:
+    """How many rows were deleted, of which namespaces (by key) and tenants."""
+
+    count: int = 0
+    namespaces: set[str] = field(default_factory=set)
+    tenants: set[str] = field(default_factory=set)
+
+
+def delete(connection: sa.Connection, selection: Selection, found: SelectedRows, holds: Holds) -> DeletedRows:
     """Delete the `found` rows and matching rows added since, inside the caller's write transaction.
 
     A learned state is deleted with the last sequence of its namespace; otherwise its end tokens are removed.
     """
-    ids = search(connection, selection, holds, found).ids
-    changed: set[str] = set()
-    count = 0
-    for start in range(0, len(ids), _SOME):
-        some = sequences.c.id.in_(ids[start : start + _SOME])
-        changed.update(connection.execute(sa.select(sequences.c.namespace).where(some).distinct()).scalars())
-        count += connection.execute(sequences.delete().where(some)).rowcount
-    _forget_learned(connection, changed, orphans=selection.tenant is not None)
+    deleted = _delete(connection, search(connection, selection, holds, found).ids)
+    _forget_learned(connection, deleted.namespaces, orphans=selection.tenant is not None)
     scope = selection.scope
     connection.execute(
         deletions.insert().values(
@@ -96,7 +99,19 @@ def delete(connection: sa.Connection, selection: Selection, found: SelectedRows,
             searched=scope.searched,
         )
     )
-    return count
+    return deleted
+
+
+def _delete(connection: sa.Connection, ids: Sequence[int]) -> DeletedRows:
+    deleted = DeletedRows()
+    for start in range(0, len(ids), _SOME):
+        some = sequences.c.id.in_(ids[start : start + _SOME])
+        names = sa.select(sequences.c.namespace, sequences.c.tenant).where(some).distinct()
+        for row in connection.execute(names):
+            deleted.namespaces.add(row.namespace)
+            deleted.tenants.add(row.tenant)
+        deleted.count += connection.execute(sequences.delete().where(some)).rowcount
+    return deleted
 
 
 def _forget_learned(connection: sa.Connection, changed: set[str], *, orphans: bool) -> None:

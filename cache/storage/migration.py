@@ -8,6 +8,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.migrations.partitions import DIVIDE
 from agentspec.cache.storage.migrations.totals import TRIGGERS
 from agentspec.cache.storage.schema import VERSION, damaged, meta, metadata, revision
 from agentspec.errors import CacheFormatError
@@ -51,7 +52,8 @@ def version_of(connection: sa.Connection, name: str) -> int:
 def _create(connection: sa.Connection) -> None:
     """Create the newest tables directly. The tests check that the migrations lead to the same tables."""
     metadata.create_all(connection)
-    for statement in TRIGGERS[connection.dialect.name]:
+    further = DIVIDE if connection.dialect.name == "postgresql" else ()
+    for statement in (*TRIGGERS[connection.dialect.name], *further):
         connection.exec_driver_sql(statement)
     connection.execute(revision.insert().values(version_num=f"{VERSION:04}"))
     # Releases from before the migrations read the version here, and refuse this one.

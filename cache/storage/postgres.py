@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,10 @@ from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import insert
 
 from agentspec.cache.storage.database import Database, Upsert, reason
-from agentspec.cache.storage.schema import metadata
+from agentspec.cache.storage.migrations.partitions import partitions_of
+from agentspec.cache.storage.schema import metadata, sequences
 from agentspec.errors import CacheLockedError, ConfigurationError
+from agentspec.types import Namespace
 
 SCHEMES = ("postgresql", "postgresql+psycopg")
 
@@ -28,7 +30,7 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
-_TABLES = "sequences, namespaces, learned, deletions"  # those that hold anything of anybody
+_TABLES = "namespaces", "learned", "deletions"  # beside the sequences, those that hold anything of anybody
 _HELD = (  # the writer's lock, where a session holds it
     f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -155,21 +157,40 @@ class PostgresDatabase(Database):
     def include(self, table: str) -> None:
         self._further.add(table)
 
+    def rows_of(self, namespace: Namespace) -> list[sa.ColumnElement[bool]]:
+        return [*super().rows_of(namespace), sequences.c.tenant == namespace.tenant]  # which tells the partition
+
     def disk_bytes(self) -> int:
-        tables = ", ".join(f"'{table}'::regclass" for table in (*metadata.tables, *sorted(self._further)))
         with self.engine.connect() as connection:
-            query = f"SELECT sum(pg_total_relation_size(id)) FROM unnest(ARRAY[{tables}]) AS id"
-            return int(connection.exec_driver_sql(query).scalar_one())
+            return self._size(connection, (*metadata.tables, *self._further))
+
+    def rewritten_bytes(self, tenants: Collection[str] | None) -> int:
+        with self.engine.connect() as connection:
+            return self._size(connection, self._holding(connection, tenants))
+
+    def _size(self, connection: sa.Connection, tables: Iterable[str]) -> int:
+        """Bytes of tables with their indexes, and of their partitions where they have some."""
+        listed = ", ".join(f"'{table}'::regclass" for table in tables)
+        parts = f"unnest(ARRAY[{listed}]) AS whole LEFT JOIN LATERAL pg_partition_tree(whole) AS part ON part.isleaf"
+        query = f"SELECT sum(pg_total_relation_size(coalesce(part.relid, whole))) FROM {parts}"
+        return int(connection.exec_driver_sql(query).scalar_one())
+
+    def _holding(self, connection: sa.Connection, tenants: Collection[str] | None) -> list[str]:
+        """The tables, or their partitions, that hold anything of these tenants, or of anybody."""
+        parts = ["sequences"] if tenants is None else partitions_of(connection, tenants)
+        return [*parts, *_TABLES, *sorted(self._further)]
 
     def shrink(self) -> bool:
         return self.secure_erase(rewrite=True)  # a plain VACUUM keeps the room for new rows
 
-    def secure_erase(self, *, rewrite: bool) -> bool:
+    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                tables = ", ".join((_TABLES, *sorted(self._further)))
-                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {tables}")
+                if rewrite:
+                    connection.exec_driver_sql(f"VACUUM (FULL) {', '.join(self._holding(connection, tenants))}")
+                if not rewrite or tenants is not None:  # those that need no rewriting
+                    connection.exec_driver_sql(f"VACUUM {', '.join(self._holding(connection, None))}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise

@@ -11,7 +11,7 @@ from sqlalchemy import event
 
 from agentspec.errors import CacheFormatError
 
-VERSION = 3  # the newest revision in cache/migrations/versions
+VERSION = 4  # the newest revision in cache/storage/migrations/versions
 
 metadata = sa.MetaData()
 
@@ -54,7 +54,7 @@ revision = sa.Table(
 )
 
 sequences = sa.Table(
-    "sequences",
+    "sequences",  # in PostgreSQL divided by tenant, see `migrations/partitions.py`
     metadata,
     sa.Column("id", _Id, primary_key=True),
     sa.Column("number", sa.BigInteger, nullable=False, unique=True),  # (-process << 32) + count; see `processes`

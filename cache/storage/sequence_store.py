@@ -33,7 +33,7 @@ from agentspec.errors import (
     CacheFormatError,
 )
 
-_REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
+_REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
 _ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
 _LINGER = 0.05  # seconds that an output waits for others: a transaction of its own writes ten times its size
@@ -222,25 +222,32 @@ class SequenceStore(SequenceReader):
         Sequences in its scope that other processes have not written yet are dropped when they write. They delete from
         their memory by `pending_deletions`. Raises `CacheError` if the deletion fails; then nothing is deleted.
         """
+        deleted = self._forget(selection)
+        self._erasure.mark(deleted.tenants)
+        return deleted.count
+
+    def expire(self, selection: Selection) -> int:
+        """`forget`, but only if a sequence matches the selection, and without a need to rewrite what held it."""
+        with self._reading() as connection:
+            if not deletion_log.search(connection, selection, self._holds).ids:
+                return 0
+        deleted = self._forget(selection)
+        self._erasure.mark()
+        return deleted.count
+
+    def _forget(self, selection: Selection) -> deletion_log.DeletedRows:
         with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
             self._writer.flush()
         try:
             with self._database.engine.connect() as connection:
                 found = deletion_log.search(connection, selection, self._holds)
             with self._database.writing() as connection:
-                count = deletion_log.delete(connection, selection, found, self._holds)
+                deleted = deletion_log.delete(connection, selection, found, self._holds)
                 for forget in self.also_forgets:
                     forget(connection, selection)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
-        self._erasure.mark()
-        return count
-
-    def expire(self, selection: Selection) -> int:
-        """`forget`, but only if a sequence matches the selection."""
-        with self._reading() as connection:
-            found = deletion_log.search(connection, selection, self._holds)
-        return self.forget(selection) if found.ids else 0
+        return deleted
 
     def deletions_since(self, number: int) -> list[Scope]:
         """The scopes of the deletions after the deletion with that number."""
@@ -282,18 +289,19 @@ class SequenceStore(SequenceReader):
         self._erasure.mark()
         with contextlib.suppress(CacheError):  # bytes that cannot be erased now are by the next process that writes
             self.recheck()
-            self.secure_erase(rewrite=True)
+            self.secure_erase(rewrite=True, everything=True)
         return gone
 
-    def secure_erase(self, *, rewrite: bool = False) -> None:
-        """Erase every byte of deleted rows from the database and its journal; `rewrite` them whole if not too large.
+    def secure_erase(self, *, rewrite: bool = False, everything: bool = False) -> None:
+        """Erase every byte of deleted rows from the database and its journal.
 
+        With `rewrite`, what held them is rewritten unless it is too large; with `everything`, what held none too.
         If another process is reading meanwhile, or `CacheError` is raised, the next call finishes the erasure.
         """
         if not (self._erasure or rewrite):
             return
         try:
-            self._erasure.finish(rewrite=rewrite and self.disk_bytes() <= _REWRITTEN)
+            self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0, everything=everything)
         except exc.DBAPIError as error:
             raise CacheError(
                 f"deleted, but bytes of it may be left in {self._database.name}: {reason(error)}"
@@ -303,7 +311,7 @@ class SequenceStore(SequenceReader):
         """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
         self.flush()
         for _ in range(_ATTEMPTS):
-            self.secure_erase(rewrite=True)
+            self.secure_erase(rewrite=True, everything=True)
             if not self._erasure:
                 return
         raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
@@ -341,7 +349,7 @@ class SequenceStore(SequenceReader):
             added = [codec.encode(job) for job in allowed if isinstance(job, SequenceRecord)]
             if added:
                 # A commit whose confirmation was lost is tried again: its rows may exist already.
-                insert = self._database.insert(sequences).on_conflict_do_nothing(index_elements=["number"])
+                insert = self._database.insert(sequences).on_conflict_do_nothing()
                 connection.execute(insert, added)
             for job in allowed:
                 if isinstance(job, _UsageUpdate):

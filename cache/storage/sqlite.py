@@ -10,7 +10,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ class SqliteDatabase(Database):
     def shrink(self) -> bool:
         return self._empty_journal("PRAGMA incremental_vacuum;")
 
-    def secure_erase(self, *, rewrite: bool) -> bool:
+    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
         # SQLite overwrites rows as it deletes them; remains may lie in moved pages and in the journal.
         return self._empty_journal("VACUUM;" if rewrite else "PRAGMA incremental_vacuum;")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 import zlib
@@ -84,8 +85,14 @@ def first(folder: Path, script: str = FIRST) -> None:
     execute(folder, script + insert)
 
 
+PARTITIONING = r"sequences_p\d+|sequences_number_key|ix_sequences_created_at"
+
+
 def differences(connection: sa.Connection) -> list[object]:
-    options = {"version_table": revision.name}
+    def compared(thing: object, name: str | None, *_: object) -> bool:  # partitions have tests of their own
+        return connection.dialect.name == "sqlite" or not re.fullmatch(PARTITIONING, name or "sequences_number_key")
+
+    options = {"version_table": revision.name, "include_object": compared}
     return [*compare_metadata(MigrationContext.configure(connection, opts=options), metadata)]
 
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -262,12 +263,12 @@ def test_what_is_forgotten_during_an_erasure_is_erased_by_the_next(
     store, erasures = opened(tmp_path), 0
     erase = store.database.secure_erase
 
-    def forget_meanwhile(*, rewrite: bool) -> bool:
+    def forget_meanwhile(*, rewrite: bool, tenants: Collection[str] | None) -> bool:
         nonlocal erasures
         erasures += 1
         if erasures == 1:
             store.forget(select(tenant="b"))
-        return erase(rewrite=rewrite)
+        return erase(rewrite=rewrite, tenants=tenants)
 
     store.forget(select(tenant="a"))
     monkeypatch.setattr(store.database, "secure_erase", forget_meanwhile)

@@ -21,7 +21,7 @@ class Erasing(SqliteDatabase):
     succeeds = True
     meanwhile: Callable[[], None] | None = None
 
-    def secure_erase(self, *, rewrite: bool) -> bool:
+    def secure_erase(self, *, rewrite: bool, tenants: object = None) -> bool:
         self.erasures += 1
         if self.meanwhile is not None:
             self.meanwhile()
