@@ -7,6 +7,7 @@ namespace {
 
 constexpr std::size_t kShort = 256;            // runs of fewer places have no table
 constexpr std::uint32_t kWide = 128;           // places that make a token common
+constexpr std::size_t kLine = 8;               // keys in a line of the processor's cache
 constexpr std::size_t kDense = std::size_t{1} << 22;  // of longer runs fewer keys are kept
 
 }  // namespace
@@ -51,7 +52,11 @@ void RunTable::add_wide(LogView log, std::span<const Position> run, Token last, 
 Places RunTable::around(std::uint64_t key) const {
     const std::uint64_t* first = keys_.data();
     for (std::size_t size = keys_.size(); size > 0;) {  // a search without jumps: each step is a coin toss
-        const std::size_t half = (size + 1) / 2;
+        const std::size_t half = (size + 1) / 2, next = (size - half + 1) / 2;
+        if (next > kLine) {  // whichever of the two it will be
+            __builtin_prefetch(first + next - 1);
+            __builtin_prefetch(first + half + next - 1);
+        }
         first += first[half - 1] < key ? half : 0;
         size -= half;
     }
