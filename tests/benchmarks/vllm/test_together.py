@@ -16,9 +16,10 @@ from agentspec.benchmarks.engines.client import ClientAnswer
 from agentspec.benchmarks.engines.server import ServerProcess
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.benchmarks.vllm import together
-from agentspec.benchmarks.vllm.bench import ARCTIC, PLUGIN
+from agentspec.benchmarks.vllm.bench import ARCTIC, PLUGIN, VllmInstallation
 from agentspec.benchmarks.vllm.together import COUNTERS, LoadedRound, TogetherReport
 from agentspec.cli import app
+from agentspec.errors import ConfigurationError
 
 
 class Counting:
@@ -75,8 +76,8 @@ def test_fewer_are_shown_and_not_judged(tmp_path: Path) -> None:
 def test_without_arctic_the_command_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "vllm").touch()
-    place = together.VllmInstallation(tmp_path, tmp_path)
-    with pytest.raises(together.ConfigurationError, match="arctic-inference"):
+    place = VllmInstallation(tmp_path, tmp_path)
+    with pytest.raises(ConfigurationError, match="arctic-inference"):
         together.run_together(place, rounds=1, limit=None, progress=lambda said: None)
     result = CliRunner().invoke(app, ["bench", "vllm", "--environment", str(tmp_path), "--long"])
     assert result.exit_code != 0 and "--together" in result.output
