@@ -123,14 +123,14 @@ class RequestState:
         if self.predicted is not None:
             self.predicted.follow(fresh.tolist())
         self.length += len(fresh)
-        return fresh[: self._still_output(fresh)]
+        count = self._still_output(fresh)
+        return fresh if count == len(fresh) else fresh[:count]
 
     def _still_output(self, fresh: Tokens) -> int:
         request, count = self.request, 0 if self.finished else len(fresh)
         if request.max_tokens is not None:
             count = min(count, request.max_tokens - self.output_length)
-        tokens = fresh[:count].tolist()
-        if not request.stops.isdisjoint(tokens):
+        if request.stops and not request.stops.isdisjoint(tokens := fresh[:count].tolist()):
             count = 1 + next(i for i, token in enumerate(tokens) if token in request.stops)
             self.finished = True
         self.output_length += count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +30,7 @@ class StepTimeModel:
         self._model = CostModel()
         self._steps = 0
         self._usual = _SURPRISE / _UNUSUAL
-        self._curve = self._read()
+        self._use(self._read())
 
     @property
     def curve(self) -> StepCurve:
@@ -36,12 +38,12 @@ class StepTimeModel:
 
     def seconds(self, tokens: int) -> float:
         """As `many` for one number; asked several times a step, and numpy takes several times as long for it."""
-        points, seconds = self._curve
-        behind = int(points.searchsorted(tokens, "right"))
+        points, seconds = self._points
+        behind = bisect_right(points, tokens)
         if behind in (0, len(points)):
-            return float(seconds[max(0, behind - 1)])
+            return seconds[max(0, behind - 1)]
         low, high = points[behind - 1], points[behind]
-        return float(seconds[behind - 1] + (seconds[behind] - seconds[behind - 1]) * (tokens - low) / (high - low))
+        return seconds[behind - 1] + (seconds[behind] - seconds[behind - 1]) * (tokens - low) / (high - low)
 
     def many(self, tokens: NDArray[np.integer]) -> Floats:
         """`seconds` for each number of tokens."""
@@ -57,7 +59,12 @@ class StepTimeModel:
         self._usual += _USUAL_RATE * (min(off, 1.0) - self._usual)
         if surprising or self._steps <= _EARLY or self._steps % _SELDOM == 0:
             self._model.observe(tokens, 0, seconds)
-            self._curve = self._read()
+            self._use(self._read())
+
+    def _use(self, curve: StepCurve) -> None:
+        tokens: list[float] = curve.tokens.tolist()
+        seconds: list[float] = curve.seconds.tolist()
+        self._curve, self._points = curve, (tokens, seconds)
 
     def _read(self) -> StepCurve:
         return StepCurve(_TOKENS, self._model.many(_TOKENS.astype(np.int64)))

@@ -269,7 +269,7 @@ def test_labels_reach_the_cache(cache: SuffixCache) -> None:
 def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step verifies four tokens of a chain that is longer."""
     answer(drafter, tokens(1, 2, 3), TEXT)
-    monkeypatch.setattr(drafter._cost, "_curve", StepCurve(np.array([1.0, 5.0, 6.0]), np.array([1.0, 1.0, 1e6])))
+    drafter._cost._use(StepCurve(np.array([1.0, 5.0, 6.0]), np.array([1.0, 1.0, 1e6])))
     monkeypatch.setattr(drafter._cost, "observe", lambda *_: None)
     searched: list[int] = []
 

@@ -21,7 +21,7 @@ class Line(StepTimeModel):
 
     def __init__(self, fixed: float) -> None:
         super().__init__()
-        self._curve = StepCurve(np.array([0.0, 1e6]), np.array([fixed, fixed + 1e6]))
+        self._use(StepCurve(np.array([0.0, 1e6]), np.array([fixed, fixed + 1e6])))
 
     def of(self, requests: int) -> Callable[[np.ndarray], np.ndarray]:
         """Seconds by the number of drafted tokens."""
