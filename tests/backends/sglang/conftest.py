@@ -20,6 +20,12 @@ from agentspec.types import Namespace
 VOCABULARY, NODES = 1000, 8
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that wait for their drafts however busy the machine is."""
+    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
+
+
 class Req:
     """The part of SGLang's `Req` that is read; `answer` is what the model generates."""
 

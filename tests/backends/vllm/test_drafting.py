@@ -302,7 +302,6 @@ def test_what_a_step_costs_is_learned_while_requests_come_and_go(
 ) -> None:
     """Answers of three steps each, so that no two rounds have the same requests, beside prompts that are read."""
     monkeypatch.setattr(drafting, "perf_counter", clock)
-    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
     running: list[tuple[Client, int]] = []
     for step in range(60):
         computed = 20 + sum(1 + client.state.chain.drafted for client, _ in running)

@@ -103,7 +103,6 @@ def test_a_server_whose_full_steps_are_cheap_and_one_whose_are_not(
     server, rng = Graphs(graph, WIDTH), np.random.default_rng(0)
     ticks = itertools.count()
     monkeypatch.setattr(drafting, "perf_counter", lambda: server.now + 1e-9 * next(ticks))
-    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
     drafter = ServerDrafter(
         lambda state, prompt: cache.request(prompt), VOCABULARY, padding=lambda: ChainPadding(WIDTH, 64)
     )
