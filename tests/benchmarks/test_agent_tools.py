@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agentspec.benchmarks.agent_clock import ReplayedTurn, foreseeable_calls, session_times
 from agentspec.benchmarks.agent_tools import AgentToolsReport, run_agent_tools
 from agentspec.cli.bench import app
 from agentspec.errors import ConfigurationError
+from agentspec.tools.prediction.history import ToolCall
+from agentspec.tools.prediction.model import CallForecast
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -65,9 +68,47 @@ def test_the_first_session_is_not_predicted_by_later_ones(recorded: Path, tmp_pa
 def test_hits_save_time_and_writing_tools_none(recorded: Path) -> None:
     found = measured(recorded)
     replay = found.files[0]
-    assert 1.0 < replay.speedup(0.5, found.limits)[0] < replay.calling().at_hit_rate(1.0, 0.5) < 2.0
-    nothing = measured(recorded, read_only=["none"])
-    assert nothing.files[0].speedup(0.5, nothing.limits) == (1.0, 0.0)
+    times = replay.times(found.limits)
+    assert times.plain > times.drafting > times.early > times.prefill
+    assert 1.0 < times.speedup < replay.bounds()[1] < 2.0 and 0 < times.used <= times.starts
+    assert 1.0 < replay.calling().at_hit_rate(0.5) < replay.calling().at_hit_rate(1.0) < 2.0
+    nothing = measured(recorded, read_only=["none"]).files[0]
+    times = nothing.times(found.limits)
+    assert (times.speedup, times.starts, nothing.bounds(), nothing.hidden_share) == (1.0, 0, (1.0, 1.0), 0.0)
+
+
+READ, OTHER, WRITE = (ToolCall(name, {}) for name in ("read", "other", "write"))
+
+
+def turn(*calls: ToolCall, foreseen: tuple[ToolCall, ...] = ()) -> ReplayedTurn:
+    """A turn of 1.3 seconds, in which READ and OTHER change nothing."""
+    reads = frozenset(call.identity for call in calls if call != WRITE)
+    known = tuple(call.identity for call in foreseen)
+    return ReplayedTurn(50, 50, calls, CallForecast((), ()), reads, WRITE not in calls, known)
+
+
+def waited(*turns: ReplayedTurn) -> float:
+    """The seconds for which a session waits for its tools, of 2 seconds each, after what was foreseen is started."""
+    times = session_times([turns], 2.0, foreseeable_calls, at_once=8)
+    assert times.used <= times.starts
+    return times.early - sum(one.seconds for one in turns)
+
+
+def test_a_start_saves_what_ran_before_its_call() -> None:
+    assert waited(turn(READ)) == pytest.approx(2.0)
+    assert waited(turn(READ, foreseen=(READ,))) == pytest.approx(0.7)
+    assert waited(turn(OTHER, foreseen=(READ,)), turn(READ)) == pytest.approx(2.0)
+    assert waited(turn(foreseen=(READ,)), turn(READ)) == pytest.approx(0.0)  # while the user reads
+
+
+def test_a_start_is_used_once_and_not_after_a_change() -> None:
+    assert waited(turn(READ, foreseen=(READ,)), turn(READ)) == pytest.approx(2.7)
+    assert waited(turn(WRITE, foreseen=(READ,)), turn(READ)) == pytest.approx(4.0)
+
+
+def test_a_start_is_of_no_use_when_it_is_too_old() -> None:
+    quick, slow = ([turn(foreseen=(READ,)), *[turn()] * count, turn(READ)] for count in (1, 3))
+    assert waited(*quick) == pytest.approx(0.0) and waited(*slow) == pytest.approx(2.0)
 
 
 def test_the_command_prints_and_writes_the_figures(recorded: Path, tmp_path: Path) -> None:

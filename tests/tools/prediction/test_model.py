@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from agentspec.errors import CacheFormatError
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
-from agentspec.tools.prediction.model import CallModel
-from agentspec.tools.prediction.observation import TurnObservation
+from agentspec.tools.prediction.later import OpenForecasts
+from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.prediction.observation import Outlook, TurnObservation
 from agentspec.tools.prediction.values import canonical, dates, leaves, shape, spans
 
 TOOLS = {"user", "orders", "order"}
@@ -96,6 +97,48 @@ def test_probabilities_are_calibrated_by_their_outcomes() -> None:
         calls = [ToolCall("user", {"id": f"ann_{1000 + number}"})] if number % 2 else []
         model.learn(model.observe(history, calls, forecast, TOOLS), str(number))
     assert 0.3 < forecast.predictions[0].probability < 0.7
+
+
+def listing(model: CallModel, number: int, *, reads: bool) -> float:
+    """The user's orders are listed; the second one is read two turns later, or never. Returns how likely that was."""
+    history, open_ = ToolHistory(), OpenForecasts(lambda _: 30.0)
+    orders = [f"#W{number}{n}77" for n in range(2)]
+    history.says("hello")
+    history.makes(ToolCall("user", {}))
+    history.returns("user", json.dumps({"orders": orders}))
+    chances = []
+    for at, order in enumerate(orders if reads else [orders[0], None]):
+        calls = [ToolCall("order", {"order": order})] if order else []
+        forecast, now = model.predict(history, TOOLS), 10.0 * at
+        second = canonical(["order", {"order": orders[1]}])
+        chances.append(max((one.later for one in forecast.predictions if one.call.identity == second), default=0.0))
+        made = {call.identity for call in calls}
+        later = open_.settle(forecast, made, began=now, now=now + 1, voids=False)
+        observation = model.observe(history, calls, forecast, TOOLS, later=later)
+        model.learn(TurnObservation.from_json(observation.to_json()), str(number))
+        for call in calls:
+            history.makes(call)
+            history.returns(call.name, json.dumps({"total": 5}))
+    return chances[0]
+
+
+def test_calls_of_later_turns_are_predicted() -> None:
+    read, never = CallModel(), CallModel()
+    for number in range(10, 30):
+        often, seldom = listing(read, number, reads=True), listing(never, number, reads=False)
+    assert often > 0.6 and seldom < 0.2
+
+
+def test_a_call_comes_later_only_while_a_result_would_be_of_use() -> None:
+    call = ToolCall("order", {})
+    one = CallPrediction(call, 0.5, 0.5, 0, 0.25, 0.25, Outlook("order", "user", False, ()))
+    forecast, nothing = CallForecast((one,), ()), CallForecast((), ())
+    for now, voids, hits in ((20.0, False, 1), (31.0, False, 0), (20.0, True, 0)):
+        open_ = OpenForecasts(lambda _: 30.0)
+        assert [score.hit for score in open_.settle(forecast, (), began=0.0, now=1.0, voids=False)] == [False]
+        scores = open_.settle(nothing, {call.identity}, began=now - 1, now=now, voids=voids)
+        assert [score.hit for score in scores] == [True] * hits
+        assert open_.settle(nothing, {call.identity}, began=now, now=now, voids=False) == ()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "after": 3}', "nonsense"])

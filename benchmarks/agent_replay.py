@@ -1,0 +1,171 @@
+"""Plays recorded sessions in their order, each turn predicted from those before it, and learned afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from agentspec.benchmarks.agent_clock import FIRST, PER_TOKEN, USER, ReplayedTurn
+from agentspec.recordings.calls import RecordedCall
+from agentspec.recordings.replay import replay_cache
+from agentspec.recordings.traces import EncodedCall
+from agentspec.tools.policy import ToolPolicy
+from agentspec.tools.prediction.history import ToolCall, ToolHistory
+from agentspec.tools.prediction.later import OpenForecasts
+from agentspec.tools.prediction.model import CallModel
+
+BUDGET = 8  # drafted tokens a step
+_PIECE = re.compile(r"\w{1,4}|\W")
+
+
+def draft_steps(recorded: Sequence[RecordedCall]) -> list[float]:
+    """The steps that each answer takes with drafts, as a share of its tokens, from an empty cache on."""
+    ids: dict[str, int] = {}
+
+    def encoded(text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return np.asarray([ids.setdefault(piece, len(ids)) for piece in _PIECE.findall(text)], dtype=np.int32)
+
+    calls = [
+        EncodedCall(one.labels.session or "", encoded("".join(map(_text, one.messages))), encoded(_text(one.answer)))
+        for one in recorded
+    ]
+    done = replay_cache(calls, BUDGET)
+    return [steps / max(1, tokens) for steps, tokens in zip(done.steps, done.tokens, strict=True)]
+
+
+def play(
+    recorded: Sequence[RecordedCall], steps: Sequence[float], read_only: Sequence[str], share: float
+) -> list[list[ReplayedTurn]]:
+    """The turns of all sessions, where tools have `share` of the time. `steps` are those of `draft_steps`."""
+    tokens = [len(_text(call.answer)) / 4 for call in recorded]
+    model_seconds = sum(FIRST + PER_TOKEN * length * part for length, part in zip(tokens, steps, strict=True))
+    waits = sum(any(True for _ in _calls(call.answer)) for call in recorded)
+    tool = share / (1.0 - share) * model_seconds / max(1, waits)
+    model, played = CallModel(), []
+    for session, turns in groupby(zip(recorded, tokens, steps, strict=True), key=lambda one: one[0].labels.session):
+        player, calls = _Player(model, str(session), _Matching(read_only), tool), list(turns)
+        made = [list(_calls(call.answer)) for call, *_ in calls]
+        played.append([player.turn(*call, made[at:]) for at, call in enumerate(calls)])
+    return played
+
+
+class _Player:
+    """Plays the turns of one session by a clock of its own."""
+
+    def __init__(self, model: CallModel, session: str, tools: _Matching, tool: float) -> None:
+        self._model, self._session, self._tools, self._tool = model, session, tools, tool
+        self._now = self._answered = 0.0
+        self._seen = 0
+        self._waiting: Iterator[str] = iter(())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._history, self._seen = ToolHistory(), 0
+        self._open = OpenForecasts(ToolPolicy().max_age)
+
+    def turn(
+        self, recorded: RecordedCall, tokens: float, steps: float, upcoming: Iterable[Sequence[ToolCall]]
+    ) -> ReplayedTurn:
+        """One turn; `upcoming` are the calls of it and of those after it, which only say what could be foreseen."""
+        if len(recorded.messages) < self._seen:  # its history was reset
+            self._begin()
+        new = [one for one in recorded.messages[self._seen :] if one.get("role") != "assistant"]
+        for message in recorded.messages[self._seen :]:
+            self._waiting = _hear(self._history, message, self._waiting)
+        self._seen = len(recorded.messages)
+        forecast = self._model.predict(self._history, self._tools)
+        calls = tuple(_calls(recorded.answer))
+        turn = ReplayedTurn(
+            tokens,
+            tokens * steps,
+            calls,
+            forecast,
+            frozenset(call.identity for call in calls if call.name in self._tools),
+            all(call.name in self._tools for call in calls),
+            tuple(self._foreseeable(upcoming)),
+            heard=sum(len(_text(one)) for one in new) / 4,
+            known=self._answered if any(one.get("role") == "tool" for one in new) else 0.0,
+        )
+        self._answered = tokens
+        self._learn(turn)
+        return turn
+
+    def _foreseeable(self, upcoming: Iterable[Sequence[ToolCall]]) -> Iterator[str]:
+        """The read-only calls up to the next change of which all words and identifiers have been seen."""
+        for calls in upcoming:
+            if not all(call.name in self._tools for call in calls):
+                return
+            for call in calls:
+                texts = [value for value in call.arguments.values() if isinstance(value, str)]
+                if all(self._history.sources(text) for text in texts):
+                    yield call.identity
+
+    def _learn(self, turn: ReplayedTurn) -> None:
+        began, self._now = self._now, self._now + turn.seconds
+        made = {call.identity for call in turn.calls}
+        later = self._open.settle(turn.forecast, made, began=began, now=self._now, voids=not turn.only_reads)
+        observation = self._model.observe(self._history, turn.calls, turn.forecast, self._tools, later=later)
+        self._model.learn(observation, self._session)
+        self._now += self._tool if turn.calls else USER
+
+
+class _Matching(frozenset[str]):
+    """The names that match one of the patterns, as a collection."""
+
+    def __contains__(self, name: object) -> bool:
+        return any(fnmatchcase(str(name), pattern) for pattern in self)
+
+
+def _hear(history: ToolHistory, message: Any, waiting: Iterator[str]) -> Iterator[str]:
+    """Tell the history a message; returns the names of tools whose results come next, in their order."""
+    role, text = message.get("role"), message.get("content")
+    text = text if isinstance(text, str) else json.dumps(text)
+    if role == "tool":
+        history.returns(next(waiting, "unknown"), text)
+    elif role == "user":
+        history.says(text)
+    elif role == "assistant":
+        calls = list(_calls(message))
+        for call in calls:
+            history.makes(call)
+        return iter([call.name for call in calls])
+    else:
+        history.reads(text)
+    return waiting
+
+
+def _calls(message: Any) -> Iterator[ToolCall]:
+    """The calls of an answer: in `tool_calls`, or each as a line of JSON in the text."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {})
+        yield from _call({"name": function.get("name"), "arguments": _parsed(function.get("arguments"))})
+    text = message.get("content")
+    for line in text.splitlines() if isinstance(text, str) else ():
+        if line.startswith('{"name"'):
+            yield from _call(_parsed(line))
+
+
+def _call(value: Any) -> Iterator[ToolCall]:
+    if isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict):
+        yield ToolCall(value["name"], value["arguments"])
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return None
+
+
+def _text(message: Any) -> str:
+    """What a message says, calls in JSON."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content) if content else ""
+    calls = message.get("tool_calls")
+    return text + (json.dumps(calls) if calls else "")
