@@ -122,11 +122,12 @@ def agent(
         bool, typer.Option("--prefill", help="Instead, time next turns with and without reading ahead while tools run")
     ] = False,
     tool_seconds: Annotated[
-        list[float] | None, typer.Option(help="With --prefill: how long tools take", min=0.0, max=60.0)
+        list[float] | None,
+        typer.Option(help="With --prefill: how long tools take; may be given several times", min=0.0, max=60.0),
     ] = None,
     processor_time: Annotated[
         bool,
-        typer.Option("--processor-time", help="With --prefill: count this process's time on the processor instead"),
+        typer.Option("--processor-time", help="With --prefill: tools take that time of this process on the processor"),
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""

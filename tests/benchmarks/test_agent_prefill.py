@@ -70,6 +70,16 @@ def test_both_variants_see_the_same_prompts(measured: tuple[AgentPrefillReport, 
     assert backend.closed and len(backend.requests) > 4 * 2 * 2 * MIN_PAIRS
 
 
+def test_both_clocks_are_told(measured: tuple[AgentPrefillReport, Reading]) -> None:
+    found, _ = measured
+    with Console(width=200, record=True) as console:
+        print_report(found, console)
+    assert all(turn.seconds >= 0.0 <= turn.processor for one in found.pairs for turn in (*one.on, *one.off))
+    assert {side: len(rounds) for side, rounds in found.busy_processor.items()} == {"off": 7, "on": 7}
+    shown = console.export_text()
+    assert "next turn, by the clock" in shown and "next turn, on the processor" in shown
+
+
 def test_one_of_them_is_read_ahead(measured: tuple[AgentPrefillReport, Reading]) -> None:
     found, backend = measured
     assert {request.tenant.rpartition("/")[2] for request in backend.ahead} == {"on"}
