@@ -7,6 +7,7 @@ import logging
 import time
 
 from agentspec.cache.deleter import Deleter
+from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.partition import Partition
 from agentspec.cache.pool import BYTES_PER_TOKEN, CachePool
 from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
@@ -24,6 +25,7 @@ _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly r
 _CLOSING_SHARE = 1 / 128
 _RETRY = 1.0  # seconds until loading is tried again after a failure
 _PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
+_PUBLISHING_SECONDS = 0.5  # how often the publisher looks
 
 
 class StoreSync:
@@ -40,7 +42,10 @@ class StoreSync:
         self._started = False
         self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
         self._load_at = 0.0  # when loading is tried again
-        self._checked = 0  # published segments hold nothing that deletions up to this number deleted
+        # Published segments hold nothing that deletions up to this number deleted, unless some came late since.
+        self._checked = (0, 0)
+        self._swept = True
+        self._publisher: MaintenanceThread | None = None
 
     @property
     def segment_error(self) -> str | None:
@@ -79,6 +84,10 @@ class StoreSync:
         with contextlib.suppress(CacheError):  # the maintenance thread tries again, and reports it
             self._store.secure_erase()
         self._started = True
+        if self._segments.published:  # apart: a remote that is slow, or hangs, holds up nothing else
+            self._publisher = MaintenanceThread(
+                self._save_segments, seconds=_PUBLISHING_SECONDS, name="agentspec-cache-publisher"
+            )
 
     def can_reload(self) -> bool:
         """Whether outputs are being written, so that a namespace that leaves memory is found again."""
@@ -141,7 +150,7 @@ class StoreSync:
         """Load sequences that other processes wrote since the last call, and stay the writer. Raises `CacheError`."""
         if self._store.renew_lease():
             _log.info("now the writer of %s: the last one has ended", self._store.name)
-            self._segments.sweep()
+            self._swept = False
             self._deleter.expire_soon()
         with self._deleter.following:
             self._pool.ingest(self._store.poll(self._store.numbering.process))
@@ -170,8 +179,15 @@ class StoreSync:
         Looks at those namespaces only that were used since the last call; a process that becomes the writer at all.
         """
         self._store.enforce_budget()
+        if not self._segments.published:
+            self._save_segments()
+
+    def _save_segments(self) -> None:
         if not self._writes:
             return
+        if not self._swept:
+            self._swept = True
+            self._segments.sweep()
         self._withdraw()
         ended = [one for one, tried in self._tried.items() if time.monotonic() - tried >= _PAUSE]
         for partition in ended:
@@ -182,11 +198,11 @@ class StoreSync:
 
     def _withdraw(self) -> None:
         """Delete published segments that hold what was deleted meanwhile, or by a process that knows of no remote."""
-        last = self._store.last_deletion
-        if self._segments.published and last > self._checked:
+        now = self._store.last_deletion, self._segments.late()
+        if self._segments.published and now != self._checked:
             try:
                 self._segments.withdraw(self._holds_deleted)
-                self._checked = last
+                self._checked = now
             except (OSError, CacheError) as error:  # tried again with the next call
                 self._segments.failed("what is forgotten may still be published", error)
 
@@ -225,6 +241,8 @@ class StoreSync:
 
     def close(self) -> None:
         """Save the segments that lack so many tokens that the next start would be slow."""
+        if self._publisher:
+            self._publisher.close()
         partitions = self._pool.namespaces.partitions()
         lacking = [one for one in partitions if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
@@ -270,7 +288,7 @@ class StoreSync:
                 self._segments.save(segment, frozen)
                 partition.saved = added
                 if self._segments.published and self._holds_deleted(segment):  # no lock kept that deletion out
-                    self._checked = -1
+                    self._checked = (-1, 0)
                     self._segments.delete(segment.namespace.key)
 
     def _fits(self, segment: Segment) -> bool:

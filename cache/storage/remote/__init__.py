@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.remote.deadline import BoundedObjects
 from agentspec.cache.storage.remote.objects import open_objects
 from agentspec.cache.storage.remote.published_segments import PublishedSegments
 from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
@@ -19,4 +20,4 @@ def open_segments(database: Database, remote: str | None) -> SegmentFolder:
     if database.folder:
         message = "cache.remote needs a database server in cache.path: a folder has its segments beside its database"
         raise ConfigurationError(message, param="remote")
-    return PublishedSegments(open_objects(remote))
+    return PublishedSegments(BoundedObjects(open_objects(remote)))

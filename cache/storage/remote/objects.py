@@ -27,8 +27,8 @@ class SegmentObjects(Protocol):
         """An object, or its first `size` bytes."""
         ...
 
-    def fetch(self, name: str, path: Path) -> None:
-        """Copy an object to a file."""
+    def fetch(self, name: str, path: Path, size: int = 0) -> None:
+        """Copy an object, which should be of `size` bytes, to a file."""
         ...
 
     def send(self, path: Path, name: str) -> None:
@@ -75,7 +75,7 @@ class FolderObjects:
         with (self._folder / name).open("rb") as file:
             return file.read(-1 if size is None else size)
 
-    def fetch(self, name: str, path: Path) -> None:
+    def fetch(self, name: str, path: Path, size: int = 0) -> None:
         shutil.copyfile(self._folder / name, path)
 
     def send(self, path: Path, name: str) -> None:
@@ -116,7 +116,7 @@ class StoreObjects:
         with _as_os_error():
             return bytes(self._files.cat_file(self._path(name), end=size))
 
-    def fetch(self, name: str, path: Path) -> None:
+    def fetch(self, name: str, path: Path, size: int = 0) -> None:
         with _as_os_error():
             self._files.get_file(self._path(name), str(path))
 

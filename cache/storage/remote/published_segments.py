@@ -84,6 +84,9 @@ class PublishedSegments(SegmentFolder):
         self._places: dict[str, str] = {}  # by key, of the namespaces that have a segment as far as this process knows
         self._saving = threading.Lock()
 
+    def late(self) -> int:
+        return getattr(self._objects, "late", 0)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """No lock: whoever publishes looks for deletions afterwards, and whoever deletes lists objects afterwards."""
@@ -139,7 +142,7 @@ class PublishedSegments(SegmentFolder):
             return None
         with tempfile.TemporaryDirectory(prefix="agentspec-segment-") as folder:
             path = Path(folder) / "segment"
-            self._objects.fetch(manifest.object, path)
+            self._objects.fetch(manifest.object, path, manifest.size)
             with path.open("rb", buffering=0) as file:  # mapped, so that it can be deleted
                 if path.stat().st_size != manifest.size:
                     raise CacheDamagedError("it is cut off")
