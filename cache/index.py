@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
-from agentspec.cache.tokens import require_budget as require_budget
+from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens, require_budget
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft
 
@@ -38,8 +37,6 @@ PartCounts = tuple[int, int, int, int]
 
 ITEM_BYTES: PartCounts = (32, 12, 4, 4)
 """Bytes of one item of each part. The record of a sequence begins with the sequence's number."""
-
-_SCAN_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +161,12 @@ class SuffixIndex:
 
         `context`, for a new sequence only, holds the tokens before it: they are matched, never counted or drafted.
         """
+        self.add(sequence, as_tokens(tokens), as_tokens(context, "context"))
+
+    def add(self, sequence: int, tokens: Tokens, context: Tokens = EMPTY) -> None:
+        """Like `append`, for tokens that the caller has checked."""
         try:
-            self.native.append(sequence, as_tokens(tokens), as_tokens(context, "context"))
+            self.native.append(sequence, tokens, context)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
 
@@ -187,10 +188,7 @@ class SuffixIndex:
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
 
     def merge_step(self) -> bool:
-        """Do a piece of the work that a `deferred` index put off; nobody waits for it. False if none is left.
-
-        Any thread may call it; while another is at it, it returns false at once.
-        """
+        """Do a piece of what a `deferred` index put off. False where none is left, or while another thread is at it."""
         return self.native.merge_step()
 
     @property
@@ -282,7 +280,7 @@ class IndexDrafter:
     If a sorted run holds more than `scan_limit` new matches, the drafter looks at an even sample of them.
     """
 
-    def __init__(self, *, scan_limit: int = _SCAN_LIMIT) -> None:
+    def __init__(self, *, scan_limit: int = 64) -> None:
         self.native = _native.Drafter(scan_limit)
 
     def draft(

@@ -131,13 +131,14 @@ class CachePool:
                 partition.measure_group(session.membership.group)
         self.namespaces.settle(partition)
 
-    def release(self, partition: Partition, session: Session, *, keep: bool = True) -> None:
+    def release(self, partition: Partition, session: Session, *, keep: bool = True, settle: bool = True) -> None:
         with partition.lock:
             if keep:
                 partition.sessions.release(session)
             else:
                 partition.sessions.forget(session)
-        self.namespaces.settle(partition)
+        if settle:
+            self.namespaces.settle(partition)
 
     def join(self, partition: Partition, session: Session, group: str, context: Tokens) -> Membership:
         """Let the request that holds `session` draft from the open outputs of a group, and the others from its own.
@@ -171,7 +172,10 @@ class CachePool:
         context: Tokens,
         decode: Decode | None,
     ) -> None:
-        """Add an output to the cached past outputs, unless its session was deleted or the content filter refuses it."""
+        """Add an output to the cached past outputs, unless its session was deleted or the content filter refuses it.
+
+        `release`, which follows, looks after the budgets.
+        """
         if self._content_filter and self._content_filter.refuses(context, tokens, decode):
             self.count(refused=1)
             return
@@ -183,7 +187,6 @@ class CachePool:
             partition.add(record)
             if self._persist:
                 self._persist(record)
-        self.namespaces.settle(partition)
 
     def count(self, **counts: int) -> None:
         """Add to the counts of `CacheStats`."""

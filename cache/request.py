@@ -1,8 +1,9 @@
-"""A request's interface to the cache: draft, extend, close; and drafting for many requests in one call."""
+"""A request's interface to the cache: draft, extend, close; and the same for many requests in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -10,15 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.deletion import Decode
-from agentspec.cache.index import DEPTH, DraftJob, IndexDrafter, Sourced, SuffixIndex, propose_batch, require_budget
+from agentspec.cache.index import (
+    DEPTH,
+    DraftJob,
+    ExtendJob,
+    IndexDrafter,
+    Sourced,
+    SuffixIndex,
+    extend_batch,
+    propose_batch,
+)
 from agentspec.cache.memory.sessions import TRANSCRIPT, Session
 from agentspec.cache.partition import Partition
 from agentspec.cache.pool import CachePool
-from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
+from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens, require_budget, require_patience
 from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Draft, Labels, Source
 
-_ROUND = 32  # tokens that the drafter learns from at a time, before the session's index gets them
+ROUND = 32
+"""Tokens that the drafter learns from at a time, before the session's index gets them."""
 
 
 class CacheRequest:
@@ -46,7 +57,7 @@ class CacheRequest:
         self.store = store
         self.share = share
         self._decode = decode
-        self._partition = partition
+        self.partition = partition
         self._session = session
         self._prompt_end = prompt[-DEPTH:].copy()
         self._context = self._prompt_end
@@ -71,7 +82,7 @@ class CacheRequest:
 
     @property
     def drafter(self) -> IndexDrafter:
-        return self._partition.drafter
+        return self.partition.drafter
 
     @property
     def indexes(self) -> list[Sourced]:
@@ -81,7 +92,7 @@ class CacheRequest:
 
     def include(self, index: SuffixIndex, source: int) -> None:
         """Draft from a further index too, say of a predicted output. It takes precedence over cached past outputs."""
-        self._require_open()
+        self.require_open()
         self._indexes.insert(len(self._indexes) - 1, (index, source))
 
     def draft(
@@ -105,10 +116,7 @@ class CacheRequest:
         if behind is not EMPTY:
             behind = as_tokens(behind, "behind")
             context = np.concatenate((context, behind))
-        of_a_kind = isinstance(patience, int | float) and not isinstance(patience, bool)
-        if patience is not None and not (of_a_kind and patience >= 0):
-            message = f"patience must be seconds, 0 or more, or None, not {patience!r}"
-            raise InvalidRequestError(message, param="patience")
+        require_patience(patience)
         if patience is None:
             draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
         else:
@@ -118,7 +126,7 @@ class CacheRequest:
 
     def job(self, max_tokens: int, min_probability: float = 0.0, *, chain: bool = False) -> DraftJob:
         """The arguments of a draft, for `propose_batch`. Raises as `draft`."""
-        self._require_open()
+        self.require_open()
         require_budget(max_tokens, min_probability)
         self._leave_forgotten()
         return self.drafter, self._indexes, self._context, max_tokens, min_probability, bool(chain)
@@ -133,23 +141,38 @@ class CacheRequest:
         Without `learn` drafts are not judged by these tokens, say because they were when another request got them.
         Raises `InvalidRequestError` unless `tokens` are token ids, `CacheClosedError` after close.
         """
-        self._require_open()
-        self._leave_forgotten()
+        self.require_open()
         committed = as_tokens(tokens)
-        self._count(committed)
-        for start in range(0, len(committed), _ROUND):
-            part = committed[start : start + _ROUND]
-            if learn:
-                self.drafter.learn(self._indexes, self._context, part)
-            if not self._session.forgotten:
-                self._session.index.append(TRANSCRIPT, part)
-            self._context = np.concatenate((self._context, part))[-DEPTH:]
-            if self._session.membership:
-                self._session.membership.append(part)
-        if len(committed):
-            self._output.append(committed.copy())
-            self._length += len(committed)
-            self.pool.measure(self._partition, self._session)
+        if len(committed) > ROUND:
+            self._count(committed)
+        for start in range(0, len(committed), ROUND):
+            drafter, indexes, context, part, index, *_ = self.extension(committed[start : start + ROUND], learn)
+            if drafter:
+                drafter.learn(indexes, context, part)
+            if index:
+                index.add(TRANSCRIPT, part)
+            self.extended(part)
+
+    def extension(self, tokens: Tokens, learn: bool) -> ExtendJob:
+        """The beginning of `extend` by at most ROUND tokens: returns what is to be done before `extended`."""
+        self._leave_forgotten()
+        self._count(tokens)
+        session = None if self._session.forgotten else self._session.index
+        return self.drafter if learn else None, self._indexes, self._context, tokens, session, TRANSCRIPT, EMPTY
+
+    def extended(self, tokens: Tokens) -> None:
+        """The end of `extend`, once what `extension` returned is done."""
+        self._context = np.concatenate((self._context, tokens))[-DEPTH:]
+        if self._session.membership:
+            self._session.membership.append(tokens)
+        self._output.append(tokens.copy())
+        self._length += len(tokens)
+        self.pool.measure(self.partition, self._session)
+
+    def indexes_used(self) -> tuple[set[SuffixIndex], set[SuffixIndex]]:
+        """The indexes that `extend` searches, and those that it adds to."""
+        member = self._session.membership
+        return {index for index, _ in self._indexes}, {self._session.index, *([member.group.index] if member else [])}
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Count a draft that the caller, with threads of its own, made from `drafter` and `indexes` directly."""
@@ -157,13 +180,14 @@ class CacheRequest:
 
     def close(self) -> None:
         """Finish cleanly: the output joins the namespace's cached past outputs. Idempotent."""
-        self._end(clean=True)
+        self.end(clean=True)
 
     def abandon(self) -> None:
         """Abort: the output so far is partial, so only this session keeps it. Idempotent."""
-        self._end(clean=False)
+        self.end(clean=False)
 
-    def _end(self, *, clean: bool) -> None:
+    def end(self, *, clean: bool, settle: bool = True) -> None:
+        """`close` or `abandon`. Without `settle` the caller looks after the budgets afterwards."""
         if not self._open:
             return
         self._open = False
@@ -171,16 +195,16 @@ class CacheRequest:
             return
         try:
             if self._group is not None:
-                self.pool.leave(self._partition, self._session, self._group, keep=clean)
+                self.pool.leave(self.partition, self._session, self._group, keep=clean)
             if self.store:
                 if not clean:
                     self.pool.count(partial=1)
                 elif self._output and self.share:
                     self.pool.add_output(
-                        self._partition, self._session, self.labels, self.output, self._prompt_end, self._decode
+                        self.partition, self._session, self.labels, self.output, self._prompt_end, self._decode
                     )
         finally:
-            self.pool.release(self._partition, self._session, keep=self.store)
+            self.pool.release(self.partition, self._session, keep=self.store, settle=settle)
 
     def _leave_forgotten(self) -> None:
         """Stop drafting from the session's own text if the session was deleted meanwhile."""
@@ -196,9 +220,9 @@ class CacheRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(clean=error is None)
+        self.end(clean=error is None)
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         if not self._open:
             raise CacheClosedError("this cache request is closed")
         self.pool.require_open()
@@ -211,34 +235,6 @@ class CacheRequest:
             self.count_draft(len(draft), _accepted(draft, committed[start - self._length :].tolist()))
 
 
-def draft_batch(
-    pool: CachePool,
-    requests: Sequence[CacheRequest],
-    max_tokens: int | Sequence[int] | NDArray[np.integer],
-    min_probability: float,
-    *,
-    chain: bool,
-) -> list[Draft]:
-    """`SuffixCache.draft_batch` for requests of this pool."""
-    pool.require_open()
-    requests = list(requests) if isinstance(requests, Iterable) else [requests]
-    if not all(isinstance(request, CacheRequest) for request in requests):
-        raise InvalidRequestError("requests must be open requests of this cache", param="requests")
-    budgets = list(max_tokens) if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens] * len(requests)
-    if len(budgets) != len(requests):
-        message = f"{len(requests)} requests need as many budgets, not {len(budgets)}"
-        raise InvalidRequestError(message, param="max_tokens")
-    jobs = []
-    for request, budget in zip(requests, budgets, strict=True):
-        if request.pool is not pool:
-            raise InvalidRequestError("a request of another cache cannot be drafted for", param="requests")
-        jobs.append(request.job(budget, min_probability, chain=chain))
-    drafts = propose_batch(jobs)
-    for request, draft in zip(requests, drafts, strict=True):
-        request.expect(draft)
-    return drafts
-
-
 def _accepted(draft: Draft, tokens: list[int]) -> int:
     """How many leading tokens lie on a path of the draft."""
     edges = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
@@ -249,3 +245,118 @@ def _accepted(draft: Draft, tokens: list[int]) -> int:
             return count
         node = children[node, token]
     return len(tokens)
+
+
+Extension = tuple[CacheRequest, Tokens]
+
+
+class BatchCalls:
+    """The calls of a `SuffixCache` for many of its open requests. No other thread may use the requests meanwhile.
+
+    All raise `InvalidRequestError` for a request of another cache and for lists of different lengths, and
+    `CacheClosedError` where the cache is closed; nothing has changed then.
+    """
+
+    _pool: CachePool
+
+    def draft_batch(
+        self,
+        requests: Sequence[CacheRequest],
+        max_tokens: int | Sequence[int] | NDArray[np.integer] = 32,
+        min_probability: float = 0.0,
+        *,
+        chain: bool = False,
+        patience: float | None = None,
+    ) -> list[Draft]:
+        """Draft for each request as `request.draft` does, in one call that uses several threads where that is faster.
+
+        `max_tokens` is one number for all requests, or one for each. After `patience` seconds all trees are returned
+        as far as they have grown. Raises `InvalidRequestError` for a bad budget or patience too, and
+        `CacheClosedError` where one of the requests is closed; no request has a new draft then.
+        """
+        requests = self._own(requests)
+        budgets = list(max_tokens) if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens] * len(requests)
+        _require_each(requests, len(budgets), "budgets", "max_tokens")
+        require_patience(patience)
+        jobs = [one.job(budget, min_probability, chain=chain) for one, budget in zip(requests, budgets, strict=True)]
+        drafts = propose_batch(jobs, patience)
+        for request, draft in zip(requests, drafts, strict=True):
+            request.expect(draft)
+        return drafts
+
+    def extend_batch(
+        self, requests: Sequence[CacheRequest], tokens: Sequence[TokensLike], *, learn: bool = True
+    ) -> None:
+        """Extend each request by the tokens at its place, as `request.extend` does one after the other.
+
+        What the drafts before had right is looked up in several threads where that is faster. Raises
+        `InvalidRequestError` for what are no token ids and for a request given twice, and `CacheClosedError` where one
+        of the requests is closed; nothing has changed then.
+        """
+        requests = self._own(requests)
+        _require_each(requests, len(tokens), "lists of tokens", "tokens")
+        if len({id(request) for request in requests}) < len(requests):
+            raise InvalidRequestError("a request is given twice; join its tokens", param="requests")
+        for request in requests:
+            request.require_open()
+        extensions = list(zip(requests, map(as_tokens, tokens), strict=True))
+        for together in _lots(extensions):
+            if len(together) == 1:
+                together[0][0].extend(together[0][1], learn=learn)
+            else:
+                _extend(together, learn)
+
+    def close_batch(self, requests: Sequence[CacheRequest]) -> None:
+        """Close each request as `request.close` does, one after the other; budgets are looked after once for all.
+
+        All are closed whatever fails, and a failure is raised then.
+        """
+        requests = self._own(requests)
+        with contextlib.ExitStack() as settled:
+            for partition in {request.partition: None for request in requests}:
+                settled.callback(self._pool.namespaces.settle, partition)
+            for request in reversed(requests):  # a stack: what was put there last is done first
+                settled.callback(request.end, clean=True, settle=False)
+
+    def _own(self, requests: Sequence[CacheRequest]) -> list[CacheRequest]:
+        self._pool.require_open()
+        requests = list(requests) if isinstance(requests, Iterable) else [requests]
+        if not all(isinstance(request, CacheRequest) for request in requests):
+            raise InvalidRequestError("requests must be open requests of this cache", param="requests")
+        if any(request.pool is not self._pool for request in requests):
+            raise InvalidRequestError("requests must not be of another cache", param="requests")
+        return requests
+
+
+def _require_each(requests: Sequence[CacheRequest], given: int, what: str, param: str) -> None:
+    if given != len(requests):
+        raise InvalidRequestError(f"{len(requests)} requests need as many {what}, not {given}", param=param)
+
+
+def _lots(extensions: Iterable[Extension]) -> Iterator[list[Extension]]:
+    """What can be done together, in order: what none searches that another adds to, and one round of each."""
+    lot: list[Extension] = []
+    searched: set[SuffixIndex] = set()
+    written: set[SuffixIndex] = set()
+    for request, tokens in extensions:
+        reads, writes = request.indexes_used()
+        if len(tokens) > ROUND or len(writes) > 1 or writes & searched or reads & written:
+            if lot:
+                yield lot
+            lot, searched, written = [], set(), set()
+        if len(tokens) > ROUND or len(writes) > 1:
+            yield [(request, tokens)]
+            continue
+        lot.append((request, tokens))
+        searched |= reads
+        written |= writes
+    if lot:
+        yield lot
+
+
+def _extend(extensions: Sequence[Extension], learn: bool) -> None:
+    pairs = [pair for pair in extensions if len(pair[1])]
+    jobs: list[ExtendJob] = [request.extension(tokens, learn) for request, tokens in pairs]
+    extend_batch(jobs)
+    for request, tokens in pairs:
+        request.extended(tokens)

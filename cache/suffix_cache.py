@@ -11,9 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
@@ -21,13 +18,13 @@ from agentspec.cache.memory.limits import CacheLimits
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
-from agentspec.cache.request import CacheRequest, draft_batch
+from agentspec.cache.request import BatchCalls, CacheRequest
 from agentspec.cache.responses import ResponseLimits, open_responses
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.cache.tool_turns import open_tool_turns
 from agentspec.cache.usage import open_usage
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
-from agentspec.types import Draft, Labels, Namespace
+from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
     from agentspec.cache.storage.sequence_store import SequenceStore
@@ -42,7 +39,7 @@ _log = logging.getLogger(__name__)
 _MAINTENANCE_SECONDS = 0.5  # how often a process, idle or not, applies what other processes added and deleted
 
 
-class SuffixCache:
+class SuffixCache(BatchCalls):
     """Stores prompts and outputs and drafts the tokens that are likely to come next. Thread-safe; a context manager.
 
     Open it with `SuffixCache.open`.
@@ -210,23 +207,6 @@ class SuffixCache:
         except BaseException:
             self._pool.release(partition, found)
             raise
-
-    def draft_batch(
-        self,
-        requests: Sequence[CacheRequest],
-        max_tokens: int | Sequence[int] | NDArray[np.integer] = 32,
-        min_probability: float = 0.0,
-        *,
-        chain: bool = False,
-    ) -> list[Draft]:
-        """Draft for each request as `request.draft` does, in one call that uses several threads where that is faster.
-
-        `max_tokens` is one number for all requests, or one for each. As with `draft`, no other thread may use the
-        requests meanwhile. Raises `InvalidRequestError` for a bad budget, a request of another cache, or a number of
-        budgets that differs from that of the requests, and `CacheClosedError` where one of the requests or the cache
-        is closed; no request has a new draft then.
-        """
-        return draft_batch(self._pool, requests, max_tokens, min_probability, chain=chain)
 
     def forget(
         self,

@@ -64,6 +64,14 @@ def require_budget(max_tokens: int, min_probability: float) -> None:
         )
 
 
+def require_patience(patience: float | None) -> None:
+    """Raise `InvalidRequestError` unless `patience` is None or at least 0 seconds."""
+    number = isinstance(patience, int | float) and not isinstance(patience, bool)
+    if patience is not None and not (number and patience >= 0):
+        message = f"patience must be seconds, 0 or more, or None, not {patience!r}"
+        raise InvalidRequestError(message, param="patience")
+
+
 def inflate(packed: bytes, most: int) -> bytes:
     """Decompress what zlib packed. Raises `ValueError` for more than `most` bytes, `zlib.error` for damaged data."""
     stream = zlib.decompressobj()
