@@ -17,7 +17,7 @@ from agentspec.cache.memory.group import Group, Membership
 from agentspec.cache.memory.sessions import Sessions
 from agentspec.cache.record import SequenceMeta, SequenceRecord
 from agentspec.cache.tokens import EMPTY, MOST_LEARNED, Tokens, inflate
-from agentspec.errors import CacheFormatError
+from agentspec.errors import CacheFormatError, InvalidRequestError
 from agentspec.types import Namespace
 
 _OVERHEAD = 2048  # bytes of the Python objects of an empty namespace
@@ -114,9 +114,21 @@ class Partition:
     def add(self, record: SequenceRecord) -> None:
         """Add a finished output to the cached past outputs."""
         with self.lock:
-            self.shared.append(record.sequence, record.tokens, record.context)
+            while not self._append(record):
+                self._evict_past(_LEAST_SHARE)
+                self.merge(lambda: False)
             self._meta[record.sequence] = record.meta
             self.added += len(record.tokens)
+
+    def _append(self, record: SequenceRecord) -> bool:
+        """Add to the index; false where it has no positions left but would have them without older outputs."""
+        try:
+            self.shared.append(record.sequence, record.tokens, record.context)
+        except InvalidRequestError:  # of an output that is new and was checked: the index is full
+            if not self.shared.sequence_count:
+                raise
+            return False
+        return True
 
     def holds(self, sequence: int) -> bool:
         """Whether a sequence is among the cached past outputs."""

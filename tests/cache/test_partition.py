@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from agentspec.cache.index import SuffixIndex
 from agentspec.cache.partition import Partition
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.tokens import EMPTY
+from agentspec.errors import InvalidRequestError
 from agentspec.types import Labels, Namespace, Source
 
 
@@ -79,3 +82,19 @@ def test_what_a_drafter_learns_is_its_own_and_takes_memory_only_then() -> None:
     np.testing.assert_array_equal(partition_with(0).drafter.state(), untouched)
     second.drafter.restore(untouched)
     assert second.drafter.memory_bytes() == empty  # what equals the beginning is shared again
+
+
+def test_outputs_find_room_where_positions_run_out() -> None:
+    """An index hands out 2^32 positions, here fewer: the oldest outputs make room, and no output is refused."""
+    partition = Partition(Namespace("t"))
+    partition.shared = SuffixIndex(deferred=True, capacity=20_000)
+    for sequence in range(200):
+        tokens = (1000 * sequence + np.arange(500)).astype(np.int32)
+        partition.add(SequenceRecord(sequence, Namespace("t"), Labels(), tokens, tokens[:5], 0.0))
+        assert partition.shared.count(tokens[:64]) == 1
+    kept = sorted(partition.shared.usage().sequences.tolist())
+    assert kept == list(range(200 - len(kept), 200)) and len(kept) >= 20
+    assert [number for number in range(200) if partition.holds(number)] == kept
+    partition.shared.check_integrity()
+    with pytest.raises(InvalidRequestError, match="full: 20000 positions"):  # more than it can ever hold
+        partition.add(SequenceRecord(200, Namespace("t"), Labels(), np.zeros(20_000, np.int32), EMPTY, 0.0))
