@@ -16,7 +16,11 @@ TRANSCRIPT = 0
 """Number of the only sequence in a session's index."""
 
 _OVERHEAD = 1024  # bytes of the Python objects around an index
-_SEARCHED = 512  # sessions searched at most for the session that a prompt continues
+_SEARCHED = 512  # lengths of prompts, and sessions, looked at for the session that a prompt continues
+_MARK = 8  # tokens at the end of what a prompt must share with the last that tell most sessions apart
+
+Mark = tuple[int, bytes]
+"""Tokens of the last prompt that a continuation must share, and the last of these tokens."""
 
 
 class Session:
@@ -27,7 +31,7 @@ class Session:
     session nor share its output.
     """
 
-    __slots__ = ("_mark", "_needed", "busy", "forgotten", "index", "label", "measured", "membership", "name", "used_at")
+    __slots__ = ("busy", "forgotten", "index", "label", "mark", "measured", "membership", "name", "used_at")
 
     def __init__(self, name: str | None, label: str | None = None) -> None:
         self.name = name
@@ -38,8 +42,7 @@ class Session:
         self.busy = True
         self.measured = 0
         self.membership: Membership | None = None  # of the request that holds this session
-        self._needed = 0  # tokens of the last prompt that a continuation must share
-        self._mark = b""  # the last 8 of these tokens
+        self.mark: Mark = 0, b""
 
     def begin(self, prompt: Tokens, limit: int) -> None:
         """Make `prompt` the transcript: the tokens shared with the last transcript stay, others are cut off or added.
@@ -53,8 +56,8 @@ class Session:
         elif known < self.index.length(TRANSCRIPT):
             self.index.truncate(TRANSCRIPT, known)
         self.index.append(TRANSCRIPT, kept[known:])
-        self._needed = len(kept) - min(16, len(kept) // 4)
-        self._mark = _mark(kept, self._needed)
+        needed = len(kept) - min(16, len(kept) // 4)
+        self.mark = needed, kept[max(0, needed - _MARK) : needed].tobytes()
 
     def size(self) -> int:
         """Bytes that this session takes."""
@@ -66,26 +69,18 @@ class Session:
         The last few tokens of the last prompt may differ: chat templates end a prompt otherwise than they continue it.
         """
         shared = self.index.common_prefix(TRANSCRIPT, prompt)
-        return shared if shared >= self._needed else 0
-
-    def may_be_continued_by(self, prompt: memoryview) -> bool:
-        """Whether the bytes of a prompt have what its continuations have: much cheaper than comparing transcripts."""
-        end = 4 * self._needed
-        return len(prompt) >= end and prompt[max(0, end - 32) : end] == self._mark
-
-
-def _mark(prompt: Tokens, end: int) -> bytes:
-    return prompt[max(0, end - 8) : end].tobytes()
+        return shared if shared >= self.mark[0] else 0
 
 
 class Sessions:
     """The sessions of one namespace, least recently used first. The caller holds the namespace's lock."""
 
-    __slots__ = ("_by_name", "_sessions", "busy", "memory_bytes")
+    __slots__ = ("_by_name", "_idle", "_sessions", "busy", "memory_bytes")
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._by_name: dict[str, Session] = {}
+        self._idle: OrderedDict[int, dict[bytes, dict[int, Session]]] = OrderedDict()  # that no request holds, by mark
         self.memory_bytes = 0
         self.busy = 0  # sessions that requests hold
 
@@ -103,6 +98,7 @@ class Sessions:
         self.busy += 1
         found = self._by_name.get(name) if name is not None else self._continued_by(prompt)
         if found is not None and not found.busy:
+            self._take(found)
             found.busy = True
             found.used_at = time.time()
             self._sessions.move_to_end(id(found))
@@ -117,10 +113,30 @@ class Sessions:
         if len(prompt) == 0:
             return None
         data = prompt.data.cast("B")
-        newest = islice((session for session in reversed(self._sessions.values()) if not session.busy), _SEARCHED)
-        scored = [(one.continued_by(prompt), one) for one in newest if one.may_be_continued_by(data)]
-        shared, session = max(scored, key=lambda pair: pair[0], default=(0, None))
+        marked: list[Session] = []
+        for needed in islice(reversed(self._idle), _SEARCHED):
+            if needed <= len(prompt):
+                mark = bytes(data[4 * max(0, needed - _MARK) : 4 * needed])
+                marked += islice(reversed(self._idle[needed].get(mark, {}).values()), _SEARCHED)
+        scored = [(one.continued_by(prompt), one.used_at, one) for one in marked]
+        shared, _, session = max(scored, key=lambda each: each[:2], default=(0, 0.0, None))
         return session if shared else None
+
+    def _file(self, session: Session) -> None:
+        """Let a session be found that no request holds."""
+        needed, end = session.mark
+        self._idle.setdefault(needed, {}).setdefault(end, {})[id(session)] = session
+        self._idle.move_to_end(needed)
+
+    def _take(self, session: Session) -> None:
+        """Let nobody find a session. Does nothing where nobody would."""
+        needed, end = session.mark
+        marks = self._idle.get(needed, {})
+        alike = marks.get(end, {})
+        if alike.pop(id(session), None) is not None and not alike:
+            del marks[end]
+            if not marks:
+                del self._idle[needed]
 
     def measure(self, session: Session) -> None:
         """Account for the session's present size."""
@@ -133,6 +149,8 @@ class Sessions:
         self._no_longer_busy(session)
         session.used_at = time.time()
         self.measure(session)
+        if id(session) in self._sessions and session.index.sequence_count:  # else it was never begun
+            self._file(session)
 
     def _no_longer_busy(self, session: Session) -> None:
         if session.busy and id(session) in self._sessions:
@@ -150,6 +168,7 @@ class Sessions:
     def forget(self, session: Session) -> None:
         """Delete a session with its transcript. Does nothing if it is deleted already."""
         self._no_longer_busy(session)
+        self._take(session)
         if self._sessions.pop(id(session), None) is None:
             return
         if session.name is not None:

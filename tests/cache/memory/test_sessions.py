@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from agentspec.cache.memory.sessions import TRANSCRIPT, Session, Sessions
 from agentspec.cache.tokens import Tokens
@@ -95,3 +97,36 @@ def test_the_least_recently_used_idle_session_goes_first() -> None:
     sessions.release(busy)
     assert sessions.evict()
     assert (len(sessions), sessions.memory_bytes) == (0, 0)
+
+
+PROMPT = st.builds(lambda at, end: [*range(at), *range(50, end)], st.sampled_from([0, 4, 12, 24]), st.integers(50, 60))
+
+
+@example([("begin", [1, 2, 3], None), ("release", [], None), ("begin", [1, 2, 3, 4, 5], None), ("release", [], None)])
+@given(st.lists(st.tuples(st.sampled_from(["begin", "begin", "release", "forget"]), PROMPT, st.none() | st.just("s"))))
+def test_a_prompt_finds_whichever_idle_session_it_continues_furthest(
+    actions: list[tuple[str, list[int], str | None]],
+) -> None:
+    sessions = Sessions()
+    held: list[Session] = []
+    for action, prompt, name in actions:
+        if action == "begin":
+            best = max((one.continued_by(tokens(*prompt)) for one in sessions if not one.busy), default=0)
+            session = sessions.acquire(name, tokens(*prompt))
+            if name is None and prompt:
+                assert (session.continued_by(tokens(*prompt)) if session.index.sequence_count else 0) == best
+            session.begin(tokens(*prompt), MOST)
+            held.append(session)
+        elif held:
+            getattr(sessions, action)(held.pop(len(prompt) % len(held)))
+    for session in held:
+        sessions.release(session)
+    while sessions.evict():
+        pass
+    assert (len(sessions), sessions.busy, sessions.memory_bytes, sessions._idle) == (0, 0, 0, {})
+
+
+def test_a_session_that_was_never_begun_is_not_looked_at() -> None:
+    sessions = Sessions()
+    sessions.release(sessions.acquire(None, tokens(1)))
+    assert not sessions.acquire(None, tokens(1)).index.sequence_count
