@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ def engines(
     command: Annotated[
         str | None, typer.Option(help="Command that starts a server, with {model} and {port}; for one --engine")
     ] = None,
+    local: Annotated[
+        str | None, typer.Option(help='First the local engine, with these options of bench gpu: --local "--shape 1b"')
+    ] = None,
 ) -> None:
     """Run vLLM and SGLang on a GPU, with no drafts, their own and ours: cold, warm, eight at once, after a restart."""
     from agentspec.benchmarks.engines.run import EnginePlan, run_engines
@@ -46,7 +50,8 @@ def engines(
             raise typer.BadParameter("needs {model} and {port} in it, and one --engine", param_hint="--command")
         commands[chosen[0]] = command
     require_writable(results)
-    plan = EnginePlan(chosen, model, results, load_prompts("edit_short")[:limit], seconds, commands)
+    options = None if local is None else shlex.split(local)
+    plan = EnginePlan(chosen, model, results, load_prompts("edit_short")[:limit], seconds, commands, local=options)
     publish(partial(run_engines, plan), None)
 
 

@@ -1,7 +1,9 @@
 """Runs all variants of the engines, one server at a time, and keeps what was measured, so that a run can go on later.
 
-A variant is the unit of work: its server answers the prompts cold and warm, then eight at once; it is stopped and
-started again, and answers once more. The file with the results is written after each variant, whole or not at all.
+If asked for, the local engine's figures (`agentspec bench gpu`) come first, in a process of their own that leaves
+the device to the servers. A variant is the unit of work: its server answers the prompts cold and warm, then eight at
+once; it is stopped and started again, and answers once more. The file with the results is written after each variant,
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +35,17 @@ from agentspec.benchmarks.report import Progress
 from agentspec.errors import ConfigurationError
 
 FORMAT = 1  # of the results
+LOCAL = "local engine"
+LOCAL_SECONDS = 570.0  # at most, so that one step of a run fits into ten minutes
+AGENTSPEC = (sys.executable, "-c", "from agentspec.cli import app; app()")
 COLUMNS = ("server", "part", "tok/s", "tokens/step", f"same as {OFF}")
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """What to run. A variant that would begin after `seconds` is left for the next call; `commands` start a server,
-    with `{model}` and `{port}` in them. Everything is kept in the file `results` and in a folder beside it.
+    with `{model}` and `{port}` in them. Everything is kept in the file `results` and in a folder beside it. `local` are
+    the options with which `agentspec bench gpu` measures the local engine; None leaves that out.
     """
 
     engines: Sequence[EngineName]
@@ -47,6 +56,7 @@ class EnginePlan:
     commands: Mapping[EngineName, str] = field(default_factory=lambda: COMMANDS)
     max_tokens: int = MAX_TOKENS
     start_seconds: float = 900.0
+    local: Sequence[str] | None = None
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -64,7 +74,9 @@ class EnginePlan:
 
 @dataclass(slots=True)
 class EngineResults:
-    """What was measured of each variant by its key: parts with their answers, or the reason why there are none."""
+    """What was measured of each variant by its key: parts with their answers, or the reason why there are none; of the
+    local engine, its figures.
+    """
 
     subject: dict[str, Any]
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -73,6 +85,8 @@ class EngineResults:
     def show(self) -> Iterator[RenderableType]:
         yield report.table("Engines", COLUMNS, self._rows())
         for key, found in self.measured.items():
+            if "shown" in found:
+                yield found["shown"]
             if "failed" in found:
                 yield f"  {key}: {found['failed'].strip().splitlines()[-1]}"
         if self.left:
@@ -104,12 +118,16 @@ def run_engines(plan: EnginePlan, *, progress: Progress) -> EngineResults:
     Raises `ConfigurationError` if the results are of another model, other prompts or commands, or cannot be read.
     """
     results, until = read_results(plan), time.monotonic() + plan.seconds
-    wanted = [variant for engine in plan.engines for variant in variants(engine)]
-    for variant in wanted:
-        if variant.key not in results.measured and time.monotonic() < until:
-            results.measured[variant.key] = _measured(variant, plan, progress)
+    wanted: dict[str, Callable[[], dict[str, Any]]] = {}
+    if plan.local is not None:
+        wanted[LOCAL] = partial(_local, plan, progress)
+    for engine in plan.engines:
+        wanted |= {variant.key: partial(_measured, variant, plan, progress) for variant in variants(engine)}
+    for key, measure in wanted.items():
+        if key not in results.measured and time.monotonic() < until:
+            results.measured[key] = measure()
             write_results(results, plan.results)
-    results.left = [variant.key for variant in wanted if variant.key not in results.measured]
+    results.left = [key for key in wanted if key not in results.measured]
     return results
 
 
@@ -134,6 +152,21 @@ def write_results(results: EngineResults, path: Path) -> None:
         kept = {"subject": results.subject, "measured": results.measured, "conditions": report.conditions()}
         json.dump(kept, file, indent=1)
     os.replace(file.name, path)
+
+
+def _local(plan: EnginePlan, progress: Progress) -> dict[str, Any]:
+    """The figures of the local engine, and what the command printed; `failed` says that a check did, or all of it."""
+    progress(f"{LOCAL}: agentspec bench gpu")
+    with tempfile.TemporaryDirectory() as folder:
+        file, seconds = Path(folder, "gpu.json"), min(LOCAL_SECONDS, plan.seconds)
+        command = [*AGENTSPEC, "bench", "gpu", "--json", str(file), "--seconds", str(seconds), *(plan.local or ())]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        found: dict[str, Any] = {"shown": done.stdout}
+        if done.returncode:
+            found["failed"] = done.stderr.strip() or f"agentspec bench gpu ended with status {done.returncode}"
+        if file.exists():
+            found["figures"] = json.loads(file.read_text())
+        return found
 
 
 def _measured(variant: Variant, plan: EnginePlan, progress: Progress) -> dict[str, Any]:

@@ -68,6 +68,32 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert started == ["vllm agentspec 15"]
 
 
+WRITES = "import json, sys; json.dump({'rest': sys.argv[1:]}, open(sys.argv[4], 'w')); print('a table')"
+
+
+@pytest.mark.parametrize(("end", "failed"), [("", {}), ("; sys.exit('a check failed')", {"failed": "a check failed"})])
+def test_the_local_engine_comes_first_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, failed: dict[str, str]
+) -> None:
+    monkeypatch.setattr(run, "variants", lambda engine: [])
+    monkeypatch.setattr(run, "AGENTSPEC", (sys.executable, "-c", WRITES + end))
+    asked = plan(tmp_path, seconds=60.0, local=["--shape", "1b"])
+    found = run_engines(asked, progress=quiet).measured[run.LOCAL]
+    assert found["figures"]["rest"][:2] == ["bench", "gpu"]
+    assert found["figures"]["rest"][-4:] == ["--seconds", "60.0", "--shape", "1b"]
+    assert found == {"shown": "a table\n", "figures": found["figures"], **failed}
+    monkeypatch.setattr(run, "AGENTSPEC", ("/nowhere",))
+    again = run_engines(asked, progress=quiet)
+    assert again.measured == {run.LOCAL: found} and again.left == []
+    assert "a table\n" in list(again.show())
+
+
+def test_a_local_engine_that_cannot_be_measured_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "variants", lambda engine: [])
+    found = run_engines(plan(tmp_path, local=["--shape", "huge"]), progress=quiet).measured[run.LOCAL]
+    assert "figures" not in found and "huge" in found["failed"]
+
+
 def test_results_of_something_else_are_not_mixed_in(tmp_path: Path) -> None:
     first = plan(tmp_path)
     write_results(EngineResults(first.subject, {"vllm off": {"failed": "x"}}), first.results)
