@@ -1,4 +1,4 @@
-"""The measurements of engines on their devices: `agentspec bench gpu`, `vllm`, `engines` and `fleet`."""
+"""The measurements of engines on their devices: `agentspec bench gpu`, `drafters`, `vllm`, `engines` and `fleet`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import FAILED, require_writable
+from agentspec.cli.common import FAILED, ModelOption, require_writable
 from agentspec.cli.publish import publish
 
 
@@ -91,6 +91,23 @@ def vllm(
         return
     run = partial(run_vllm, place, limit=limit, controls=controls, predictions=predictions)
     publish(run, json, wide=False, subject=subject)
+
+
+def drafters(
+    draft_model: Annotated[str, typer.Option(help="Small model that drafts, named as --model is")],
+    model: ModelOption = "smollm2-135m",
+    ratio: Annotated[
+        float, typer.Option(help="A forward of --model takes so many times as long as one of --draft-model", min=0.1)
+    ] = 5.0,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts of each set", min=1)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 96,
+    json: Annotated[Path | None, typer.Option(help="Write every count to this file")] = None,
+) -> None:
+    """Count what a small model drafts alone and beside the token cache, on edits and new text, by a computed clock."""
+    from agentspec.benchmarks.draft_models import DraftPlan, run_draft_models
+
+    plan = DraftPlan(model, draft_model, ratio, limit, max_tokens)
+    publish(partial(run_draft_models, plan), json, packages=("torch", "transformers"), subject={"model": model})
 
 
 def fleet(

@@ -1,0 +1,56 @@
+"""What small models draft, counted by a computed clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from agentspec.benchmarks.draft_models import (
+    BOTH,
+    CACHE,
+    MODEL,
+    NONE,
+    DraftCounts,
+    DraftModelReport,
+    DraftPlan,
+    run_draft_models,
+)
+from agentspec.benchmarks.report import print_report, write_json
+from agentspec.cli import app
+
+
+def test_the_figures_of_a_drafter(tmp_path: Path) -> None:
+    plain = DraftCounts(NONE, 4, 200, 200, 50, 0, 0, 2.0, 0.05, ((1, 2), (3,)))
+    small = DraftCounts(MODEL, 4, 200, 80, 20, 60, 150, 1.0, 0.04, ((1, 2), (4,)))
+    report = DraftModelReport(DraftPlan("m", "s"), {"edits": [plain, small]})
+    console = Console(record=True, width=200)
+    print_report(report, console)
+    (row,) = (line.split("│")[1:-1] for line in console.export_text().splitlines() if MODEL in line)
+    assert [cell.strip() for cell in row] == [MODEL, "4", "2.50", "60", "30", "2.5", "2.00x", "2.00", "1/2"]
+    write_json(report, tmp_path / "out.json", {})
+    assert json.loads((tmp_path / "out.json").read_text())["sets"]["edits"][1]["draft_forwards"] == 60
+
+
+@pytest.mark.slow
+@pytest.mark.counted
+def test_a_small_model_that_is_the_target_drafts_what_it_says(tiny_model: Path) -> None:
+    """Counts are the same whenever they are taken, and answers are those without drafts, greedy and drawn."""
+    plan = DraftPlan(str(tiny_model), str(tiny_model), ratio=20.0, limit=4, max_tokens=24, at_once=(1, 4))
+    found, again = (run_draft_models(plan, progress=lambda said: None).sets for _ in range(2))
+    for name, rows in found.items():
+        by_name = {(row.drafter, row.at_once): row for row in rows}
+        assert {drafter for drafter, _ in by_name} == {NONE, CACHE, MODEL, BOTH}
+        assert len({row.answers for row in rows}) == 1
+        assert by_name[MODEL, 1].steps < by_name[NONE, 1].steps and by_name[MODEL, 1].draft_forwards > 0
+        assert by_name[MODEL, 4].draft_forwards < by_name[MODEL, 4].draft_items
+        assert by_name[CACHE, 1].draft_forwards == 0 and by_name[CACHE, 1].host > 0
+        counts = [(row.steps, row.draft_forwards, row.computed) for row in rows]
+        assert counts == [(row.steps, row.draft_forwards, row.computed) for row in again[name]]
+
+
+def test_the_command_asks_for_a_ratio_above_nothing() -> None:
+    assert CliRunner().invoke(app, ["bench", "drafters", "--draft-model", "x", "--ratio", "0"]).exit_code == 2
