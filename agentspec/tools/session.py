@@ -211,7 +211,8 @@ class ToolSession:
                 if not early:
                     return []
                 self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
-                launched = (one.call for one in chosen if self._launch(one.call, one.probability, start))
+                allowed = (one for one in chosen if one.call.name in early)  # whatever a predictor says
+                launched = (one.call for one in allowed if self._launch(one.call, one.probability, start))
                 return list(islice(launched, self._speculator.limits.per_turn))
             self._drop_all()
             return []
