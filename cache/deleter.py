@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agentspec.cache.deletion import Selection, select
+from agentspec.cache.deletion import Scope, Selection, select
 from agentspec.cache.pool import CachePool
 from agentspec.errors import CacheError
+from agentspec.telemetry.safe_errors import error_location
 
 if TYPE_CHECKING:
     from agentspec.cache.storage.sequence_store import SequenceStore
+
+_log = logging.getLogger(__name__)
 
 _SELDOM, _OFTEN, _SHARE = 3600.0, 1.0, 1 / 24  # old sequences are looked for after this share of the retention
 
@@ -30,6 +35,14 @@ class Deleter:
         self._store = store
         self._retention = retention
         self._expires_at = time.monotonic()
+        self._listeners: list[Callable[[Scope], None]] = []
+
+    def listen(self, listener: Callable[[Scope], None]) -> Callable[[], None]:
+        """Have `listener` called with the scope of every deletion, here or in another process that uses the database,
+        once it is applied to memory and before `forget` returns. It must not wait. Returns what ends that.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
 
     @property
     def expires(self) -> bool:
@@ -44,7 +57,10 @@ class Deleter:
         """
         self._pool.invalidate_sessions(selection.scope)
         if self._store is None:
-            return self._forget_in_memory(selection)
+            count = self._forget_in_memory(selection)
+            if count or not expiring:
+                self._tell(selection.scope)
+            return count
         return self._forget_stored(self._store, selection, expiring)
 
     def expire(self) -> None:
@@ -82,6 +98,14 @@ class Deleter:
                     self._pool.forget(partition, [number for number in numbers if number not in stored])
                 # A namespace that is loaded later starts from what the store has, which holds no deleted token.
                 self._pool.namespaces.forget_learned()
+                self._tell(scope)
+
+    def _tell(self, scope: Scope) -> None:
+        for listener in [*self._listeners]:
+            try:
+                listener(scope)
+            except Exception as error:  # what others keep must not hold up the deletion here
+                _log.error("what was derived of deleted text may be left: %s", error_location(error))
 
     def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
         with store.segments.writing():

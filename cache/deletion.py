@@ -56,6 +56,21 @@ class Scope:
         return self.session is None or (session is not None and self.session == _digest(self.salt, session))
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a deletion covers of what an engine keeps by tenant and session for a model, whose `namespace` it knows."""
+
+    scope: Scope
+    namespace: Callable[[str], Namespace]
+
+    def concerns(self, tenant: str) -> bool:
+        return self.scope.concerns(self.namespace(tenant))
+
+    def covers(self, tenant: str, session: str | None, made: float) -> bool:
+        """Whether it covers what was learned of a session (None: nameless) at that time, in seconds since 1970."""
+        return self.scope.covers(session, made) and self.concerns(tenant)
+
+
 @dataclass(frozen=True)
 class Selection:
     """The conditions of a deletion, all of which must hold. `before` is a time in seconds since 1970."""

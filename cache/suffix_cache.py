@@ -71,6 +71,7 @@ class SuffixCache(BatchCalls):
         self.tool_turns = open_tool_turns(store, retention, content_filter, responses.total // 2, responses.tenant)
         self.usage = open_usage(store, usage_days)
         self._deleter = Deleter(self._pool, store, retention)
+        self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
         self._left_behind = False
         self._starting = threading.Lock()

@@ -42,6 +42,7 @@ from agentspec.backends.torch.text.model_tokens import ModelTokens
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.cache.deletion import Reach, Scope
 from agentspec.errors import (
     ConfigurationError,
     ContextLengthError,
@@ -93,6 +94,7 @@ class TorchBackend(ModelTokens):
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(context, settings, self._open_session)
+        self._end_listening = cache.on_forget(self._forget) if cache is not None else lambda: None
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
         self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
         self._next_turns = NextTurns(
@@ -257,7 +259,13 @@ class TorchBackend(ModelTokens):
         """Copy `rows` [n, width] to the model's device, in float32."""
         return await computed(self._tasks, lambda: VectorScan(rows, self.target.device))
 
+    def _forget(self, scope: Scope) -> None:
+        """Something was deleted from the cache: reuse nothing that derives from it."""
+        self._next_turns.forget()
+        self._engine.forget(Reach(scope, self._loaded.namespace))
+
     async def aclose(self) -> None:
+        self._end_listening()
         await self._next_turns.aclose()
         self._tasks.close()
         self._long_prompts.close()

@@ -15,6 +15,7 @@ from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.step import Outcome, run_step
 from agentspec.backends.torch.model.device import is_async_device, is_device_error, is_out_of_memory
+from agentspec.cache.deletion import Reach
 from agentspec.errors import AgentSpecError, EngineError, EngineStoppedError, ShuttingDownError
 from agentspec.telemetry.safe_errors import error_location
 
@@ -61,6 +62,15 @@ class Engine:
         self._thread.wake()
         return True
 
+    def forget(self, reach: Reach) -> None:
+        """Reuse nothing any more of what a deletion covers: neither KV slots nor what was learned of steps' prompts.
+
+        The memory is freed before the next step. Any thread may call this.
+        """
+        self.prefills.forget(reach)
+        self.scheduler.forget_text(reach)
+        self._thread.wake()
+
     def cancel(self, request: EngineRequest) -> None:
         """Free the request's place now and stop its work before the next step. Does nothing if it has finished."""
         if self.scheduler.cancel(request):
@@ -91,7 +101,11 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        return self.scheduler.closed or self.scheduler.has_work
+        return self.scheduler.closed or self.scheduler.has_work or self._forgets
+
+    @property
+    def _forgets(self) -> bool:
+        return self.prefills.forgets or self.scheduler.prefix_cache.forgets
 
     def turn(self) -> None:
         """Run one step. Only the computing thread may call this."""
@@ -100,7 +114,11 @@ class Engine:
         try:
             if self.scheduler.closed:
                 self._end(ShuttingDownError("the engine was shut down"))
-            else:
+                return
+            if self._forgets:
+                self.prefills.carry_out()
+                self.scheduler.prefix_cache.shrink(None)
+            if self.scheduler.has_work:
                 self._step()
         except BaseException as error:
             if isinstance(error, Exception) and not is_device_error(error):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from time import time
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
+from agentspec.cache.deletion import Reach
 
 SHORTEST = 8  # a shorter common prefix is faster to compute again than to copy
 Tokens = NDArray[np.int64]
@@ -20,7 +23,8 @@ Tokens = NDArray[np.int64]
 class PrefixNode:
     """A stretch of tokens with their slots, in a tree: every path from the root is the beginning of a text.
 
-    `used` is the time of its last use. A tenant's root has neither tokens nor slots.
+    `used` is the time of its last use. `session` and `made` say whose request brought the tokens first, and when;
+    `guessed` ones were read ahead of any request. A tenant's root has neither tokens nor slots.
     """
 
     tokens: Tokens
@@ -28,6 +32,9 @@ class PrefixNode:
     parent: PrefixNode | None
     used: int = 0
     children: list[PrefixNode] = field(default_factory=list)
+    session: str | None = None
+    guessed: bool = False
+    made: float = field(default_factory=time)
 
 
 class PrefixCache:
@@ -35,18 +42,29 @@ class PrefixCache:
     prompt, is kept once. The least recently used ends of texts are dropped first.
 
     `find` returns copies of the slots, so that branches of one conversation can run at once. Holds at most
-    `limit_bytes` (None: no limit of its own), and no more than the last `shrink` allowed. Not thread-safe.
+    `limit_bytes` (None: no limit of its own), and no more than the last `shrink` allowed. Any thread may call `forget`;
+    all else belongs to one thread.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit = limit_bytes
         self._roots: dict[str, PrefixNode] = {}
         self._clock = count(1)
+        self._deletions: deque[Reach] = deque()
         self.nbytes = 0
 
     def __len__(self) -> int:
         """The number of texts of which none is the beginning of another."""
         return sum(1 for _ in self._ends())
+
+    def forget(self, reach: Reach) -> None:
+        """Delete what `reach` covers: it is found no more, and the next call of another method frees its memory."""
+        self._deletions.append(reach)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a deletion is still to be carried out, as `shrink` does."""
+        return bool(self._deletions)
 
     def takes(self, nbytes: int) -> bool:
         """Whether so many bytes are within the limit."""
@@ -83,6 +101,8 @@ class PrefixCache:
         left_bytes: int | None = None,
         *,
         copy: bool = True,
+        session: str | None = None,
+        guessed: bool = False,
     ) -> None:
         """Keep the slots of `tokens`, the first ones of `cache`, as far as they are not cached already, if they fit.
 
@@ -105,7 +125,8 @@ class PrefixCache:
             self.shrink(limit - needed, spared)
             if self.nbytes + needed > limit:
                 return
-        node = PrefixNode(own[shared:], cache.rows(shared, len(own), release=not copy), parent, next(self._clock))
+        rows = cache.rows(shared, len(own), release=not copy)
+        node = PrefixNode(own[shared:], rows, parent, next(self._clock), session=session, guessed=guessed)
         parent.children.append(node)
         self.nbytes += node.rows.nbytes
         self._roots[tenant] = [*_lineage(node)][-1]
@@ -114,6 +135,7 @@ class PrefixCache:
         """Drop the least recently used ends of texts, but none of `spared`, until at most `left_bytes` are held.
         Returns what was dropped.
         """
+        self._carry_out()
         limit, dropped = self._least(left_bytes), set[PrefixNode]()
         while limit is not None and self.nbytes > limit:
             end = min((node for node in self._ends() if node not in spared), key=lambda node: node.used, default=None)
@@ -127,12 +149,26 @@ class PrefixCache:
         self._roots.clear()
         self.nbytes = 0
 
+    def _carry_out(self) -> None:
+        """Delete what was to be forgotten, with the texts that go on behind it."""
+        while self._deletions:
+            reach = self._deletions.popleft()
+            for tenant in [tenant for tenant in self._roots if reach.concerns(tenant)]:
+                waiting = [self._roots[tenant]]
+                while waiting:
+                    node = waiting.pop()
+                    node.children = [one for one in node.children if not _reached(one, tenant, reach)]
+                    waiting += node.children
+            self._roots = {tenant: root for tenant, root in self._roots.items() if root.children}
+            self.nbytes = sum(node.rows.nbytes for node in self._nodes())
+
     def _least(self, left_bytes: int | None) -> int | None:
         limits = [limit for limit in (self._limit, left_bytes) if limit is not None]
         return min(limits, default=None)
 
     def _match(self, tenant: str, wanted: Tokens) -> list[tuple[PrefixNode, int]]:
         """The nodes whose tokens `wanted` begins with, and how many tokens of each."""
+        self._carry_out()
         path: list[tuple[PrefixNode, int]] = []
         node, at = self._roots.get(tenant), 0
         while node is not None and at < len(wanted):
@@ -156,7 +192,9 @@ class PrefixCache:
         """Divide a node in two, of which the first is returned."""
         assert node.parent is not None
         first, rest = node.rows.split(at)
-        head = PrefixNode(node.tokens[:at].copy(), first, node.parent, node.used, [node])
+        head = PrefixNode(
+            node.tokens[:at].copy(), first, node.parent, node.used, [node], node.session, node.guessed, node.made
+        )
         node.parent.children[node.parent.children.index(node)] = head
         node.tokens, node.rows, node.parent = node.tokens[at:].copy(), rest, head
         return head
@@ -175,12 +213,18 @@ class PrefixCache:
 
     def _ends(self) -> Iterator[PrefixNode]:
         """All nodes that no text goes on behind."""
+        return (node for node in self._nodes() if not node.children and node.parent is not None)
+
+    def _nodes(self) -> Iterator[PrefixNode]:
         waiting = list(self._roots.values())
         while waiting:
             node = waiting.pop()
             waiting += node.children
-            if not node.children and node.parent is not None:
-                yield node
+            yield node
+
+
+def _reached(node: PrefixNode, tenant: str, reach: Reach) -> bool:
+    return node.guessed or reach.covers(tenant, node.session, node.made)
 
 
 def _lineage(node: PrefixNode | None) -> Iterator[PrefixNode]:

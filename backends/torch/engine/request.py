@@ -28,6 +28,8 @@ class EngineRequest:
     prediction: list[int] | None
     deliver: Callable[[Delta | Exception], None]
     cancelled: bool = False
+    forgotten: bool = False
+    """Whether a deletion came while it was open: nothing of it is kept."""
     constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     shares_prompt: bool = False
     answered: int = 0

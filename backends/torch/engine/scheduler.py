@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import clear_frames
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEs
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
+from agentspec.cache.deletion import Reach
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta
@@ -318,6 +321,14 @@ class Scheduler:
         with self._lock:
             self._unfinished.discard(request)
 
+    def forget_text(self, reach: Reach) -> None:
+        """Keep nothing of what a deletion covers, of open requests either. Any thread may call this."""
+        with self._lock:
+            for request in self._unfinished:
+                covered = reach.covers(request.tenant, request.original.labels.session, math.inf)
+                request.forgotten = request.forgotten or covered
+        self.prefix_cache.forget(reach)
+
     def share_prompt(self, sequence: Sequence) -> None:
         """Copy the prompt's KV slots into the prefix cache for the other choices of the same request."""
         sequence.request.shares_prompt = False
@@ -328,14 +339,15 @@ class Scheduler:
         first tokens.
         """
         cache, request = sequence.kv_cache, sequence.request
-        if request.original.store and isinstance(cache, SequenceCache):
+        if request.original.store and not request.forgotten and isinstance(cache, SequenceCache):
             tokens = sequence.tokens[: cache.length if length is None else length]
-            self.keep(request.tenant, tokens, cache, copy=length is not None)
+            self.keep(request.tenant, tokens, cache, copy=length is not None, session=request.original.labels.session)
 
-    def keep(self, tenant: str, tokens: list[int], cache: SequenceCache, *, copy: bool = False) -> None:
-        """Move the slots of `tokens` from `cache` into the prefix cache, or copy them."""
+    def keep(self, tenant: str, tokens: list[int], cache: SequenceCache, **how: Any) -> None:
+        """Move the slots of `tokens` from `cache` into the prefix cache, or copy them: see `PrefixCache.keep`."""
         try:
-            self.prefix_cache.keep(tenant, tokens, cache, self.kv_budget.idle_bytes(self.active), copy=copy)
+            left, how = self.kv_budget.idle_bytes(self.active), {"copy": False, **how}
+            self.prefix_cache.keep(tenant, tokens, cache, left, **how)
         except Exception as error:  # no memory for the copy: the answer itself is not affected
             if is_device_error(error):
                 raise

@@ -11,6 +11,7 @@ from time import monotonic
 import numpy as np
 
 from agentspec.backends.torch.engine.prefix_cache import SHORTEST, Tokens, common_prefix
+from agentspec.cache.deletion import Reach
 
 MOST_JOBS = 32
 JOB_SECONDS = 120.0  # a prompt that has not come by then is expected no more
@@ -30,6 +31,7 @@ class PrefillJob:
     expires: float
     read: int = 0
     settled: int = -1
+    forgotten: bool = False
 
     @property
     def exhausted(self) -> bool:
@@ -118,6 +120,13 @@ class PrefillQueue:
     def cancel(self, job: PrefillJob) -> None:
         with self._lock:
             if job in self._jobs:
+                self._cancel(job)
+
+    def forget(self, reach: Reach) -> None:
+        """Expect nothing more of the tenants that a deletion concerns: what was expected may derive from its text."""
+        with self._lock:
+            for job in [one for one in self._jobs if reach.concerns(one.tenant)]:
+                job.forgotten = True
                 self._cancel(job)
 
     def clear(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class NextTurns:
     ) -> None:
         self._tokenizer, self._queue, self._is_idle, self._off_the_loop = tokenizer, queue, is_idle, off_the_loop
         self._enabled = enabled
+        self._deletions = 0  # so far: what was on its way when one came is not read ahead
+        self._lock = threading.Lock()
         self._waiting: dict[str, asyncio.Task[None]] = {}  # by the id of the first call that has no result yet
 
     def watch(self, request: GenerateRequest) -> Callable[[Delta], Delta]:
@@ -66,8 +69,15 @@ class NextTurns:
         """As `Prefills.prefill`. Raises `InvalidRequestError` for messages that the template refuses."""
         if not request.store or request.messages is None:
             return False
-        known = partial(known_prompt, self._tokenizer, request, unfinished=unfinished)
-        return self._queue(request.tenant, await self._off_the_loop(request, known))
+        known, deletions = partial(known_prompt, self._tokenizer, request, unfinished=unfinished), self._deletions
+        tokens = await self._off_the_loop(request, known)
+        with self._lock:
+            return deletions == self._deletions and self._queue(request.tenant, tokens)
+
+    def forget(self) -> None:
+        """Something is deleted: what is on its way may hold its text. Any thread may call this, before the queue."""
+        with self._lock:
+            self._deletions += 1
 
     async def aclose(self) -> None:
         """Cancel what waits, of the running loop; another loop ended with its tasks."""
@@ -96,6 +106,7 @@ class NextTurns:
 
     async def _launch(self, request: GenerateRequest) -> None:
         """Queue the next turn once the engine rests: a prompt is not even tokenized for an engine that is busy."""
+        deletions = self._deletions
         for seconds in WAITS:
             await asyncio.sleep(seconds)
             if self._is_idle():
@@ -103,7 +114,8 @@ class NextTurns:
         else:
             return
         try:
-            await self.prefill(request)
+            if deletions == self._deletions:
+                await self.prefill(request)
         except InvalidRequestError:  # a template without tools' results: the caller will send something else
             pass
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from agentspec.backends.torch.engine.prefill.job import PrefillJob, PrefillQueue
@@ -14,6 +15,7 @@ from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error, synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.cache.deletion import Reach
 from agentspec.errors import ContextLengthError, OverloadedError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.telemetry.safe_errors import error_location
@@ -35,6 +37,7 @@ class PrefillReader:
     ) -> None:
         self.queue = PrefillQueue()
         self._steps = StepPrompts()
+        self._deletions: deque[Reach] = deque()
         self._context, self._scheduler = context, scheduler
         self._device_failed = device_failed
         self._job: PrefillJob | None = None
@@ -50,8 +53,30 @@ class PrefillReader:
 
     def answered(self, request: EngineRequest) -> None:
         """Expect the prompt of the step that is likely to follow. Only the computing thread may call this."""
+        self.carry_out()
+        if request.forgotten:
+            return
         if beginning := self._steps.ended(request):
             self.add(request.tenant, beginning)
+
+    def forget(self, reach: Reach) -> None:
+        """Expect nothing that derives from what a deletion covers. Any thread may call this."""
+        self._deletions.append(reach)
+        self.queue.forget(reach)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a deletion is still to be carried out."""
+        return bool(self._deletions)
+
+    def carry_out(self) -> None:
+        """Forget the steps that deletions cover. Only the computing thread may call this."""
+        while self._deletions:
+            reach = self._deletions.popleft()
+            self._steps.forget(reach)
+            self.queue.forget(reach)  # what was expected of the steps meanwhile
+        if self._job is not None and self._job.forgotten:
+            self._abandon()
 
     @property
     def ready(self) -> bool:
@@ -72,8 +97,8 @@ class PrefillReader:
         """Make room for other work: keep what was read. Only the computing thread may call this."""
         job, cache, self._job, self._cache = self._job, self._cache, None, None
         self._returned()
-        if job is not None and cache is not None:
-            self._scheduler.keep(job.tenant, job.tokens[: cache.length].tolist(), cache)
+        if job is not None and cache is not None and not job.forgotten:
+            self._scheduler.keep(job.tenant, job.tokens[: cache.length].tolist(), cache, guessed=True)
 
     def fail(self, error: BaseException) -> None:
         """The device failed, which the engine is told as well."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from time import time
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.cache.deletion import Reach
 
 MOST_STEPS = 256  # that are remembered, and as many sessions
 LONGEST = 4096  # tokens of a prompt that are remembered
@@ -30,6 +32,7 @@ class StepRecord:
     tokens: ShortTokens = field(default_factory=lambda: np.empty(0, np.int32))
     shared: ShortTokens = field(default_factory=lambda: np.empty(0, np.int32))
     followers: Counter[Key] = field(default_factory=Counter)
+    began: float = field(default_factory=time)
 
     def saw(self, session: str | None, prompt: list[int]) -> None:
         tokens = np.asarray(prompt[:LONGEST], dtype=np.int32)
@@ -66,6 +69,19 @@ class StepPrompts:
         _put(self._steps, step, record)
         record.saw(labels.session, request.prompt)
         return self._next(record)
+
+    def forget(self, reach: Reach) -> None:
+        """Forget all steps of the tenants that a deletion concerns: what sessions had in common is not told apart."""
+
+        def left(tenant: str, began: float) -> bool:
+            before = reach.scope.before
+            return not reach.concerns(tenant) or (before is not None and began >= before)
+
+        kept = {key: record for key, record in self._steps.items() if left(key[0], record.began)}
+        self._steps = OrderedDict(kept)
+        self._places = OrderedDict((place, step) for place, step in self._places.items() if step in kept)
+        for record in kept.values():
+            record.followers = Counter({step: seen for step, seen in record.followers.items() if step in kept})
 
     def _next(self, record: StepRecord) -> list[int]:
         for follower, count in record.followers.most_common(1):
