@@ -38,8 +38,8 @@ class UsageAlone(DatabaseUsage):
             raise
         return cls(database, days)
 
-    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
-        stored = super().add(rows, since=since, day=day)
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
+        stored = super().add(rows, since=since, day=day, batch=batch)
         with suppress(CacheError):  # the rows are committed: who is told otherwise adds them again
             self.maintain()
         return stored

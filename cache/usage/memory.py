@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from agentspec.cache.deletion import Selection
-from agentspec.cache.usage.row import Owner, UsageRow, last_day, oldest_day
+from agentspec.cache.usage.row import BATCH_SECONDS, Owner, UsageRow, last_day, oldest_day
 
 
 class MemoryUsage:
@@ -17,11 +17,15 @@ class MemoryUsage:
     def __init__(self, days: int) -> None:
         self._days = days
         self._lock = threading.Lock()
+        self._batches: dict[str, float] = {}
         self._rows: dict[tuple[str, str, str, str], UsageRow] = {}
 
-    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
         with self._lock:
-            for row in rows:
+            known = batch in self._batches
+            if batch is not None:
+                self._batches[batch] = time.time()
+            for row in () if known else rows:
                 key = (row.day, row.tenant, row.key, row.model)
                 present = self._rows.get(key)
                 self._rows[key] = row if present is None else present.plus(row)
@@ -51,6 +55,9 @@ class MemoryUsage:
     def maintain(self) -> None:
         oldest = oldest_day(time.time(), self._days)
         self._remove(lambda row: row.day < oldest)
+        with self._lock:
+            old = time.time() - BATCH_SECONDS
+            self._batches = {name: stored for name, stored in self._batches.items() if stored > old}
 
     def _remove(self, goes: Callable[[UsageRow], bool]) -> int:
         with self._lock:

@@ -52,17 +52,19 @@ class UsageRow:
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in COUNTS})
 
 
+BATCH_SECONDS = 7 * 86400.0  # that the name of a batch is remembered
 COUNTS = tuple(one.name for one in fields(UsageRow) if one.type == "int")
 
 
 class KeepsUsage(Protocol):
     """Usage, added up over all processes. Blocking and thread-safe. Raises `CacheError` if the store cannot be used."""
 
-    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
         """Add counts to what is there, all or none; returns the tokens of each key on `day`.
 
         The counts are not older than `since`, in seconds since 1970: those of a tenant that was forgotten after that
-        are left out.
+        are left out. Rows that were added under the same `batch`, a name that nothing else has, are not added again
+        for a week.
         """
         ...
 

@@ -12,7 +12,7 @@ from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.rows.side_table import SideTable
 from agentspec.cache.storage.schema import Kinds, Name, is_sound, keep_no_statistics
-from agentspec.cache.usage.row import COUNTS, Owner, UsageRow, forgets_tenant, last_day, oldest_day
+from agentspec.cache.usage.row import BATCH_SECONDS, COUNTS, Owner, UsageRow, forgets_tenant, last_day, oldest_day
 
 _LOOK_SECONDS = 3600.0  # between two looks for what is too old
 _NAMES = ("day", "tenant", "key", "model")
@@ -27,6 +27,13 @@ usage = sa.Table(
 )
 keep_no_statistics(usage, "tenant", "key", "model")
 
+batches = sa.Table(
+    "usage_batches",
+    _metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("stored", sa.Float, nullable=False),  # seconds since 1970
+)
+
 _KINDS: Kinds = (*((name, str) for name in _NAMES), *((name, int) for name in COUNTS))
 _TOKENS = usage.c.prompt_tokens + usage.c.completion_tokens + usage.c.estimated_tokens
 
@@ -36,15 +43,18 @@ class DatabaseUsage:
 
     def __init__(self, database: Database, days: int) -> None:
         self._table = SideTable(database, usage, "usage")
+        self._batches = SideTable(database, batches, "usage")  # which a database of an older version lacks
         self._days = days
         self._look_at = time.monotonic()
 
-    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
         if not rows:
             with self._table.reading() as connection:
                 return {} if connection is None else _totals(connection, day)
         with self._table.writing() as connection:
             self._table.create(connection)
+            if batch is not None and not self._first(connection, batch):
+                return _totals(connection, day)
             forgotten = [scope for _, scope in deletion_log.after(connection, since)]
             for row in rows:
                 if not any(forgets_tenant(scope, row.tenant) for scope in forgotten):
@@ -81,6 +91,9 @@ class DatabaseUsage:
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._delete_old()
+            with self._batches.changing() as changing:
+                if changing is not None:
+                    self._batches.delete_where(changing, batches.c.stored < time.time() - BATCH_SECONDS)
         self._table.erase()
 
     def _delete_old(self) -> None:
@@ -92,6 +105,12 @@ class DatabaseUsage:
         with self._table.changing() as changing:
             if changing is not None:
                 self._table.delete_where(changing, old)
+
+    def _first(self, connection: sa.Connection, batch: str) -> bool:
+        """Note that a batch is stored; False if it was before. One that is just being stored is waited for."""
+        self._batches.create(connection)
+        insert = self._batches.database.insert(batches).values(id=batch, stored=time.time())
+        return connection.execute(insert.on_conflict_do_nothing()).rowcount > 0
 
     def _add(self, connection: sa.Connection, row: UsageRow) -> None:
         insert = self._table.database.insert(usage).values(**{name: getattr(row, name) for name in (*_NAMES, *COUNTS)})

@@ -17,14 +17,14 @@ class RemoteUsage(RemoteStore):
 
     route: ClassVar[str] = "/usage"
 
-    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
         """As of `UsageStore`. Raises `EngineRestartingError` if the process does not answer."""
-        found = self.ask("add", [asdict(row) for row in rows], since, day)
+        found = self.ask("add", [asdict(row) for row in rows], since, day, batch)
         return {(tenant, key): tokens for tenant, key, tokens in found}
 
 
 def answer_usage(source: UsageSource, name: str, told: Sequence[Any]) -> list[tuple[str, str, int]]:
     """What `RemoteUsage` is answered."""
-    rows, since, day = told
-    stored = source().add([UsageRow(**row) for row in rows], since=since, day=day)
+    rows, since, day, batch = told
+    stored = source().add([UsageRow(**row) for row in rows], since=since, day=day, batch=batch)
     return [(*owner, tokens) for owner, tokens in stored.items()]

@@ -19,7 +19,7 @@ from agentspec.cache.deletion import Selection, select
 from agentspec.cache.storage.database import Database
 from agentspec.cache.usage import COUNTS, MemoryUsage, UsageRow, UsageStore, day_of
 from agentspec.cache.usage.alone import UsageAlone
-from agentspec.cache.usage.row import forgets_tenant, last_day, oldest_day
+from agentspec.cache.usage.row import BATCH_SECONDS, forgets_tenant, last_day, oldest_day
 from agentspec.cache.usage.table import DatabaseUsage
 from agentspec.errors import CacheUnavailableError
 
@@ -49,6 +49,51 @@ def test_counts_add_up(store: Open) -> None:
     assert add(opened, full, row(day="2020-01-01")) == {("wörld\0", "k"): 2 * full.tokens, ("b", "k"): 10}
     assert opened.read() == [row(day="2020-01-01"), row("b"), full.plus(full)]
     assert add(opened)["b", "k"] == 10
+
+
+def test_a_batch_that_comes_again_is_not_added_again(store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, since = store(), time.time()
+
+    def told(batch: str | None) -> int:
+        return opened.add([row("b"), row()], since=since, day=TODAY, batch=batch)["b", "k"]
+
+    assert [told(name) for name in ("one", "one", "two", "one", None, None, "two")] == [10, 10, 20, 20, 30, 40, 40]
+    assert [one.requests for one in opened.read()] == [4, 4]
+    later = time.time() + BATCH_SECONDS + 9
+    monkeypatch.setattr(time, "time", lambda: later)
+    (fresh := store()).maintain()  # of another process, in a database
+    (fresh if not isinstance(opened, MemoryUsage) else opened).maintain()
+    assert told("one") == 50 and told("one") == 50
+
+
+def test_a_batch_that_is_just_being_added_is_waited_for(store: Open) -> None:
+    opened, others = store(), 8
+    add(opened, row("z"))  # else all of them would make the table
+    start = threading.Barrier(others)
+
+    def tell(name: str) -> None:
+        start.wait(30)
+        opened.add([row()], since=time.time(), day=TODAY, batch=name)
+
+    threads = [threading.Thread(target=tell, args=(f"b{number % 2}",)) for number in range(others)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [one.requests for one in opened.read(tenant="a")] == [2]
+
+
+def test_a_database_of_an_older_version_gets_the_names_of_batches(database: Database | None) -> None:
+    if database is None:
+        pytest.skip("memory has no versions")
+    add(DatabaseUsage(database, 400), row())
+    with database.writing() as connection:
+        connection.exec_driver_sql("DROP TABLE usage_batches")
+    opened = DatabaseUsage(database, 400)
+    opened.maintain()
+    for _ in range(2):
+        opened.add([row()], since=time.time(), day=TODAY, batch="one")
+    assert [one.requests for one in opened.read()] == [2]
 
 
 def test_rows_are_chosen_by_their_names_and_days(store: Open) -> None:

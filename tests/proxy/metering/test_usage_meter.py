@@ -40,12 +40,14 @@ class Flaky:
     inner: MemoryUsage = field(default_factory=lambda: MemoryUsage(400))
     fails: bool = False
     calls: int = 0
+    stores: bool = False  # before it fails
 
-    def add(self, rows: Sequence[UsageRow], *, since: float, day: str) -> Mapping[Owner, int]:
+    def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
         self.calls += 1
+        found = self.inner.add(rows, since=since, day=day, batch=batch) if self.stores or not self.fails else {}
         if self.fails:
             raise CacheUnavailableError("the database is away")
-        return self.inner.add(rows, since=since, day=day)
+        return found
 
 
 def over(prompt: int, completion: int, model: str = "m") -> RequestRecord:
@@ -79,8 +81,9 @@ def test_counts_of_a_key_and_model_make_one_row() -> None:
     assert store.calls == 1, "nothing is asked while there is nothing to tell"
 
 
-def test_what_cannot_be_stored_waits() -> None:
-    store = Flaky(fails=True)
+@pytest.mark.parametrize("stores", [False, True], ids=["before it stores", "after it has stored"])
+def test_what_cannot_be_stored_waits_and_is_counted_once(stores: bool) -> None:
+    store = Flaky(fails=True, stores=stores)
     meter = UsageMeter(lambda: store, KeyLimits(), clock=lambda: TODAY)
 
     async def run() -> None:
