@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,28 @@ def wait(condition: Any, seconds: float = 240.0) -> None:
     while not condition():
         assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.02)
+
+
+@pytest.fixture
+def looked_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    """Wait for something that the caches' own threads bring about: in vain if they have looked after the caches for 800
+    times since, which two caches do in some minutes, or in many more on a machine that has no time for them.
+    """
+    rounds, maintain = [0], SuffixCache._maintain
+
+    def counted(cache: SuffixCache) -> None:
+        rounds[0] += 1
+        maintain(cache)
+
+    monkeypatch.setattr(SuffixCache, "_maintain", counted)
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        limit = rounds[0] + 800
+        while not condition():
+            assert rounds[0] < limit, "waited in vain"
+            time.sleep(0.02)
+
+    return wait_for
 
 
 # Addresses.
@@ -192,8 +215,12 @@ def test_who_has_seen_an_id_has_seen_all_smaller_ones(postgres: str) -> None:
 # A server that goes away.
 
 
+@pytest.mark.timeout(3600)
 def test_drafting_goes_on_without_the_server_and_writing_when_it_is_back(
-    server: Server, postgres: str, caplog: pytest.LogCaptureFixture
+    server: Server,
+    postgres: str,
+    caplog: pytest.LogCaptureFixture,
+    looked_after: Callable[[Callable[[], bool]], None],
 ) -> None:
     with SuffixCache.open(postgres) as writer, SuffixCache.open(postgres) as follower:
         record(writer, [1], [40, 41, 42], session="s")
@@ -212,15 +239,15 @@ def test_drafting_goes_on_without_the_server_and_writing_when_it_is_back(
                 assert request.draft(max_tokens=2).tokens.tolist() == [41, 42]
             stats = writer.stats()
             assert stats.store_error is not None and stats.disk_bytes == disk_bytes
-            wait(lambda: writer.stats().mode == "follower")  # the server holds no lock for it any more
+            looked_after(lambda: writer.stats().mode == "follower")  # the server holds no lock for it any more
         finally:
             server.start()
-        wait(lambda: writer.stats().store_error is None)
-        wait(lambda: writer.stats().mode == "writer")
+        looked_after(lambda: writer.stats().store_error is None)
+        looked_after(lambda: writer.stats().mode == "writer")
         for cache in (writer, follower):
-            wait(lambda cache=cache: cache.stats().store_error is None)
+            looked_after(lambda cache=cache: cache.stats().store_error is None)
             cache.flush()
-            wait(lambda cache=cache: cache.stats().sequences == 7)
+            looked_after(lambda cache=cache: cache.stats().sequences == 7)
             assert cache.stats().unwritten == 0
         assert writer.forget(session="forgotten later") == 3
     with SuffixCache.open(postgres) as cache:
@@ -228,16 +255,19 @@ def test_drafting_goes_on_without_the_server_and_writing_when_it_is_back(
     assert any("written again" in message for message in caplog.messages)
 
 
-def test_what_was_forgotten_while_it_waited_to_be_written_is_not_written(server: Server, postgres: str) -> None:
+@pytest.mark.timeout(3600)
+def test_what_was_forgotten_while_it_waited_to_be_written_is_not_written(
+    server: Server, postgres: str, looked_after: Callable[[Callable[[], bool]], None]
+) -> None:
     with SuffixCache.open(postgres) as one, SuffixCache.open(postgres) as other:
         server.stop()
         record(one, [1], [40, 41], session="s")
         with pytest.raises(CacheError, match="tried again"):
             one.flush()
         server.start()
-        wait(lambda: forgotten(other))
-        wait(lambda: one.stats().store_error is None)
-        wait(lambda: one.stats().sequences == 0)
+        looked_after(lambda: forgotten(other))
+        looked_after(lambda: one.stats().store_error is None)
+        looked_after(lambda: one.stats().sequences == 0)
         one.flush()
     with SuffixCache.open(postgres) as cache:
         assert cache.stats().sequences == 0
