@@ -91,11 +91,6 @@ class Runtime:
         self._started = False
         self._closed = False
 
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Runtime:
-        """A runtime that builds all backends that `settings` names."""
-        return cls(settings)
-
     @property
     def ready(self) -> bool:
         """Whether every backend is built and the runtime accepts requests."""
@@ -212,11 +207,9 @@ class Runtime:
     def _base(self, model: str) -> tuple[str, str]:
         """The backend of a model, or of a strategy's base model, and its own name for the model."""
         strategy = self.settings.models.get(model)
-        return (
-            named_model(self.settings, strategy.base)
-            if isinstance(strategy, StrategySettings)
-            else self._resolve(model)
-        )
+        if isinstance(strategy, StrategySettings):
+            return named_model(self.settings, strategy.base)
+        return self._resolve(model)
 
     def _is_upstream(self, name: str) -> bool:
         return name in self._pools or isinstance(self.settings.backends.get(name), OpenAISettings)

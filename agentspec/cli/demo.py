@@ -105,7 +105,7 @@ def _runtime(model: str) -> Runtime:
         "backends": {"local": {"kind": "torch", "model": model, "prefix_bytes": 0}},
         "cache": {"path": None, "store": True},
     }
-    runtime = Runtime.from_settings(load_settings(None, overrides, only_overridden_backends=True))
+    runtime = Runtime(load_settings(None, overrides, only_overridden_backends=True))
     runtime.start()
     return runtime
 

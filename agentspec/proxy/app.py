@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -68,12 +68,15 @@ from agentspec.proxy.responses.stored import StoredRoute
 from agentspec.proxy.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
 from agentspec.telemetry.samples import BackendSample
 
 VERSION = version("agentspec")
 MODELS_SECONDS = 10.0  # to list the models of an upstream
 Handler = Callable[[Request], Awaitable[Response]]
+# What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
+Common = tuple[Runtime, ServerSettings, Admission, BodyBudget, Deadlines, EnginePlaces, Metering, EngineLink | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +109,46 @@ def create_app(
     settings = settings or runtime.settings
     server = settings.server
     shared = shared or Shared(ConcurrencyLimiter(server), server.max_body_memory)
-    limiter, engine = shared.limiter, shared.engine
+    _warn_of_unpaced(settings)
     budget = BodyBudget(shared.body_memory, server.parsing_threads, shared=bool(server.api_keys))
-    upstreams = [name for name, backend in settings.backends.items() if not backend.local]
-    if server.stream_pacing and upstreams:
-        logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
-    places = EnginePlaces(server, settings.backends)
-    pages, deadlines = Pages(runtime, shared, places), Deadlines()
+    places, deadlines = EnginePlaces(server, settings.backends), Deadlines()
+    pages = Pages(runtime, shared, places)
     metering = shared.metering or _metering(runtime)
     metering.metrics = pages.registry
     metering.update(server)
-    common = (runtime, server, limiter, budget, deadlines, places, metering, engine)
+    common: Common = (runtime, server, shared.limiter, budget, deadlines, places, metering, shared.engine)
+    endpoints, responses = _endpoints(settings, common)
+    fleet = FleetPages(runtime, shared.drain, pages.all_metrics)
+    routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
+    _refuse_twice(routes)
+    turns = endpoints[0].turns  # of chats, the only ones with a next turn
+    pages.registry.prefills(lambda: turns.counts)
+    runtime.limit_upstreams(server.max_output_tokens)
+    loading = Loading(runtime, metering.begin, turns.aclose)
+    router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: _lifespan(loading, metering))
+    return GatewayMiddleware(
+        routes=router,
+        authenticator=Authenticator(server.api_keys),
+        hosts=HostCheck(server),
+        limiter=shared.limiter,
+        deadlines=deadlines,
+        metrics=pages.registry,
+        loading=loading,
+        endpoints=endpoints,
+        runtime=runtime,
+        budget=budget,
+        metering=metering,
+    )
+
+
+def _warn_of_unpaced(settings: Settings) -> None:
+    upstreams = [name for name, backend in settings.backends.items() if not backend.local]
+    if settings.server.stream_pacing and upstreams:
+        logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
+
+
+def _endpoints(settings: Settings, common: Common) -> tuple[list[GenerationEndpoint], ResponsesEndpoint]:
+    """What answers each route that uses models, chats first, and again the one that stores its answers."""
     responses = ResponsesEndpoint(RESPONSES, *common)
     endpoints: list[GenerationEndpoint] = [
         GenerationEndpoint(CHAT, *common),
@@ -126,33 +158,32 @@ def create_app(
         CountTokensEndpoint(COUNT_TOKENS, *common),
         responses,
     ]
-    routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
-    sides: list[GenerationEndpoint] = [TokenizationEndpoint(path, *common) for path in (TOKENIZE, DETOKENIZE)]
-    if server.extra_routes:
+    endpoints += [TokenizationEndpoint(path, *common) for path in (TOKENIZE, DETOKENIZE)]
+    if extra := settings.server.extra_routes:
         upstream = sole_upstream(settings)
-        sides += [ExtraRoute(path, *common, upstream) for path in server.extra_routes]
-    routes += [_RecordedRoute(one.path, one, "POST", "uses_models") for one in sides]
-    endpoints += sides
-    routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
-    fleet = FleetPages(runtime, shared.drain, pages.all_metrics)
+        endpoints += [ExtraRoute(path, *common, upstream=upstream) for path in extra]
+    return endpoints, responses
+
+
+def _generating(endpoints: Iterable[GenerationEndpoint]) -> Iterator[_RecordedRoute]:
+    for one in endpoints:
+        yield _RecordedRoute(f"{one.root}{one.path}", one, "POST", "uses_models")
+
+
+def _describing(pages: Pages, fleet: FleetPages) -> Iterator[_RecordedRoute]:
+    for path, handler in pages.routes().items():
+        yield _RecordedRoute(path, handler, "GET")
     for path, page in {"/metrics": pages.metrics, "/fleet": fleet.status}.items():
-        routes.append(_RecordedRoute(path, page, "GET", "reads_metrics"))
+        yield _RecordedRoute(path, page, "GET", "reads_metrics")
     for path, page in {"/fleet/drain": fleet.drain, "/fleet/resume": fleet.resume}.items():
-        routes.append(_RecordedRoute(path, page, "POST", "reads_metrics"))
-    stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
-    for path, methods in stored.items():
-        handler = StoredRoute(responses, items=path.endswith("items"))
-        routes.append(_RecordedRoute(path, handler, methods, "uses_models"))
-    _refuse_twice(routes)
-    turns = endpoints[0].turns
-    pages.registry.prefills(lambda: turns.counts)
-    runtime.limit_upstreams(server.max_output_tokens)
-    loading = Loading(runtime, metering.begin, turns.aclose)
-    router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: _lifespan(loading, metering))
-    authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
-    return GatewayMiddleware(
-        router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints, runtime, budget, metering
-    )
+        yield _RecordedRoute(path, page, "POST", "reads_metrics")
+
+
+def _stored(responses: ResponsesEndpoint) -> Iterator[_RecordedRoute]:
+    """The routes that read and delete stored answers of the Responses API."""
+    one = f"/v1{RESPONSES}/{{id}}"
+    yield _RecordedRoute(one, StoredRoute(responses, items=False), ("GET", "DELETE"), "uses_models")
+    yield _RecordedRoute(f"{one}/input_items", StoredRoute(responses, items=True), "GET", "uses_models")
 
 
 class Pages:

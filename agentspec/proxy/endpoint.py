@@ -99,6 +99,7 @@ class GenerationEndpoint:
     `settings` may be replaced while requests run. `engine` answers for the models that are in another process.
     """
 
+    root: ClassVar[str] = "/v1"  # what stands before `path` in the gateway's routes
     framing: ClassVar[Framing] = CHUNKS
     generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
     path: str

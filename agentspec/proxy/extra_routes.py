@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -43,6 +43,7 @@ class ExtraRoute(GenerationEndpoint):
     What the server keeps of such requests is its own business, so that several tenants need `shared_upstream`.
     """
 
+    root: ClassVar[str] = ""
     upstream: str = ""
 
     async def _admitted(

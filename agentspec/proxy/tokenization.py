@@ -58,6 +58,7 @@ class _DetokenizeBody(Body):
 class TokenizationEndpoint(GenerationEndpoint):
     """Tokens of a prompt, or of a chat's prompt; or the text of tokens. A strategy's are those of its base model."""
 
+    root: ClassVar[str] = ""
     generates: ClassVar[bool] = False
 
     async def _respond(self, exchange: Exchange) -> None:

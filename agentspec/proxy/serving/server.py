@@ -40,7 +40,7 @@ def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], S
     """
     share_heaps()
     logs.configure(log_level, background=True)
-    runtime = Runtime.from_settings(settings)
+    runtime = Runtime(settings)
     app = create_app(runtime, settings)
     app.loading.when_ready = spare_what_is_loaded
     if is_unprotected(settings.server):

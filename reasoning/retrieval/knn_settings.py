@@ -1,6 +1,0 @@
-"""The former path and name of `agentspec.reasoning.retrieval.knn.KnnSettings`."""
-
-from agentspec.reasoning.settings import KnnSettings as KnnKnobs
-from agentspec.reasoning.settings import KnnSettings as KnnSettings
-
-__all__ = ["KnnKnobs", "KnnSettings"]
