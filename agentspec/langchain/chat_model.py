@@ -237,26 +237,15 @@ class ChatAgentSpec(BaseChatModel):
         options: Mapping[str, Any],
     ) -> GenerateRequest:
         """The request of one call. Its labels are read here, in the caller's context."""
-        left = {name: value for name, value in options.items() if value is not None and name != "stream"}
-        if fixed := [name for name in _FIXED if name in left]:
-            raise InvalidRequestError(f"{fixed[0]} is set once, on ChatAgentSpec, not per call", param=fixed[0])
-        if stop is not None:
-            left["stop"] = stop
         policy = current_policy()
-        if policy.model is not None:
-            left.setdefault("model", policy.model)
-        chosen = {name: left.pop(name, getattr(self, name)) for name in (*_SAMPLING, *_OWN)}
-        extra = {
-            **self.extra_body,
-            **left.pop("extra_body", {}),
-            **{name: value for name, value in left.items() if value != []},
-        }
+        chosen, extra = self._options(options, stop, policy.model)
         prediction = _predicted(chosen["prediction"])
-        if prediction is not None and self.base_url is not None:
-            extra["prediction"] = {"type": "content", "content": prediction}
         target = chosen["latency_target_ms_per_token"]
-        if target is not None and self.base_url is not None:
-            extra["latency_target_ms_per_token"] = target
+        if self.base_url is not None:  # an endpoint reads these from the body
+            if prediction is not None:
+                extra["prediction"] = {"type": "content", "content": prediction}
+            if target is not None:
+                extra["latency_target_ms_per_token"] = target
         speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
         return GenerateRequest(
             model=chosen["model"],
@@ -273,6 +262,24 @@ class ChatAgentSpec(BaseChatModel):
             extra=extra,
             prefill_next=chosen["prefill"] and not is_replayed(),
         )
+
+    def _options(
+        self, given: Mapping[str, Any], stop: list[str] | None, model: str | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options of a call that are known here, by name, and those to pass on. What the call has `given` comes
+        before the `model` of the step, and that before this object's own. Raises `InvalidRequestError`.
+        """
+        left = {name: value for name, value in given.items() if value is not None and name != "stream"}
+        if fixed := [name for name in _FIXED if name in left]:
+            raise InvalidRequestError(f"{fixed[0]} is set once, on ChatAgentSpec, not per call", param=fixed[0])
+        if stop is not None:
+            left["stop"] = stop
+        if model is not None:
+            left.setdefault("model", model)
+        known = {name: left.pop(name, getattr(self, name)) for name in (*_SAMPLING, *_OWN)}
+        per_call = left.pop("extra_body", {})
+        others = {name: value for name, value in left.items() if value != []}  # an empty list asks for nothing
+        return known, {**self.extra_body, **per_call, **others}
 
     def _answer(self, call: GenerateRequest) -> Callable[[], AsyncGenerator[Delta]]:
         """What yields the answer to `call` on another loop; the steps of the caller's context are those around it."""
