@@ -224,56 +224,61 @@ class Supervisor:
 
     def _received(self, child: Child, message: Message) -> None:
         """Take a message of a process."""
-        name, *told = message
         life = child.life
         if life is None:
             return
-        if life.places is not None and name == "take":
-            life.places.take(*told)
-        elif life.places is not None and name == "leave":
-            life.places.leave(*told)
-        elif life.key_limits is not None and name in ("admit", "settle", "recorded"):
-            getattr(life.key_limits, name)(*told)
-        elif life.recipient is not None and name == "opened":
-            self._handover.opened(life.recipient, told)
-        elif life.recipient is not None and name == "closed connection":
-            self._handover.closed(life.recipient, told)
-        elif name == "drain member":
-            self._drained_members.pop(told[0], None)  # the last word comes last
-            self._drained_members[told[0]] = told[1]
-            self._broadcast(name, *told)
-        elif name == "metrics":
-            self._scrapes.reported(child, *told)
-        elif name == "scrape":
-            number, dumped = told
-            self._scrapes.reported(child, dumped)
-            self._scrapes.begin(child, number, [one for one in self._children() if one.life and one.life.started])
-        else:
-            self._state(child, life, name, told)
+        match message:
+            case ["take", *told] if life.places is not None:
+                life.places.take(*told)
+            case ["leave", *told] if life.places is not None:
+                life.places.leave(*told)
+            case ["admit" | "settle" | "recorded" as name, *told] if life.key_limits is not None:
+                getattr(life.key_limits, name)(*told)
+            case ["opened", *told] if life.recipient is not None:
+                self._handover.opened(life.recipient, told)
+            case ["closed connection", *told] if life.recipient is not None:
+                self._handover.closed(life.recipient, told)
+            case ["drain member", member, on]:
+                self._drained_members.pop(member, None)  # processes that start later hear these in order
+                self._drained_members[member] = on
+                self._broadcast("drain member", member, on)
+            case ["metrics", *told]:
+                self._scrapes.reported(child, *told)
+            case ["scrape", number, dumped]:
+                self._scrapes.reported(child, dumped)
+                self._scrapes.begin(child, number, [one for one in self._children() if one.life and one.life.started])
+            case ["started"]:
+                self._has_started(life)
+            case ["ready"]:
+                self._is_ready(child, life)
+            case ["failed", kind, reason]:
+                life.failure = (kind, reason)
+            case ["draining" | "ending" as state]:
+                self._takes_no_more(child, life, state == "ending")
 
-    def _state(self, child: Child, life: Life, name: str, told: list[Any]) -> None:
-        if name == "started":
-            life.started = True
-            if not self._announced:
-                self._announce()
-            if life.recipient is not None and not any(one.life and one.life.ready for one in self._workers):
-                self._handover.join(life.recipient)  # better than that nobody says that everything still loads
-        elif name == "ready":
-            life.ready = True
-            if life.recipient is not None:
-                self._handover.join(life.recipient)
-            if child is self._engine:
-                self._tell_engine()
-            self._say_ready()
-        elif name == "failed":
-            life.failure = (told[0], told[1])
-        elif name in ("draining", "ending"):
-            life.ready = life.ready and child is not self._engine
-            life.ending |= name == "ending"
-            if life.recipient is not None and (life.ending or self._draining_since is None):
-                self._handover.leave(life.recipient)
-            if child is self._engine:
-                self._tell_engine()
+    def _has_started(self, life: Life) -> None:
+        life.started = True
+        if not self._announced:
+            self._announce()
+        if life.recipient is not None and not any(one.life and one.life.ready for one in self._workers):
+            self._handover.join(life.recipient)  # better than that nobody says that everything still loads
+
+    def _is_ready(self, child: Child, life: Life) -> None:
+        life.ready = True
+        if life.recipient is not None:
+            self._handover.join(life.recipient)
+        if child is self._engine:
+            self._tell_engine()
+        self._say_ready()
+
+    def _takes_no_more(self, child: Child, life: Life, ending: bool) -> None:
+        """A process drains, or ends; a worker that drains with all others keeps its connections."""
+        life.ready = life.ready and child is not self._engine
+        life.ending |= ending
+        if life.recipient is not None and (life.ending or self._draining_since is None):
+            self._handover.leave(life.recipient)
+        if child is self._engine:
+            self._tell_engine()
 
     # Start and end.
 
