@@ -9,7 +9,7 @@ files are copied and committed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
@@ -134,10 +134,7 @@ class Settings(BaseSettings):
         for backend in model.sources:
             key = "backend" if model.backends is None else "backends"
             if backend not in self.backends:
-                raise ValueError(
-                    f"models.{name}.{key} = {backend!r} names no backend;"
-                    f" configured: {', '.join(self.backends)}{suggestion(backend, self.backends)}"
-                )
+                raise ValueError(f"models.{name}.{key} {_names_no(backend, 'backend', self.backends)}")
             if (model.backends or model.fallback) and self.backends[backend].local:
                 raise ValueError(
                     f"models.{name}.{key} = {backend!r}: only backends of kind openai are placed by a pool"
@@ -147,10 +144,8 @@ class Settings(BaseSettings):
             meant = plain[other].sources if other in plain else (other,)
             if any(backend not in self.backends or self.backends[backend].local for backend in meant):
                 known = [one for one in dict.fromkeys([*plain, *self.backends]) if one != name]
-                raise ValueError(
-                    f"models.{name}.fallback = {other!r} names no plain model and no backend of kind openai;"
-                    f" configured: {', '.join(known)}{suggestion(other, dict.fromkeys(known))}"
-                )
+                wanted = "plain model and no backend of kind openai"
+                raise ValueError(f"models.{name}.fallback {_names_no(other, wanted, known)}")
 
     def _check_roles(self, name: str, strategy: StrategySettings) -> None:
         """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""
@@ -158,16 +153,16 @@ class Settings(BaseSettings):
         known = dict.fromkeys([*plain, *self.backends])
         for role, meant in strategy.models.items():
             if meant not in known:
-                raise ValueError(
-                    f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
-                    f" configured: {', '.join(known)}{suggestion(meant, known)}"
-                )
+                raise ValueError(f"models.{name}.{role} {_names_no(meant, 'plain model and no backend', known)}")
         for key, meant in strategy.knowledge_bases.items():
             if meant not in self.knowledge:
-                raise ValueError(
-                    f"models.{name}.{key} = {meant!r} names no [knowledge.NAME] table;"
-                    f" configured: {', '.join(self.knowledge) or 'none'}{suggestion(meant, self.knowledge)}"
-                )
+                wanted = "[knowledge.NAME] table"
+                raise ValueError(f"models.{name}.{key} {_names_no(meant, wanted, self.knowledge)}")
+
+
+def _names_no(meant: str, wanted: str, known: Collection[str]) -> str:
+    """Says that the value `meant` of a key should be one of `known`."""
+    return f"= {meant!r} names no {wanted}; configured: {', '.join(known) or 'none'}{suggestion(meant, known)}"
 
 
 def load_settings(
@@ -287,6 +282,13 @@ def _variable(key: Key) -> str:
     return alias if name not in os.environ and alias in os.environ else name
 
 
+# What the tables of a section can be, where one of them is none of these.
+_KINDS = {
+    "backends": ': set kind = "torch" (a local model), "encoder" (an embedding model) or "openai" (an endpoint)',
+    "models": f".strategy: must be one of {', '.join(STRATEGIES)}; leave it out for a plain model",
+    "knowledge": ': set kind = "index" (a folder) or kind = "remote" (a service)',
+}
+
 # In place of pydantic's own words where these do not say what to write.
 _ADVICE = {
     "byte_size": 'must be bytes, or text such as "512MiB"',
@@ -304,20 +306,17 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
     key = tuple(location)
     name = f"{_where(key or ('models',), origins)}{'.'.join(key)}"
     message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
-        return f"{name}: unknown key{_known(key, merged)}"
-    if item["type"] == "missing":
-        return f"{name}: missing; it must be given"
-    if item["type"].startswith("union_tag") and key[0] == "models":
-        return f"{name}.strategy: must be one of {', '.join(STRATEGIES)}; leave it out for a plain model"
-    if item["type"].startswith("union_tag") and key[0] == "knowledge":
-        return f'{name}: set kind = "index" (a folder) or kind = "remote" (a service)'
-    if item["type"].startswith("union_tag"):
-        return f'{name}: set kind = "torch" (a local model), "encoder" (an embedding model) or "openai" (an endpoint)'
-    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{name} = {item['input']!r}: must be a table"
-    if item["type"] == "value_error":
-        return f"{name}: {message}" if key else f"{name}{message}"
+    match item["type"]:
+        case "extra_forbidden":
+            return f"{name}: unknown key{_known(key, merged)}"
+        case "missing":
+            return f"{name}: missing; it must be given"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return f"{name}{_KINDS[key[0]]}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{name} = {item['input']!r}: must be a table"
+        case "value_error":
+            return f"{name}: {message}" if key else f"{name}{message}"
     secret = "api_key" in key[-1] or key[-1] in ("password", "secret")
     value = "" if secret else f" = {without_password(str(item['input']))!r}"
     return f"{name}{value}: {_ADVICE.get(item['type'], message)}"
