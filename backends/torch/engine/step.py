@@ -26,11 +26,11 @@ Outcome = Delta | Exception | None
 
 def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence, Outcome]]:
     """Run one step and return each sequence's outcome: a delta, None while it reads its prompt, or its own error."""
-    alone: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
-    alone += schedule.failed
+    outcomes: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
+    outcomes += schedule.failed
     scheduled, device = schedule.scheduled, context.target.device
     if not scheduled:
-        return alone
+        return outcomes
     propose([each for each in scheduled if each.draws])
     cost = allocate_draft_budget(scheduled, context.governor)
     synchronize(device)  # else this step would be charged for KV slots that an earlier step is still moving
@@ -44,7 +44,8 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
     deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
     if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
         context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
-    return [*alone, *((each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True))]
+    outcomes += [(each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True)]
+    return outcomes
 
 
 def propose(scheduled: list[ScheduledSequence]) -> None:
@@ -134,7 +135,6 @@ def draw(scheduled: list[ScheduledSequence]) -> None:
     In between, while the device computes, the token cache learns. If the transfer fails, each sequence fetches its own
     tokens when it commits.
     """
-
     for each in scheduled:
         if each.draws:
             isolate_failure(each, each.begin)
