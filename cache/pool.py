@@ -53,6 +53,8 @@ class CacheStats:
     segment_error: str | None = None  # why a segment could not be written or used
     segments_skipped: int = 0  # segments that were damaged or missing, and rebuilt from the database
     damaged: int = 0  # rows of the database that were found unreadable, and are left out
+    unread: int = 0  # rows of the database that are known of and not taken in yet, at most
+    behind: float = 0.0  # seconds since this process had last taken in all that others wrote
 
 
 class CachePool:

@@ -279,16 +279,7 @@ class SuffixCache(BatchCalls):
         stats = self._pool.stats()
         if self._store is None or self._sync is None:
             return replace(stats, store_error=self._store_error)
-        return replace(
-            stats,
-            disk_bytes=self._sync.disk_bytes(),
-            mode=self._store.mode,
-            store_error=self._store.error,
-            segment_error=self._sync.segment_error,
-            segments_skipped=self._sync.segments_skipped,
-            unwritten=self._store.dropped,
-            damaged=self._store.damaged,
-        )
+        return replace(stats, **self._sync.figures())
 
     def check_integrity(self) -> None:
         """Raise `CacheFormatError` when an index is damaged. Linear in the size of the cache."""

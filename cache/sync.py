@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from typing import Any
 
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
@@ -47,17 +48,23 @@ class StoreSync:
         self._swept = True
         self._publisher: MaintenanceThread | None = None
 
-    @property
-    def segment_error(self) -> str | None:
-        """Why a segment could not be written or used."""
-        return self._segments.error
-
-    @property
-    def segments_skipped(self) -> int:
-        return self._segments.skipped
-
     def disk_bytes(self) -> int:
         return self._store.disk_bytes() + self._segments.total_bytes()
+
+    def figures(self) -> dict[str, Any]:
+        """The fields of `CacheStats` that a cache in memory does not have."""
+        store, segments = self._store, self._segments
+        return {
+            "disk_bytes": self.disk_bytes(),
+            "mode": store.mode,
+            "store_error": store.error,
+            "segment_error": segments.error,
+            "segments_skipped": segments.skipped,
+            "unwritten": store.dropped,
+            "damaged": store.damaged,
+            "unread": store.unread,
+            "behind": store.behind,
+        }
 
     # Reading.
 

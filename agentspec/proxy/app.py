@@ -70,7 +70,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
-from agentspec.telemetry.samples import BackendSample
+from agentspec.telemetry.samples import BackendSample, IndexFigures
 
 VERSION = version("agentspec")
 MODELS_SECONDS = 10.0  # to list the models of an upstream
@@ -335,12 +335,12 @@ async def _rendered(metrics: Metrics) -> bytes:
     return await anyio.to_thread.run_sync(metrics.render)
 
 
-def index_size(runtime: Runtime) -> tuple[int, int, int] | None:
-    """Bytes and sequences of the token index, unreadable rows of its database; None if this process has no index."""
+def index_size(runtime: Runtime) -> IndexFigures | None:
+    """Figures of the token index and its database; None if this process has no index."""
     if not runtime.keeps_index:
         return None
     stats = runtime.cache.stats()
-    return stats.memory_bytes, stats.sequences, stats.damaged
+    return IndexFigures(stats.memory_bytes, stats.sequences, stats.damaged, stats.unread, stats.behind)
 
 
 async def backend_samples(runtime: Runtime) -> list[BackendSample]:

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from agentspec.telemetry import scraped
-from agentspec.telemetry.samples import BackendSample, MemberSample, TenantSample
+from agentspec.telemetry.samples import BackendSample, IndexFigures, MemberSample, TenantSample
 
 T = TypeVar("T", Counter, Histogram)
 
@@ -29,7 +29,7 @@ class Metrics:
     """Counters and histograms of one gateway, in their own registry.
 
     `models` are the names that may become a label value; other names are counted as "other". Each scrape calls
-    `index_size`, which returns (bytes, sequences, rows that cannot be read) or None, `backends`, which returns the
+    `index_size`, which returns `IndexFigures` or None, `backends`, which returns the
     backends' own counts, `tenants`, which returns the counts of each tenant's requests, and `members`, those of the
     servers of pools.
     """
@@ -39,7 +39,7 @@ class Metrics:
         *,
         version: str,
         models: Collection[str] = (),
-        index_size: Callable[[], tuple[int, int, int] | None] = lambda: None,
+        index_size: Callable[[], IndexFigures | None] = lambda: None,
         backends: Callable[[], Iterable[BackendSample]] = lambda: (),
         tenants: Callable[[], Iterable[TenantSample]] = lambda: (),
         members: Callable[[], Iterable[MemberSample]] = lambda: (),

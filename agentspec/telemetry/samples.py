@@ -70,3 +70,16 @@ class TenantSample:
     running: int
     waiting: int
     refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFigures:
+    """The token index of a process: its bytes and sequences, and of its database the rows that cannot be read, those
+    not read yet, and for how many seconds the index has not had all of them.
+    """
+
+    bytes: int
+    sequences: int
+    damaged: int
+    unread: int
+    behind: float

@@ -8,7 +8,14 @@ from typing import Generic, TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from agentspec.telemetry.samples import BackendSample, EngineSample, MemberSample, TenantSample, UpstreamSample
+from agentspec.telemetry.samples import (
+    BackendSample,
+    EngineSample,
+    IndexFigures,
+    MemberSample,
+    TenantSample,
+    UpstreamSample,
+)
 
 S = TypeVar("S")
 Labelled = Iterable[tuple[tuple[str, ...], float]]
@@ -127,15 +134,17 @@ def _collected(families: Iterable[Family[S]], samples: Iterable[S]) -> Iterator[
         yield metric
 
 
-def index(size: tuple[int, int, int] | None) -> Iterator[Metric]:
-    """`size` is bytes, sequences and rows that cannot be read; None without an index."""
-    if size is None:
+def index(figures: IndexFigures | None) -> Iterator[Metric]:
+    if figures is None:
         return
-    memory, sequences, damaged = size
-    yield GaugeMetricFamily("agentspec_index_bytes", "Memory of the token index", value=memory)
-    yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=sequences)
-    left_out = "Rows of the cache's database that cannot be read, and are left out"
-    yield GaugeMetricFamily("agentspec_cache_damaged_rows", left_out, value=damaged)
+    yield GaugeMetricFamily("agentspec_index_bytes", "Memory of the token index", value=figures.bytes)
+    yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=figures.sequences)
+    damaged = "Rows of the cache's database that cannot be read, and are left out"
+    yield GaugeMetricFamily("agentspec_cache_damaged_rows", damaged, value=figures.damaged)
+    unread = "Rows of the cache's database that are known of and not in the index yet, at most"
+    yield GaugeMetricFamily("agentspec_cache_unread_rows", unread, value=figures.unread)
+    behind = "Seconds since the index had last taken in all that other processes wrote"
+    yield GaugeMetricFamily("agentspec_cache_behind_seconds", behind, value=figures.behind)
 
 
 def upstream_prefills(counts: Mapping[tuple[str, str], int]) -> Iterator[Metric]:

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentspec.telemetry.metrics import Metrics
-from agentspec.telemetry.samples import EngineSample, UpstreamSample
+from agentspec.telemetry.samples import EngineSample, IndexFigures, UpstreamSample
 
 
 def test_everything_is_rendered() -> None:
-    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: (4096, 3, 2))
+    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: IndexFigures(4096, 3, 2, 5, 1.5))
     metrics.request("/v1/chat/completions", "m", "ok", 0.2)
     metrics.first_token("m", 0.1)
     metrics.tokens("m", prompt=5, completion=4)
@@ -25,6 +25,7 @@ def test_everything_is_rendered() -> None:
     assert samples["agentspec_verify_steps_total"] == 3 and samples["agentspec_requests_in_flight"] == 1
     assert (samples["agentspec_index_bytes"], samples["agentspec_index_sequences"]) == (4096, 3)
     assert samples["agentspec_cache_damaged_rows"] == 2
+    assert (samples["agentspec_cache_unread_rows"], samples["agentspec_cache_behind_seconds"]) == (5, 1.5)
     assert samples["agentspec_build_info"] == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,8 @@ class SequenceReader:
     def __init__(self, database: Database) -> None:
         self._database = database
         self.last_id = 0  # rows up to this id were read, or skipped on purpose
+        self._newest = 0  # the newest row when `poll` or `position` looked last
+        self._whole_at = time.monotonic()  # when what was read last was all there was
         self._damaged: dict[int, str] = {}  # the rows found so far that cannot be read, by id
         self._noting = threading.Lock()
 
@@ -57,12 +60,23 @@ class SequenceReader:
         """How many rows were found that cannot be read."""
         return len(self._damaged)
 
+    @property
+    def unread(self) -> int:
+        """How many rows there are at most, as of the last look, that `poll` has not given yet."""
+        return max(0, self._newest - self.last_id)
+
+    @property
+    def behind(self) -> float:
+        """Seconds since `poll` had last given all there was; grows while the database does not answer."""
+        return time.monotonic() - self._whole_at
+
     # What there is.
 
     def position(self) -> int:
         """Set `last_id` to the newest row and return it: `poll` gives what comes later."""
         with self._reading() as connection:
             self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+        self._newest, self._whole_at = self.last_id, time.monotonic()
         return self.last_id
 
     def namespaces(self) -> list[StoredNamespace]:
@@ -155,10 +169,10 @@ class SequenceReader:
 
         Without reading them, `last_id` passes over the rows of namespaces whose key `wanted` refuses.
         """
-        begun = self.last_id
+        begun, looked_at = self.last_id, time.monotonic()
         with self._reading() as connection:
             newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
-        number = sequences.c.number
+        self._newest, number = newest, sequences.c.number
         others = sa.true() if process is None else sa.not_(number.between(process << 32, ((process + 1) << 32) - 1))
         names = (sequences.c.id, sequences.c.namespace)
         with self._answering():
@@ -166,7 +180,7 @@ class SequenceReader:
             for piece in pieces:
                 yield from self._readable(piece if wanted is None else self._chosen(piece, wanted))
                 self.last_id = piece[-1].id
-        self.last_id = max(newest, begun)
+        self.last_id, self._whole_at = max(newest, begun), looked_at
 
     def _chosen(self, piece: Sequence[sa.Row[Any]], wanted: Callable[[str], bool]) -> Iterator[sa.Row[Any]]:
         ids = [row.id for row in piece if wanted(row.namespace)]

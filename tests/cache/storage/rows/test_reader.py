@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -221,6 +222,26 @@ def test_rows_of_namespaces_that_are_not_wanted_are_passed_over(location: str | 
     assert [one.sequence for one in store.poll(1, wanted.__contains__)] == list(range(0, 30, 3))
     assert store.last_id == 30
     store.close()
+
+
+def test_a_reader_tells_how_far_behind_it_is(location: str | Path) -> None:
+    fill(location, 10)
+    reader, writer = opened(location), opened(location)
+    reader.position()
+    for number in range(100, 100 + 2 * PIECE):
+        writer.put(row(number))
+    writer.flush()
+    began = time.monotonic()
+    coming, lag = reader.poll(None), reader.behind
+    for _ in range(PIECE + 1):
+        next(coming)
+    assert reader.unread == PIECE and reader.behind >= lag
+    coming.close()  # as where the database goes away meanwhile
+    assert reader.unread == PIECE and reader.behind >= lag
+    assert len(list(reader.poll(None))) == PIECE
+    assert reader.unread == 0 and reader.behind <= time.monotonic() - began
+    reader.close()
+    writer.close()
 
 
 def test_a_server_that_is_away_is_no_damage(server: object, postgres: str) -> None:
