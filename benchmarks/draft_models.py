@@ -86,7 +86,7 @@ class ComputedClock:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRow:
+class DrafterCounts:
     """What a drafter came to on one set of prompts."""
 
     drafter: str
@@ -104,7 +104,7 @@ class DraftRow:
 @dataclass(slots=True)
 class DraftModelReport:
     plan: DraftPlan
-    sets: dict[str, list[DraftRow]] = field(default_factory=dict)
+    sets: dict[str, list[DrafterCounts]] = field(default_factory=dict)
 
     def show(self) -> Iterator[RenderableType]:
         for name, rows in self.sets.items():
@@ -115,7 +115,7 @@ class DraftModelReport:
         return asdict(self)
 
 
-def _row(row: DraftRow, rows: Sequence[DraftRow]) -> tuple[str, ...]:
+def _row(row: DrafterCounts, rows: Sequence[DrafterCounts]) -> tuple[str, ...]:
     plain = next(other for other in rows if other.drafter == NONE and other.at_once == row.at_once)
     same = sum(one == other for one, other in zip(row.answers, plain.answers, strict=True))
     return (
@@ -144,7 +144,7 @@ def run_draft_models(plan: DraftPlan, *, progress: Progress) -> DraftModelReport
                 for at_once in plan.at_once:
                     progress(f"{set_name}: {drafter}, {at_once} at once")
                     counted = _count(backend, clock, texts, set_name, at_once, plan)
-                    found.sets.setdefault(set_name, []).append(DraftRow(drafter, at_once, *counted))
+                    found.sets.setdefault(set_name, []).append(DrafterCounts(drafter, at_once, *counted))
     return found
 
 
@@ -224,7 +224,7 @@ def _counting(
 def _count(
     backend: TorchBackend, clock: ComputedClock, texts: Sequence[str], name: str, at_once: int, plan: DraftPlan
 ) -> tuple[Any, ...]:
-    """What `DraftRow` holds beside the drafter's name and the number of answers at once."""
+    """What `DrafterCounts` holds beside the drafter's name and the number of answers at once."""
     before = ComputedClock(plan.ratio, clock.now, clock.steps, clock.draft_forwards, clock.draft_items, clock.host)
     runs = asyncio.run(_answers(backend, texts, name, at_once, plan))
     return (

@@ -14,9 +14,9 @@ from agentspec.benchmarks.draft_models import (
     CACHE,
     MODEL,
     NONE,
+    DrafterCounts,
     DraftModelReport,
     DraftPlan,
-    DraftRow,
     run_draft_models,
 )
 from agentspec.benchmarks.report import print_report, write_json
@@ -24,8 +24,8 @@ from agentspec.cli import app
 
 
 def test_the_figures_of_a_drafter(tmp_path: Path) -> None:
-    plain = DraftRow(NONE, 4, 200, 200, 50, 0, 0, 2.0, 0.05, ((1, 2), (3,)))
-    small = DraftRow(MODEL, 4, 200, 80, 20, 60, 150, 1.0, 0.04, ((1, 2), (4,)))
+    plain = DrafterCounts(NONE, 4, 200, 200, 50, 0, 0, 2.0, 0.05, ((1, 2), (3,)))
+    small = DrafterCounts(MODEL, 4, 200, 80, 20, 60, 150, 1.0, 0.04, ((1, 2), (4,)))
     report = DraftModelReport(DraftPlan("m", "s"), {"edits": [plain, small]})
     console = Console(record=True, width=200)
     print_report(report, console)

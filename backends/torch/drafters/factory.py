@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentspec.backends.settings import DrafterName
@@ -17,8 +17,9 @@ from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.drafters.suffix import DraftingRequest, SuffixDrafter
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.speculation.cost_model import CostModel
 from agentspec.types import SamplingParams
+
+TokenSeconds = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,13 @@ class DraftModel:
         """The bytes that the draft model keeps for each of an answer's tokens."""
         return self.model.slot_bytes()
 
-    def drafter(self, noise: SharedNoiseSampler, cost: CostModel, room: Room = lambda: None) -> Drafter:
+    def drafter(self, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None) -> Drafter:
         """A drafter for one answer. It draws with the answer's `noise`, or greedily if tokens must be translated.
         `room()` is the most slots that it may keep.
         """
 
         def least(seconds: float, context: int) -> float:
-            return seconds / cost.seconds(1, context)
+            return seconds / token_seconds(context)
 
         if self.tokenizers is None:
             return ModelDrafter(self.model, noise, least, room=room)
@@ -65,10 +66,13 @@ class DrafterFactory:
         session: DraftingRequest,
         prediction: PredictionDrafter | None,
         noise: SharedNoiseSampler,
-        cost: CostModel,
+        token_seconds: TokenSeconds,
         room: Room = lambda: None,
     ) -> Drafter:
-        """One answer's drafter: it merges the trees of the cheap drafters and asks the draft model when that pays."""
+        """One answer's drafter: it merges the trees of the cheap drafters and asks the draft model when that pays.
+
+        `token_seconds(context)` is what a token takes without drafts, however many answers share a step.
+        """
         found: list[Drafter] = []
         if "suffix" in self.names:
             found.append(SuffixDrafter(session))
@@ -79,6 +83,4 @@ class DrafterFactory:
         cheap = MergedDrafter(found)
         if "model" not in self.names or self.draft_model is None:
             return cheap
-        return GatedDrafter(
-            cheap, self.draft_model.drafter(noise, cost, room), lambda context: cost.seconds(1, context)
-        )
+        return GatedDrafter(cheap, self.draft_model.drafter(noise, token_seconds, room), token_seconds)

@@ -23,13 +23,13 @@ class GatedDrafter(Drafter):
     """Asks `costly` when the cheap drafters expect fewer tokens than its recent gain, and merges its tree with theirs.
 
     The gain of a round is the number of accepted tokens from its draft less the tokens that the target would have
-    generated in the time drafting took (`step_seconds` a token). While the gain is negative, `costly` is tried ever
-    more rarely. If it raises an error, it is dropped: drafting is optional. The rule is SuffixDecoding's hybrid
+    generated in the time drafting took (`token_seconds(context)` each). While the gain is negative, `costly` is tried
+    ever more rarely. If it raises an error, it is dropped: drafting is optional. The rule is SuffixDecoding's hybrid
     (Oliaro et al. 2025) with the drafting cost subtracted.
     """
 
-    def __init__(self, cheap: Drafter, costly: Drafter, step_seconds: Callable[[int], float]) -> None:
-        self._cheap, self._step_seconds = cheap, step_seconds
+    def __init__(self, cheap: Drafter, costly: Drafter, token_seconds: Callable[[int], float]) -> None:
+        self._cheap, self._token_seconds = cheap, token_seconds
         self._costly: Drafter | None = costly
         self._gain = START_GAIN
         self._wait = self._waited = 0
@@ -73,7 +73,7 @@ class GatedDrafter(Drafter):
             self._drop()
             return None
         if draft is not None:  # None: the model still reads the prompt, a cost that occurs only once
-            self._tried = len(context), draft, self.seconds_weighed / self._step_seconds(len(context))
+            self._tried = len(context), draft, self.seconds_weighed / self._token_seconds(len(context))
         return draft
 
     def _learn(self, context: Sequence[int]) -> None:

@@ -44,6 +44,12 @@ class EngineContext:
     judge_heads: dict[str, JudgeHead] = field(default_factory=dict)  # by the path in `LossyAcceptance.judge_head`
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
     bounded: bool = False  # whether KV slots are reserved before they are used
+    drawing: int = 1  # answers that the present step draws for
+
+    def token_seconds(self, context: int) -> float:
+        """What one token takes in a step without drafts, by all answers of the step with about `context` slots each."""
+        batch = max(1, self.drawing)
+        return self.governor.cost.seconds(batch, batch * context, batch) / batch
 
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.target.rewindable and self.max_draft_tokens > 0
@@ -108,7 +114,7 @@ class Sequence:
     def _open_drafter(self) -> Drafter:
         context, request, grammar = self._context, self.request, self.sampler.constraints.grammar
         noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
-        drafter = context.drafters.open(self._session, self._prediction, noise, context.governor.cost, self._draft_room)
+        drafter = context.drafters.open(self._session, self._prediction, noise, context.token_seconds, self._draft_room)
         return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
 
     def _draft_room(self) -> int | None:

@@ -31,7 +31,9 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
     scheduled, device = schedule.scheduled, context.target.device
     if not scheduled:
         return outcomes
-    propose([each for each in scheduled if each.draws])
+    drawing = [each for each in scheduled if each.draws]
+    context.drawing = len(drawing)
+    propose(drawing)
     cost = allocate_draft_budget(scheduled, context.governor)
     synchronize(device)  # else this step would be charged for KV slots that an earlier step is still moving
     tokens, past, started = sum(len(each.batch_item) for each in scheduled), kv_length(scheduled), perf_counter()

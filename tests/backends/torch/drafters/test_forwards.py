@@ -127,3 +127,24 @@ def test_the_draft_models_slots_are_in_the_budget(lab: Any) -> None:
     assert scheduler.kv_budget.slot_bytes == 2 * lab.target.slot_bytes() and scheduler.kv_budget.limit == 1000
     scheduler.clear()
     assert isinstance(scheduler.kv_budget, KVBudget) and context.bounded
+
+
+def test_a_token_takes_a_share_of_a_step_that_several_answers_have(lab: Any) -> None:
+    """While a draft model drafts for one answer, all of them wait."""
+    context = EngineContext(lab.target, lab.tokenizer)
+    context.governor.cost.calibrate([(tokens, 0, 1.0 + 0.01 * (tokens - 1)) for tokens in (1, 2, 4, 8, 16)])
+    shares = []
+    for context.drawing in (0, 1, 4):
+        shares.append(context.token_seconds(100))
+    assert shares == pytest.approx([1.0, 1.0, 1.03 / 4])
+
+
+def test_a_step_tells_how_many_answers_it_draws_for(lab: Any, ask_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(EngineContext, "token_seconds", lambda self, context: seen.append(self.drawing) or 1.0)
+    sampling = SamplingParams(temperature=0)
+    asks = [
+        ask_of(prompt, sampling, max_tokens=4 * n + 4, stop_ids=(), speculates=True) for n, prompt in enumerate(PROMPTS)
+    ]
+    lab.run_batch(asks, drafters=with_model(lab))
+    assert max(seen) == len(PROMPTS) and min(seen) >= 1
