@@ -23,6 +23,8 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path}: not valid TOML: nested too deeply") from None
 
 
 def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:

@@ -268,11 +268,18 @@ def _overlay(
         key = (*parents, name)
         if isinstance(value, Mapping):
             child = target.get(name)
+            if child is not None and not isinstance(child, Mapping) and _is_section(key):
+                continue  # refused later: a table in its place would drop what it says, such as the keys of [[server]]
             target[name] = child = dict(child) if isinstance(child, Mapping) else {}
             _overlay(child, value, origins, source, origin, key)
         else:
             target[name] = value
             origins[key] = (source, origin or (_variable(key) if source == "env" else ""))
+
+
+def _is_section(key: Key) -> bool:
+    """Whether nothing but a table can stand there."""
+    return len(key) == 1 or (len(key) == 2 and key[0] in ("backends", "models", "knowledge"))
 
 
 def _variable(key: Key) -> str:

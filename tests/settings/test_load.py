@@ -350,3 +350,37 @@ def test_mistakes_in_a_knowledge_base_are_named(write, table, said):
     with pytest.raises(ConfigurationError) as caught:
         load_settings(write(f"[knowledge.k]\n{table}\n"))
     assert said in str(caught.value) and "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "variable", "named"),
+    [
+        ('[[server]]\napi_keys = [{ key_env = "K", tenant = "a" }]', {"server": {}}, None, "server = "),
+        ('[[server]]\napi_keys = [{ key_env = "K", tenant = "a" }]', {"server": {"port": 1}}, None, "server = "),
+        ("[[server]]\nport = 1", {}, "AGENTSPEC_SERVER__HOST", "server = "),
+        ('[[cache]]\nretention = "1d"', {"cache": {"store": True}}, None, "cache = "),
+        ("[[backends.local]]\nprefix_bytes = 0", {"backends": {"local": {"model": "m"}}}, None, "backends.local = "),
+    ],
+)
+def test_what_should_be_a_table_is_refused_whatever_flags_and_variables_say(
+    text: str,
+    overrides: dict[str, object],
+    variable: str | None,
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gateway whose file says [[server]] would start without the keys in it, and serve everybody."""
+    monkeypatch.setenv("K", "k" * 20)
+    if variable:
+        monkeypatch.setenv(variable, "127.0.0.1")
+    (path := tmp_path / "agentspec.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match="must be a table") as caught:
+        load_settings(path, overrides)
+    assert named in caught.value.message
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "agentspec.toml").write_text("a = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(ConfigurationError, match="nested too deeply"):
+        load_settings(path)
