@@ -107,7 +107,8 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
     chat |= {"continue_final_message": True, "add_generation_prompt": False} if prefilled else {}
     chat |= _tools(fields, limits.max_tools)
     chat |= _output(fields)
-    chat |= _template_arguments(body, thinking) if limits.templated else {}
+    told = _template_arguments(body, thinking)
+    chat |= told if limits.templated else {}
     _refuse_unknown(body)
     return MessagesRequest(
         chat,
@@ -188,12 +189,12 @@ def _thinking(value: Any) -> Mapping[str, Any]:
 
 def _template_arguments(body: Mapping[str, Any], thinking: Mapping[str, Any]) -> dict[str, Any]:
     """Whether to think, as chat templates that know it are told; what the client sets there itself counts."""
+    own = body.get("chat_template_kwargs")
+    if not isinstance(own, dict | None):  # no matter who reads it: a model here or the tokenizer of an upstream
+        raise wrong_type("chat_template_kwargs", "an object", own)
     if not thinking:
         return {}
-    own = body.get("chat_template_kwargs") or {}
-    if not isinstance(own, dict):
-        raise wrong_type("chat_template_kwargs", "an object", own)
-    return {"chat_template_kwargs": {"enable_thinking": thinking["type"] != "disabled", **own}}
+    return {"chat_template_kwargs": {"enable_thinking": thinking["type"] != "disabled", **(own or {})}}
 
 
 def _refuse_unknown(body: Mapping[str, Any]) -> None:

@@ -145,6 +145,15 @@ def test_output_and_thinking() -> None:
     assert not parsed(thinking=own).thoughts and parsed(thinking={"type": "adaptive", "display": "omitted"}).omitted
 
 
+@pytest.mark.parametrize("limits", [LOCAL, UPSTREAM], ids=["local", "upstream"])
+@pytest.mark.parametrize("thinking", [{}, {"thinking": {"type": "disabled"}}], ids=["", "thinking"])
+@pytest.mark.parametrize("wrong", [[], [["a", "b"]], "", "x", 0, 1, False], ids=str)
+def test_arguments_of_a_template_are_an_object(limits: MessagesLimits, thinking: Any, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(limits, chat_template_kwargs=wrong, **thinking)
+    assert caught.value.param == "chat_template_kwargs"
+
+
 def test_what_changes_nothing_is_left_out() -> None:
     inert = {
         "metadata": {"user_id": "u"},

@@ -122,6 +122,8 @@ def urls(shared_gateway: Any, shared_upstream: Any) -> dict[str, str]:
     def script(request: Any) -> None:
         if request.target.startswith("/v1/chat/completions"):
             request.answer(b'{"choices":[{"message":{"content":"Hi"},"finish_reason":"stop"}]}')
+        elif request.target.startswith("/tokenize"):
+            request.answer(b'{"tokens":[1,2,3],"count":3,"max_model_len":100}')
         else:
             request.answer(b"{}", 404)
 
@@ -153,13 +155,17 @@ def fuzz(urls: dict[str, str]) -> Callable[[str, str, int], None]:
     return lambda kind, path, count: check(f"{urls[kind]}/v1/messages{path}", 7, count)
 
 
-@pytest.mark.parametrize(("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", "")])
+@pytest.mark.parametrize(
+    ("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", ""), ("upstream", "/count_tokens")]
+)
 def test_odd_bodies(fuzz: Any, kind: str, path: str) -> None:
     fuzz(kind, path, 150)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", "")])
+@pytest.mark.parametrize(
+    ("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", ""), ("upstream", "/count_tokens")]
+)
 def test_many_odd_bodies(urls: dict[str, str], kind: str, path: str) -> None:
     check(f"{urls[kind]}/v1/messages{path}", 11, 2000)
 
