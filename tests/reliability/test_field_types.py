@@ -16,7 +16,8 @@ import agentspec.protocol
 import agentspec.proxy
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings
-from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.models import ModelSettings
 from agentspec.testing import FakeBackend
 
 pytestmark = pytest.mark.reliability
