@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
@@ -61,6 +62,37 @@ class Inspector(Protocol):
     def failure(self, error: Exception, request_id: str) -> bytes:
         """The event that tells the client of an `error` that broke the stream off."""
         ...
+
+
+class EventInspector(ABC):
+    """Follows a stream whose events are JSON objects. Only those that `telling` matches are parsed: text of an answer
+    is JSON too, but its quotes are escaped and match nothing.
+    """
+
+    telling: ClassVar[re.Pattern[bytes]]
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: Any = None
+
+    @property
+    def finished(self) -> bool:
+        return self.done or self.error is not None
+
+    def read(self, events: bytes) -> None:
+        """Look at the next whole events."""
+        if self.telling.search(events) is None:
+            return
+        with suppress(UpstreamError):
+            for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
+                with suppress(ValueError, RecursionError):
+                    event = json.loads(data)
+                    if isinstance(event, dict):
+                        self.read_event(event)
+
+    @abstractmethod
+    def read_event(self, event: Mapping[str, Any]) -> None:
+        """Take the counts, an error or the end from one of these events."""
 
 
 class StreamInspector:

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from agentspec.errors import UpstreamError
-from agentspec.protocol.sse import MAX_HELD, SseDecoder
 from agentspec.protocol.usage import read_usage
 from agentspec.proxy.errors import anthropic_error_event
+from agentspec.proxy.forwarding.inspection import EventInspector
 from agentspec.types import Delta
 
-# Text of an answer is JSON too: its quotes are escaped and match nothing.
-_TELLING = re.compile(rb'"(?:message_start|message_delta|message_stop|error)"')
 
-
-class MessagesInspector:
+class MessagesInspector(EventInspector):
     """Follows a stream of the Messages API, which `message_stop` ends; `message_delta` has the counts so far."""
 
+    telling = re.compile(rb'"(?:message_start|message_delta|message_stop|error)"')
+
     def __init__(self) -> None:
-        self.done = False
-        self.error: Any = None
+        super().__init__()
         self._usage: dict[str, Any] = {}
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         return anthropic_error_event(error, request_id)
-
-    @property
-    def finished(self) -> bool:
-        return self.done or self.error is not None
 
     @property
     def counts(self) -> Delta:
@@ -38,17 +31,7 @@ class MessagesInspector:
             return Delta(usage=read_usage(self._usage) if self._usage else None)
         return Delta()
 
-    def read(self, events: bytes) -> None:
-        if _TELLING.search(events) is None:
-            return
-        with suppress(UpstreamError):
-            for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
-                with suppress(ValueError, RecursionError):
-                    self._read_event(json.loads(data))
-
-    def _read_event(self, event: Any) -> None:
-        if not isinstance(event, dict):
-            return
+    def read_event(self, event: Mapping[str, Any]) -> None:
         kind, message = event.get("type"), event.get("message")
         self.done = self.done or kind == "message_stop"
         if kind == "error":

@@ -14,14 +14,13 @@ from agentspec.errors import InvalidRequestError, UpstreamError
 from agentspec.protocol.json_scan import member_span
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.responses import encode
-from agentspec.protocol.sse import MAX_HELD, SseDecoder, named_event
+from agentspec.protocol.sse import SseDecoder, named_event
 from agentspec.protocol.upstream_errors import without_account
 from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.proxy.errors import error_response
+from agentspec.proxy.forwarding.inspection import EventInspector
 from agentspec.types import Delta
 
-# What ends a stream. Text of an answer is JSON too: its quotes are escaped and match nothing.
-_TELLING = re.compile(rb'"(?:response\.(?:completed|incomplete|failed|cancelled)|error)"')
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
 _FIRST_EVENTS = 1 << 20  # bytes in which the id of a response must come
@@ -29,18 +28,15 @@ _FIRST_EVENTS = 1 << 20  # bytes in which the id of a response must come
 _KEPT = ("file_id", "file_ids", "vector_store_ids", "vector_store_id")
 
 
-class ResponsesInspector:
+class ResponsesInspector(EventInspector):
     """Follows a stream of the Responses API."""
 
+    telling = re.compile(rb'"(?:response\.(?:completed|incomplete|failed|cancelled)|error)"')
+
     def __init__(self) -> None:
-        self.done = False
-        self.error: Any = None
+        super().__init__()
         self._response: Mapping[str, Any] = {}
         self._number = -1
-
-    @property
-    def finished(self) -> bool:
-        return self.done or self.error is not None
 
     @property
     def counts(self) -> Delta:
@@ -54,12 +50,7 @@ class ResponsesInspector:
     def read(self, events: bytes) -> None:
         if numbers := _NUMBER.findall(events):
             self._number = int(numbers[-1])
-        if _TELLING.search(events) is None:
-            return
-        with suppress(UpstreamError):
-            for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
-                with suppress(ValueError, RecursionError):
-                    self._read_event(json.loads(data))
+        super().read(events)
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         """The API's `error` event, with the number that comes next."""
@@ -67,9 +58,7 @@ class ResponsesInspector:
         told = {"type": "error", "code": body.get("code"), "message": body["message"], "param": body.get("param")}
         return named_event("error", encode({**told, "sequence_number": self._number + 1}))
 
-    def _read_event(self, event: Any) -> None:
-        if not isinstance(event, dict):
-            return
+    def read_event(self, event: Mapping[str, Any]) -> None:
         kind, response = event.get("type"), event.get("response")
         if kind == "error":
             self.error = self.error or event
