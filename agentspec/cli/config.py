@@ -40,6 +40,7 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
     _read_secrets(settings)
     file = config_file(config)
     notes = [f"no model name leads to backends.{name}: {advice}" for name, advice in unreachable(settings).items()]
+    notes += _without_path(settings)
     if settings.server.api_keys and not any(key.role == "operator" for key in settings.server.api_keys):
         notes.append('nobody can read /metrics: give one of server.api_keys the role "operator"')
     if settings.cache.path is None and any(one.tokens_per_day for one in settings.server.limits_of_keys.values()):
@@ -51,6 +52,18 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
     typer.echo(f"ok: {file or 'no configuration file; environment and defaults'}")
     for note in notes:
         typer.echo(f"note: {note}")
+
+
+def _without_path(settings: Settings) -> list[str]:
+    """A note for each upstream with an address that ends behind the host, which is right for few servers."""
+    from agentspec.backends.settings import OpenAISettings
+
+    notes = []
+    for name, backend in settings.backends.items():
+        urls = (backend.base_url, *(backend.base_urls or ())) if isinstance(backend, OpenAISettings) else ()
+        if any(url is not None and url.path in (None, "/") for url in urls):
+            notes.append(f"the address of backends.{name} ends behind the host: most servers answer below /v1")
+    return notes
 
 
 @app.command()

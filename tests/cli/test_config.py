@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from agentspec.backends.openai.isolation import TenantIsolation
 
 UPSTREAM = '[backends.up]\nkind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n'
@@ -64,6 +66,14 @@ def test_check_tells_of_backends_that_nobody_can_ask_for(program):
     [note] = [line for line in result.output.splitlines() if line.startswith("note: ")]
     assert result.exit_code == 0 and "backends.up:" in note and 'backend = "up"' in note and "backends.up.model" in note
     assert json.loads(program("config", "check", "--json").output)["notes"] == [note.removeprefix("note: ")]
+
+
+@pytest.mark.parametrize(("url", "noted"), [("http://me:s3cret@host", True), ("http://host/v1", False)])
+def test_check_tells_of_an_address_without_a_path(program, monkeypatch, url, noted):
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__UP__KIND", "openai")
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__UP__BASE_URL", url)
+    output = program("config", "check").output
+    assert ("note: the address of backends.up ends behind the host" in output) == noted and "s3cret" not in output
 
 
 def test_check_finds_one_key_for_two_tenants(program, monkeypatch):

@@ -10,7 +10,7 @@ import typer
 
 from agentspec.cli.common import JsonOption, print_json
 from agentspec.cli.fleet.simulation import calibrate, simulate
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, UpstreamError, UpstreamStatusError
 
 if TYPE_CHECKING:
     from agentspec.backends.http.endpoint import Endpoint
@@ -73,7 +73,12 @@ def _asked(url: str, key_file: Path | None, method: str, path: str, body: dict[s
         finally:
             await endpoint.leave_loop()
 
-    return jsonlib.loads(anyio.run(run))
+    try:
+        return jsonlib.loads(anyio.run(run))
+    except UpstreamStatusError:
+        raise
+    except UpstreamError as error:
+        raise UpstreamError(f"{error}; start a gateway there, or name another with --url") from error
 
 
 def _endpoint(url: str, key_file: Path | None) -> Endpoint:

@@ -56,3 +56,8 @@ def test_a_server_that_is_not_there_cannot_be_calibrated(program: Any, tmp_path:
     assert "127.0.0.1:9" in done.output
     assert not out.exists()
     assert program("fleet", "calibrate", "nowhere", "--model", "m", "--out", out).exit_code == 2
+
+
+def test_without_a_gateway_there_is_a_hint_where_to_look(program: Any) -> None:
+    done = program("fleet", "status", "--url", "http://127.0.0.1:9")
+    assert done.exit_code == 1 and "http://127.0.0.1:9" in done.output and "--url" in done.output
