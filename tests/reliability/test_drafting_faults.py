@@ -117,6 +117,9 @@ class Fault:
         self.calls += 1
         self.action()
 
+    def on_forget(self, listener: Any) -> Callable[[], None]:
+        return self._cache.on_forget(listener)
+
     def close(self) -> None:
         self._cache.close()
 
