@@ -121,8 +121,8 @@ class CostCurve:
         The fewer measurements an estimate rests on, the more the next one may differ.
         """
         here, there = self.many(np.array([tokens, self._tokens[knot]]))
-        visits = self._visits[knot]
-        expected = float(self._seconds[knot] + here - there) if visits >= MEASURED else float(here)
+        visits, mean = self._visits[knot], self._seconds[knot]
+        expected = float(max(mean + here - there, LEAST_SHARE * mean) if visits >= MEASURED else here)
         off = seconds / expected - 1.0
         limit = max(self._noticed(knot, off), (1.0 + visits) ** -2)
         return float(expected * min(max(1.0 + off, 1.0 / (1.0 + limit)), 1.0 + limit))
@@ -154,6 +154,9 @@ class CostCurve:
         """Remove a weak term or add a missing one, if the data ask for it, and fit the curve; True if terms changed."""
         certain = np.where(self._visits < MEASURED, PRIOR_NOISE**-2, self._visits / self._variance) * (self._visits > 0)
         weights = certain / np.interp(self._tokens, _KNOTS, self._curve) ** 2
+        # The means move: a ramp that began below the largest measured size may come to lie above it.
+        rising = self._rows[self._visits > 0].any(axis=0)
+        self._terms = [term for term in self._terms if rising[term]]
         parts, inverse = self._solved(weights)
         weak = _weakest(parts, inverse)
         more = None if weak else self._missing(weights, parts, inverse)
