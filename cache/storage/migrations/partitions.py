@@ -22,6 +22,23 @@ COUNT = 8
 _NAMES = "tenant", "session", "workflow", "step", "tokens"
 _PARTITIONS = [f"sequences_p{number}" for number in range(COUNT)]
 
+# Whoever opens the database, the table stays its owner's, and what others may do with it.
+_AS_BEFORE = f"""
+DO $$ DECLARE owner text; name text; may record; BEGIN
+    SELECT relowner::regrole::text INTO owner FROM pg_class WHERE oid = 'sequences_whole'::regclass;
+    FOREACH name IN ARRAY ARRAY['{"', '".join(("sequences", *_PARTITIONS))}'] LOOP
+        EXECUTE 'ALTER TABLE ' || name || ' OWNER TO ' || owner;
+    END LOOP;
+    FOR may IN
+        SELECT privilege_type, CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END AS grantee,
+               CASE WHEN is_grantable THEN ' WITH GRANT OPTION' ELSE '' END AS further
+        FROM pg_class, aclexplode(relacl) WHERE oid = 'sequences_whole'::regclass AND grantee <> relowner
+    LOOP
+        EXECUTE 'GRANT ' || may.privilege_type || ' ON sequences TO ' || may.grantee || may.further;
+    END LOOP;
+END $$
+"""
+
 DIVIDE = (
     "ALTER TABLE sequences RENAME TO sequences_whole",
     "CREATE TABLE sequences (LIKE sequences_whole INCLUDING DEFAULTS INCLUDING STORAGE) PARTITION BY HASH (tenant)",
@@ -34,6 +51,7 @@ DIVIDE = (
         f"ALTER TABLE {table} {', '.join(f'ALTER COLUMN {name} SET STATISTICS 0' for name in _NAMES)}"
         for table in ("sequences", *_PARTITIONS)
     ),
+    _AS_BEFORE,
     "INSERT INTO sequences SELECT * FROM sequences_whole",
     "ALTER SEQUENCE sequences_id_seq OWNED BY sequences.id",
     "DROP TABLE sequences_whole",

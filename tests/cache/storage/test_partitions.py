@@ -82,6 +82,32 @@ def test_rows_of_an_older_version_move_with_all_that_they_hold(postgres: str, da
     assert rows(database, "SELECT sum(sequences) FROM namespaces") == [(101,)]
 
 
+def test_division_leaves_owner_and_privileges_as_they_are(
+    server: Server, postgres: str, database: PostgresDatabase
+) -> None:
+    schema, unique = postgres.rpartition("search_path%3D")[2], uuid.uuid4().hex
+    owner, guest = f"o{unique}", f"g'\" {unique}".replace('"', '""')
+    with database.writing() as connection:
+        upgrade(connection, "0003")
+    tables = [name for (name,) in rows(database, f"SELECT tablename FROM pg_tables WHERE schemaname = '{schema}'")]
+    server.execute(
+        f"CREATE ROLE {owner} LOGIN",
+        f'CREATE ROLE "{guest}" LOGIN',
+        f'GRANT USAGE ON SCHEMA {schema} TO {owner}, "{guest}"',
+        *(f"ALTER TABLE {schema}.{name} OWNER TO {owner}" for name in tables),
+        f'GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO "{guest}" WITH GRANT OPTION',
+        f"GRANT DELETE ON {schema}.sequences TO PUBLIC",
+    )
+    acl = "SELECT relacl::text[] FROM pg_class WHERE oid = 'sequences'::regclass"
+    [(before,)] = rows(database, acl)
+    prepare(database)  # as a superuser, who owns none of it
+    [(after,)] = rows(database, acl)
+    assert sorted(after) == sorted(before)
+    parts = "SELECT DISTINCT tableowner FROM pg_tables WHERE starts_with(tablename, 'sequences') AND schemaname = '{}'"
+    assert rows(database, parts.format(schema)) == [(owner,)]
+    assert rows(database, "SELECT pg_get_serial_sequence('sequences', 'id')") == [(f"{schema}.sequences_id_seq",)]
+
+
 def test_each_partition_keeps_tokens_as_they_are_and_no_statistics(database: PostgresDatabase) -> None:
     prepare(database)
     query = """
