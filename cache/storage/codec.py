@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from agentspec.cache.index import DEPTH
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.schema import Kinds, is_sound
-from agentspec.cache.tokens import inflate
+from agentspec.cache.tokens import MOST_TOKEN, inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 
@@ -58,8 +58,10 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
         packed = np.frombuffer(inflate(row.tokens, most), dtype="<i4").astype(np.int32)
     except (zlib.error, ValueError) as error:
         raise CacheFormatError(str(error)) from error
-    if not 0 <= row.token_count <= len(packed) or packed.min(initial=0) < 0 or not math.isfinite(row.created_at):
+    if not 0 <= row.token_count <= len(packed) or not math.isfinite(row.created_at):
         raise CacheFormatError("impossible numbers")
+    if packed.view(np.uint32).max(initial=0) > MOST_TOKEN:  # negative ones too
+        raise CacheFormatError("impossible token ids")
     split = len(packed) - row.token_count
     return SequenceRecord(
         row.number,

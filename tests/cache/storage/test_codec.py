@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ DAMAGED = [
     {"tokens": b""},
     {"tokens": "text"},
     {"tokens": None},
+    *({"tokens": zlib.compress(np.array([1, 2, id_], dtype="<i4").tobytes())} for id_ in (-1, -(2**31), 2**31 - 1)),
     {"token_count": 4},
     {"token_count": -1},
     {"token_count": 2**62},
