@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
@@ -126,13 +127,15 @@ class PendingErasure:
         self._database = database
         self._pending = pending
         self._tenants: dict[str, object] = {}  # whose rows were deleted since they were last rewritten
+        self._noting = threading.Lock()
 
     def __bool__(self) -> bool:
         return self._pending
 
     def mark(self, tenants: Iterable[str] = ()) -> None:
         """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them."""
-        self._tenants.update((tenant, object()) for tenant in tenants)
+        with self._noting:
+            self._tenants.update((tenant, object()) for tenant in tenants)
         self._pending = True
 
     def finish(self, *, rewrite_within: int = 0, everything: bool = False) -> None:
@@ -142,14 +145,16 @@ class PendingErasure:
         `rewrite_within`.
         """
         self._pending = False  # first: a mark that is set meanwhile stays
-        marks = dict(self._tenants)
+        with self._noting:
+            marks = dict(self._tenants)
         tenants = None if everything else list(marks)
         erased = False
         try:
             rewrite = rewrite_within > 0 and self._database.rewritten_bytes(tenants) <= rewrite_within
             erased = self._database.secure_erase(rewrite=rewrite, tenants=tenants)
             if erased and rewrite_within:
-                self._tenants = {one: mark for one, mark in self._tenants.items() if marks.get(one) is not mark}
+                with self._noting:
+                    self._tenants = {one: mark for one, mark in self._tenants.items() if marks.get(one) is not mark}
         finally:
             if not erased:
                 self._pending = True
