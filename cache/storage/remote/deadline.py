@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,14 +17,15 @@ T = TypeVar("T")
 
 ANSWER = 30.0  # seconds to answer, besides what is to be copied
 _RATE = 1 << 20  # bytes a second that the slowest connection copies
-_REST = 60.0  # seconds until a place that did not answer is asked again
-_MOST_HUNG = 4  # calls without an answer: a further one would cost a further thread and learn nothing
+_REST = 60.0  # seconds until a place that did not answer is asked again, twice as many for each call that hangs
+_LONGEST_REST = 3600.0
 
 
 class BoundedObjects:
     """The objects of another place. A call that takes longer than its deadline raises `TimeoutError`, an `OSError`.
 
-    Nobody can end such a call: it stays in its thread. For a while the next ones fail at once: few threads hang.
+    Nobody can end such a call: it stays in its thread. For a while the next ones fail at once, and for longer the more
+    calls hang: few threads do, and a place that answers again is found.
     `late` counts calls that ended after their deadline: then something may be there that was believed not to be.
     """
 
@@ -40,7 +43,14 @@ class BoundedObjects:
         return self._within(ANSWER, lambda: self._objects.read(name, size))
 
     def fetch(self, name: str, path: Path, size: int = 0) -> None:
-        self._within(ANSWER + size / _RATE, lambda: self._objects.fetch(name, path, size))
+        def copy() -> None:
+            # Who gave up has removed the folder of `path`, which a file system may make anew.
+            with tempfile.TemporaryDirectory(prefix="agentspec-remote-", ignore_cleanup_errors=True) as folder:
+                whole = Path(folder) / "object"
+                self._objects.fetch(name, whole, size)
+                shutil.move(whole, path)
+
+        self._within(ANSWER + size / _RATE, copy)
 
     def send(self, path: Path, name: str) -> None:
         self._within(ANSWER + path.stat().st_size / _RATE, lambda: self._objects.send(path, name))
@@ -50,10 +60,14 @@ class BoundedObjects:
 
     def _within(self, seconds: float, call: Callable[[], T]) -> T:
         with self._lock:
-            if self._hung and (self._hung >= _MOST_HUNG or time.monotonic() < self._again):
+            if self._hung and time.monotonic() < self._again:
                 raise TimeoutError("it did not answer, and is asked again later")
         answer: Future[T] = Future()
-        threading.Thread(target=self._run, args=(call, answer), name="agentspec-remote", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(call, answer), name="agentspec-remote", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are too many, or the interpreter ends
+            raise OSError(f"it cannot be asked: {error}") from error
         try:
             return answer.result(seconds)
         except TimeoutError:
@@ -61,7 +75,7 @@ class BoundedObjects:
                 if not answer.done():
                     answer.set_running_or_notify_cancel()  # the thread knows by this that nobody waits
                     self._hung += 1
-                    self._again = time.monotonic() + _REST
+                    self._again = time.monotonic() + min(_REST * 2 ** min(self._hung - 1, 10), _LONGEST_REST)
                     raise TimeoutError(f"no answer within {seconds:.0f} seconds") from None
             return answer.result()  # it came at the last moment, or is an error of its own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 import uuid
@@ -111,6 +112,60 @@ def test_a_hung_call_ends_and_the_next_ones_are_not_made(tmp_path: Path, monkeyp
     released.set()
     wait(lambda: objects.late == 2)
     assert objects.names() == [] and asked == 3
+
+
+def test_a_place_is_asked_again_however_many_calls_never_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadline, "ANSWER", 0.01)
+    released, rests = threading.Event(), []
+
+    class Hanging(FolderObjects):
+        def read(self, name: str, size: int | None = None) -> bytes:
+            released.wait()
+            return b""
+
+    objects = BoundedObjects(Hanging(tmp_path))
+    for _ in range(9):
+        with pytest.raises(TimeoutError, match="no answer within"):
+            objects.read("a")
+        rests.append(round(objects._again - time.monotonic()))
+        with pytest.raises(TimeoutError, match="asked again later"):
+            objects.names()
+        monkeypatch.setattr(objects, "_again", 0.0)
+    monkeypatch.setattr(deadline, "ANSWER", 30.0)
+    assert objects.names() == [] and rests == sorted(rests) and rests[-1] == deadline._LONGEST_REST
+    released.set()
+    wait(lambda: objects.late == 9)
+
+
+def test_what_comes_too_late_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "ANSWER", 0.05)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    released = threading.Event()
+
+    class Slow(FolderObjects):
+        def fetch(self, name: str, path: Path, size: int = 0) -> None:
+            released.wait()
+            path.parent.mkdir(parents=True, exist_ok=True)  # as fsspec's file systems do
+            path.write_bytes(b"text")
+
+    objects = BoundedObjects(Slow(tmp_path))
+    with pytest.raises(TimeoutError), tempfile.TemporaryDirectory() as folder:
+        objects.fetch("a", Path(folder) / "segment")
+    released.set()
+    wait(lambda: objects.late)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_call_that_gets_no_thread_is_an_error_of_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="interpreter shutdown"):
+        BoundedObjects(FolderObjects(tmp_path)).names()
 
 
 def test_errors_of_a_place_are_its_own(tmp_path: Path) -> None:
