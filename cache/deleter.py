@@ -108,16 +108,18 @@ class Deleter:
                 _log.error("what was derived of deleted text may be left: %s", error_location(error))
 
     def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
+        published: CacheError | None = None
         with store.segments.writing():
             count = store.expire(selection) if expiring else store.forget(selection)
             self._pool.count(forgotten=count)
             try:
                 store.segments.invalidate(selection.scope)
-            except CacheError:  # what is published stays until the writer withdraws it; this process knows none of it
-                self.apply_deletions()
-                raise
+            except CacheError as error:  # it stays until the writer withdraws it; this process knows none of it
+                published = error
         self.apply_deletions()
         store.secure_erase(rewrite=not expiring)
+        if published:
+            raise published
         return count
 
     def _forget_in_memory(self, selection: Selection) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -246,14 +247,20 @@ def test_a_remote_that_cannot_be_changed_is_told_and_tried_again(
     postgres: str, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published(postgres, remote)
-    with SuffixCache.open(postgres, remote=remote) as writer:
+    engine = sa.create_engine(postgres)
+    files = "SELECT pg_relation_filenode(relid) FROM pg_partition_tree('sequences') WHERE isleaf"
+    with SuffixCache.open(postgres, remote=remote) as writer, engine.connect() as connection:
+        before = set(connection.execution_options(isolation_level="AUTOCOMMIT").exec_driver_sql(files).scalars())
         with monkeypatch.context() as patch:
             patch.setattr(FolderObjects, "delete", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
             with pytest.raises(CacheError, match="still published"):
                 writer.forget(tenant="a")
             assert writer.stats().sequences == 12, "the process itself knows it no more"
             assert len(names(remote)) == 2 * len(TENANTS)
+            after = set(connection.exec_driver_sql(files).scalars())
+            assert len(before - after) == 1, "what the database held of it is written anew all the same"
         wait(lambda: len(names(remote)) == 2)
+    engine.dispose()
 
 
 def test_a_remote_that_does_not_answer_costs_time_only(
