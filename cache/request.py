@@ -275,7 +275,8 @@ class BatchCalls:
         `CacheClosedError` where one of the requests is closed; no request has a new draft then.
         """
         requests = self._own(requests)
-        budgets = list(max_tokens) if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens] * len(requests)
+        asked = max_tokens.tolist() if isinstance(max_tokens, np.ndarray) else max_tokens
+        budgets = list(asked) if isinstance(asked, Sequence) else [asked] * len(requests)
         _require_each(requests, len(budgets), "budgets", "max_tokens")
         require_patience(patience)
         jobs = [one.job(budget, min_probability, chain=chain) for one, budget in zip(requests, budgets, strict=True)]
@@ -294,6 +295,8 @@ class BatchCalls:
         of the requests is closed; nothing has changed then.
         """
         requests = self._own(requests)
+        if not hasattr(tokens, "__len__"):
+            raise InvalidRequestError(f"tokens must be a list of token lists, not {tokens!r}", param="tokens")
         _require_each(requests, len(tokens), "lists of tokens", "tokens")
         if len({id(request) for request in requests}) < len(requests):
             raise InvalidRequestError("a request is given twice; join its tokens", param="requests")

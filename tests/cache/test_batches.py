@@ -82,7 +82,7 @@ def test_bad_batches(cache: SuffixCache) -> None:
     def requests(count: int = 2) -> list[CacheRequest]:
         return [cache.request([1, 2, 1], session=str(number)) for number in range(count)]
 
-    for budgets in ([1], [1, 2, 3], -1, [1, -1], True, 1.5, "12"):
+    for budgets in ([1], [1, 2, 3], -1, [1, -1], True, 1.5, "12", np.array(-1), np.array([[1, 2], [3, 4]])):
         with pytest.raises(InvalidRequestError) as caught:
             cache.draft_batch(requests(), budgets)  # type: ignore[arg-type]
         assert caught.value.param == "max_tokens"
@@ -251,6 +251,9 @@ def test_nothing_is_extended_where_a_batch_is_refused() -> None:
         closed.close()
         with pytest.raises(InvalidRequestError, match="as many lists of tokens"):
             cache.extend_batch([one, two], [[1]])
+        for no_list in (None, 7, ([token] for token in (1, 2))):
+            with pytest.raises(InvalidRequestError, match="list of token lists"):
+                cache.extend_batch([one, two], no_list)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="given twice"):
             cache.extend_batch([one, one], [[1], [2]])
         with pytest.raises(InvalidRequestError, match="another cache"):
