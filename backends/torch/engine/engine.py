@@ -67,8 +67,11 @@ class Engine:
 
         The memory is freed before the next step. Any thread may call this.
         """
+        # First what is open is marked, then what is kept is to be looked through before the next step: what ends in
+        # between is either marked or kept by then.
+        self.scheduler.mark_forgotten(reach)
         self.prefills.forget(reach)
-        self.scheduler.forget_text(reach)
+        self.scheduler.prefix_cache.forget(reach)
         self._thread.wake()
 
     def cancel(self, request: EngineRequest) -> None:

@@ -43,7 +43,8 @@ class PrefixCache:
 
     `find` returns copies of the slots, so that branches of one conversation can run at once. Holds at most
     `limit_bytes` (None: no limit of its own), and no more than the last `shrink` allowed. Any thread may call `forget`;
-    all else belongs to one thread.
+    all else belongs to one thread. `known`, `find` and `shrink` carry out what was to be forgotten before they begin.
+    `keep` does not: a deletion that comes while its caller decides to keep something reaches that too.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -58,7 +59,7 @@ class PrefixCache:
         return sum(1 for _ in self._ends())
 
     def forget(self, reach: Reach) -> None:
-        """Delete what `reach` covers: it is found no more, and the next call of another method frees its memory."""
+        """Delete what `reach` covers: it is found no more, and the next `shrink` frees its memory."""
         self._deletions.append(reach)
 
     @property
@@ -72,6 +73,7 @@ class PrefixCache:
 
     def known(self, tenant: str, tokens: Tokens) -> int:
         """How many leading `tokens` have slots. They count as used now."""
+        self._carry_out()
         path = self._match(tenant, tokens)
         self._touch(node for node, _ in path)
         return sum(length for _, length in path)
@@ -85,12 +87,13 @@ class PrefixCache:
         At most `left_bytes` are still held afterwards. Where that is too little for the prefix itself, its slots are
         moved instead of copied, layer by layer.
         """
+        self._carry_out()
         path = self._match(tenant, np.asarray(tokens, dtype=np.int64))
         if sum(length for _, length in path) < SHORTEST:
-            self.shrink(left_bytes)
+            self._shrink(left_bytes)
             return None
         self._touch(node for node, _ in path)
-        dropped = self.shrink(left_bytes) & {node for node, _ in path}
+        dropped = self._shrink(left_bytes) & {node for node, _ in path}
         return SequenceCache.joined([RowsPart(node.rows, length, node in dropped) for node, length in path], capacity)
 
     def keep(
@@ -122,7 +125,7 @@ class PrefixCache:
         parent = self._branch(tenant, path)
         if limit is not None:
             spared = set(_lineage(parent))
-            self.shrink(limit - needed, spared)
+            self._shrink(limit - needed, spared)
             if self.nbytes + needed > limit:
                 return
         rows = cache.rows(shared, len(own), release=not copy)
@@ -131,11 +134,13 @@ class PrefixCache:
         self.nbytes += node.rows.nbytes
         self._roots[tenant] = [*_lineage(node)][-1]
 
-    def shrink(self, left_bytes: int | None, spared: Collection[PrefixNode] = ()) -> set[PrefixNode]:
-        """Drop the least recently used ends of texts, but none of `spared`, until at most `left_bytes` are held.
-        Returns what was dropped.
-        """
+    def shrink(self, left_bytes: int | None) -> None:
+        """Drop the least recently used ends of texts until at most `left_bytes` are held."""
         self._carry_out()
+        self._shrink(left_bytes)
+
+    def _shrink(self, left_bytes: int | None, spared: Collection[PrefixNode] = ()) -> set[PrefixNode]:
+        """As `shrink`, but drop none of `spared`. Returns what was dropped."""
         limit, dropped = self._least(left_bytes), set[PrefixNode]()
         while limit is not None and self.nbytes > limit:
             end = min((node for node in self._ends() if node not in spared), key=lambda node: node.used, default=None)
@@ -168,7 +173,6 @@ class PrefixCache:
 
     def _match(self, tenant: str, wanted: Tokens) -> list[tuple[PrefixNode, int]]:
         """The nodes whose tokens `wanted` begins with, and how many tokens of each."""
-        self._carry_out()
         path: list[tuple[PrefixNode, int]] = []
         node, at = self._roots.get(tenant), 0
         while node is not None and at < len(wanted):

@@ -321,13 +321,12 @@ class Scheduler:
         with self._lock:
             self._unfinished.discard(request)
 
-    def forget_text(self, reach: Reach) -> None:
-        """Keep nothing of what a deletion covers, of open requests either. Any thread may call this."""
+    def mark_forgotten(self, reach: Reach) -> None:
+        """Keep nothing of the open requests that a deletion covers. Any thread may call this."""
         with self._lock:
             for request in self._unfinished:
                 covered = reach.covers(request.tenant, request.original.labels.session, math.inf)
                 request.forgotten = request.forgotten or covered
-        self.prefix_cache.forget(reach)
 
     def share_prompt(self, sequence: Sequence) -> None:
         """Copy the prompt's KV slots into the prefix cache for the other choices of the same request."""

@@ -53,10 +53,7 @@ class PrefillReader:
 
     def answered(self, request: EngineRequest) -> None:
         """Expect the prompt of the step that is likely to follow. Only the computing thread may call this."""
-        self.carry_out()
-        if request.forgotten:
-            return
-        if beginning := self._steps.ended(request):
+        if not request.forgotten and (beginning := self._steps.ended(request)):
             self.add(request.tenant, beginning)
 
     def forget(self, reach: Reach) -> None:
@@ -75,8 +72,8 @@ class PrefillReader:
             reach = self._deletions.popleft()
             self._steps.forget(reach)
             self.queue.forget(reach)  # what was expected of the steps meanwhile
-        if self._job is not None and self._job.forgotten:
-            self._abandon()
+            if self._job is not None and reach.concerns(self._job.tenant):  # perhaps not in the queue any more
+                self._abandon()
 
     @property
     def ready(self) -> bool:
@@ -95,6 +92,7 @@ class PrefillReader:
 
     def pause(self) -> None:
         """Make room for other work: keep what was read. Only the computing thread may call this."""
+        self.carry_out()
         job, cache, self._job, self._cache = self._job, self._cache, None, None
         self._returned()
         if job is not None and cache is not None and not job.forgotten:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.cache import SuffixCache
@@ -136,6 +137,49 @@ def test_a_prompt_that_is_being_read_ahead_is_not_kept(stepped: Any) -> None:
     one.engine.forget(reach(tenant="default"))
     one.run()
     assert one.scheduler.prefix_cache.nbytes == 0 and one.scheduler.kv_budget.lent == 0
+
+
+@pytest.mark.parametrize("conditions", [{"session": "x"}, {"tenant": "default"}])
+def test_a_deletion_that_comes_while_an_answer_ends_reaches_it(stepped: Any, conditions: Any) -> None:
+    one = stepped()
+
+    class Session(CacheSession):
+        def close(self, *, clean: bool) -> None:
+            one.engine.forget(reach(**conditions))
+            super().close(clean=clean)
+
+    one.engine._open_session = lambda request: Session(None)
+    answer = ask(one, "x", "plan", 1)
+    one.run()
+    assert answer.last and one.scheduler.prefix_cache.nbytes == 0
+    assert not one.reader._steps._steps and not one.reader._steps._places
+
+
+def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_found() -> None:
+    class Slots(SequenceCache):
+        @property
+        def slot_bytes(self) -> int:
+            store.forget(reach(tenant="a"))
+            return super().slot_bytes
+
+    store, first = PrefixCache(1 << 20), list(range(20))
+    store.keep("a", first, rows_of(first))
+    second = rows_of([*first, *range(50, 70)])
+    second.__class__ = Slots
+    store.keep("a", [*first, *range(50, 70)], second)
+    assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
+    store.shrink(None)
+    assert store.nbytes == len(store) == 0 and not store._roots
+
+
+def test_what_was_being_read_for_a_request_that_has_come_is_not_kept_either(stepped: Any) -> None:
+    one, prompt = stepped(), [place % 200 for place in range(300)]
+    one.engine.prefill("default", prompt)
+    assert one.turn() and one.reader._job is not None
+    answer = one.ask([*prompt, 7], 2)
+    one.engine.forget(reach(tenant="default"))
+    one.run()
+    assert answer.last and one.scheduler.prefix_cache.nbytes == 0
 
 
 @pytest.fixture
