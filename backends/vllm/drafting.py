@@ -129,7 +129,7 @@ class ServerDrafter:
     def _learn_cost(self, requests: int, computed: int, seconds: float, *, same: bool) -> None:
         padding = self._padding()
         if padding and self._padded:
-            if same:
+            if same and padding.holds(requests, computed):
                 padding.observe(requests, seconds)
         else:
             self._cost.observe(computed, seconds)

@@ -47,6 +47,10 @@ class ChainPadding:
         self._waits[size] = 0 if chosen else self._waits[size] + 1
         return chosen
 
+    def holds(self, requests: int, tokens: int) -> bool:
+        """Whether a step of so many tokens is one of full chains, and read no prompt of another request."""
+        return tokens <= requests * (1 + self._width)
+
     def observe(self, requests: int, seconds: float) -> None:
         """Learn from a step of full chains."""
         self._tries[requests.bit_length()] += 1

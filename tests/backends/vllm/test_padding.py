@@ -115,6 +115,23 @@ def test_a_server_whose_full_steps_are_cheap_and_one_whose_are_not(
     drafter.close()
 
 
+def test_steps_that_read_a_prompt_too_say_nothing_of_full_chains(
+    cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests are the same, but a part of another one's prompt is in the step, so that no graph could run it."""
+    filler, seen = ChainPadding(WIDTH, 64), list[float]()
+    monkeypatch.setattr(filler, "observe", lambda requests, seconds: seen.append(seconds))
+    drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY, padding=lambda: filler)
+    state, prompt = drafter.begin(np.arange(1, 9, dtype=np.int32)), np.arange(1, 9, dtype=np.int32)
+    for computed in (1, 1 + WIDTH, 2048 + 1 + WIDTH, 1 + WIDTH):
+        before = len(seen)
+        prompt = np.append(prompt, np.int32(7))
+        (chain,) = drafter.propose([DraftTurn(state, prompt[-1:], prompt[-DEPTH:], WIDTH)], computed=computed)
+        assert len(chain) == WIDTH
+        assert len(seen) - before == (computed == 1 + WIDTH)
+    drafter.close()
+
+
 def test_what_chains_are_filled_with() -> None:
     filler = ChainPadding(WIDTH, 64)
     assert filler.filled([], 7) == [7] * 4 and filler.filled([1, 2], 7) == [1, 2, 2, 2]
