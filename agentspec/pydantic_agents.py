@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic_ai.messages import (
     ModelMessage,
     ModelRequest,
     ModelResponse,
+    NativeToolCallPart,
     SystemPromptPart,
     ToolCallPart,
     ToolReturnPart,
@@ -83,8 +84,15 @@ class EarlyToolCapability(AbstractCapability[Any]):  # type: ignore[misc]  # Pyd
                 conversation.session.abandon_turn()
             raise
         if conversation is not None:
-            _end(conversation, response)
+            _end(conversation, response, {tool.name for tool in request_context.model_request_parameters.output_tools})
         return response
+
+    async def wrap_output_process(self, ctx: RunContext[Any], *, output_context: Any, output: Any, handler: Any) -> Any:
+        """A function that the agent's output is given to may change something."""
+        if not output_context.has_function:
+            return await handler(output)
+        with self.of(ctx).session.changing(None):
+            return await handler(output)
 
     def of(self, ctx: RunContext[Any]) -> _Conversation:
         """The conversation of a run."""
@@ -168,16 +176,24 @@ async def _begin(conversation: _Conversation, ctx: RunContext[Any]) -> None:
     await conversation.session.abegin_turn(start, in_thread)
 
 
-def _end(conversation: _Conversation, response: ModelResponse) -> None:
-    calls: dict[str, ToolCall] | None = None
+def _end(conversation: _Conversation, response: ModelResponse, outputs: Collection[str]) -> None:
+    made: list[tuple[str, ToolCall]] | None = None
     with kept_from_agent("ending a turn"):
-        calls = {part.tool_call_id: _call(part) for part in response.parts if isinstance(part, ToolCallPart)}
-    if calls is None:
+        made = list(_made(response, outputs))
+    if made is None:
         conversation.session.abandon_turn()
         return
-    own = {id: call for id, call in calls.items() if call.name in conversation.tools}
-    conversation.calls = own  # the others are the agent's outputs, which run no tool
-    conversation.session.end_turn(list(own.values()), store=current_policy().store is not False)
+    conversation.calls = {id: call for id, call in made if call.name in conversation.tools}
+    conversation.session.end_turn([call for _, call in made], store=current_policy().store is not False)
+
+
+def _made(response: ModelResponse, outputs: Collection[str]) -> Iterator[tuple[str, ToolCall]]:
+    """The calls of an answer, each with its id, those of the provider's own tools too, without the `outputs`."""
+    for part in response.parts:
+        if isinstance(part, NativeToolCallPart):
+            yield part.tool_call_id, ToolCall(f"({part.tool_name})", {})  # not a tool of the agent that has this name
+        elif isinstance(part, ToolCallPart) and part.tool_name not in outputs:
+            yield part.tool_call_id, _call(part)
 
 
 def _call(part: ToolCallPart) -> ToolCall:

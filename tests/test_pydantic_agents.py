@@ -13,9 +13,9 @@ pytest.importorskip(
     "pydantic_ai", reason="pydantic-ai is not installed; `.ci/clients-env` makes an environment with it"
 )
 
-from pydantic_ai import Agent, RunContext, Tool
+from pydantic_ai import Agent, RunContext, TextOutput, Tool
 from pydantic_ai.capabilities import AbstractCapability
-from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart, UserPromptPart
+from pydantic_ai.messages import ModelMessage, ModelResponse, NativeToolCallPart, TextPart, ToolCallPart, UserPromptPart
 from pydantic_ai.models.function import AgentInfo, DeltaToolCall, FunctionModel
 from pydantic_ai.toolsets import FunctionToolset
 
@@ -135,6 +135,46 @@ async def test_what_was_sold_meanwhile_is_read_anew(expect: Callable[..., None])
     assert "stale" in outcomes and '"left": 0' in str(early)
 
 
+def sell_one(order: str) -> str:
+    """Sell one, and end."""
+    return sell(order)
+
+
+UNKNOWN: dict[str, tuple[list[Any], Any]] = {
+    "a function that is an output": ([ToolCallPart("final_result", {"order": "#W1"})], sell_one),
+    "a function of the output's text": ([TextPart("#W1")], TextOutput(sell_one)),
+    "a tool of the provider": ([NativeToolCallPart("code_execution", {}), TextPart("done")], str),
+    "a tool that there is not": ([ToolCallPart("far", {})], str),
+}
+
+
+@pytest.mark.parametrize(("parts", "output"), UNKNOWN.values(), ids=UNKNOWN)
+async def test_what_may_have_changed_something_voids_what_waits(
+    expect: Callable[..., None], parts: list[Any], output: Any
+) -> None:
+    """Between two runs of a conversation too."""
+    expect(LOOK)
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(ToolPolicy(EARLY), on_event=events.append)
+
+    def answer(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
+        done = sum(isinstance(message, ModelResponse) for message in messages)
+        return ModelResponse(parts=[TextPart("there")] if done else parts)
+
+    capability = EarlyToolCapability(speculator)
+    first: Agent[Any, Any] = Agent(
+        FunctionModel(answer), tools=[look], output_type=output, capabilities=[capability], name="shop"
+    )
+    before = (await first.run("sell #W1", conversation_id="c")).all_messages()
+    made = sum(isinstance(message, ModelResponse) for message in before)
+    model = scripted(*[[]] * made, [LOOK])
+    second: Agent[Any, Any] = Agent(model, tools=[look], capabilities=[capability], name="shop")
+    said = (await second.run("where is #W1?", message_history=before, conversation_id="c")).output
+    speculator.close()
+    assert f'"left": {stock["#W1"]}' in said
+    assert [event.outcome for event in events][:2] == ["launch", "stale"]
+
+
 REFUSED: dict[str, Any] = {
     "writes": (ToolCall("sell", {"order": "#W1"}), TOOLS),
     "takes the run's context": (ToolCall("mine", {"order": "#W1"}), TOOLS),
@@ -192,7 +232,9 @@ async def test_streamed_runs_start_tools_too(expect: Callable[..., None]) -> Non
     assert [event.outcome for event in events][:2] == ["launch", "hit"]
 
 
-async def test_calls_are_learned_from_earlier_conversations() -> None:
+async def test_calls_are_learned_from_earlier_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.tools.launching.pays", lambda *_: True)  # however fast this machine is
+
     def answer(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
         last = messages[-1].parts[-1]
         if isinstance(last, UserPromptPart):
