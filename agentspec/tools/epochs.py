@@ -51,17 +51,26 @@ class SessionEpoch:
                 self._writing -= ended
 
 
+_Epochs = WeakValueDictionary[tuple[str, str], SessionEpoch]
+
+_lock = threading.Lock()
+_named: _Epochs = WeakValueDictionary()  # of the process
+
+
 class SessionEpochs:
-    """The epochs of all sessions in use, by tenant and session: the agents of a session share one. Thread-safe."""
+    """The epochs of all sessions in use, by tenant and session. Thread-safe.
+
+    The agents of a session share one, whichever speculator is theirs. A session without a name is the speculator's own.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._epochs: WeakValueDictionary[tuple[str, str], SessionEpoch] = WeakValueDictionary()
+        self._unnamed: _Epochs = WeakValueDictionary()
 
     def of(self, tenant: str, session: str) -> SessionEpoch:
         """The session's epoch, which is kept while anybody holds it."""
-        with self._lock:
-            known = self._epochs.get((tenant, session))
+        epochs = _named if session else self._unnamed
+        with _lock:
+            known = epochs.get((tenant, session))
             if known is None:
-                known = self._epochs[tenant, session] = SessionEpoch()
+                known = epochs[tenant, session] = SessionEpoch()
             return known

@@ -43,6 +43,11 @@ class Flight(ABC):
         """How long it has run."""
         return (self._finished_at or time.monotonic()) - self.launched_at
 
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether it is known by now that there will be no result."""
+
     @abstractmethod
     def cancel(self) -> None:
         """Nobody wants the result any more. A thread runs to its end, and its result is dropped."""
@@ -69,6 +74,10 @@ class ThreadFlight(Flight):
         self._lock = threading.Lock()
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(self._run,), name="agentspec-tool", daemon=True).start()
+
+    @property
+    def failed(self) -> bool:
+        return self._failed
 
     def cancel(self) -> None:
         self._failed, self._result = True, None
@@ -114,17 +123,28 @@ class ThreadFlight(Flight):
 
 
 class TaskFlight(Flight):
-    """Runs the coroutine of `invoke` as a task of the running loop."""
+    """Runs the coroutine of `invoke` as a task of the running loop, which may end before the task does."""
 
     def __init__(self, launch: Launch, invoke: Callable[[ToolCall], Awaitable[Any]]) -> None:
         super().__init__(launch)
         self._loop = asyncio.get_running_loop()
+        self._counts = threading.Lock()  # taken by whoever says that it has ended
         self._task = self._loop.create_task(self._run(invoke))
+        with contextlib.suppress(AttributeError):  # a loop that is closed before its end is to say nothing of it
+            setattr(self._task, "_log_destroy_pending", False)  # noqa: B010  # what asyncio sets for tasks of its own
         self._task.add_done_callback(self._end)
+
+    @property
+    def failed(self) -> bool:
+        if self._task.done():
+            return self._task.cancelled() or self._task.exception() is not None
+        return self._loop.is_closed()
 
     def cancel(self) -> None:
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._loop.call_soon_threadsafe(self._task.cancel)
+        if not self._loop.is_running():  # and may never run again
+            self._give_back()
 
     def wait(self) -> Any:
         raise FlightFailedError
@@ -134,7 +154,7 @@ class TaskFlight(Flight):
             if asyncio.get_running_loop() is not self._loop:
                 raise FlightFailedError
             await asyncio.wait({self._task})
-        if self._task.cancelled() or self._task.exception() is not None:
+        if self.failed:
             raise FlightFailedError
         return self._task.result()
 
@@ -143,6 +163,10 @@ class TaskFlight(Flight):
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._finished_at = time.monotonic()
-        self.launch.ended()
+        self._give_back()
         if not task.cancelled():
             task.exception()  # it is nobody's business any more
+
+    def _give_back(self) -> None:
+        if self._counts.acquire(blocking=False):
+            self.launch.ended()

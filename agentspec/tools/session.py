@@ -29,6 +29,8 @@ Invoke = Callable[[ToolCall], Any]
 AsyncInvoke = Callable[[ToolCall], Awaitable[Any]]
 Start = Callable[[Launch], Flight]
 
+_MOST_RESULTS = 64  # of a session that wait for their calls
+
 
 class ToolSession:
     """A session of an agent, from `ToolSpeculator.session`. Thread-safe.
@@ -206,22 +208,28 @@ class ToolSession:
             self.drop_old()
             self._turn_began = time.monotonic()
             self._forecast = None
+            launched: list[ToolCall] | None = None
             with kept_from_agent("predicting a turn"):
-                early = self._early()
-                if not early:
-                    return []
-                self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
-                allowed = (one for one in chosen if one.call.name in early)  # whatever a predictor says
-                launched = (one.call for one in allowed if self._launch(one.call, one.probability, start))
-                return list(islice(launched, self._speculator.limits.per_turn))
-            self._drop_all()
+                launched = self._launched(start)
+            if launched is None:
+                self._drop_all()
+            self._keep_young()  # the turn may never end
+            return launched or []
+
+    def _launched(self, start: Start) -> list[ToolCall]:
+        early = self._early()
+        if not early:
             return []
+        self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
+        allowed = (one for one in chosen if one.call.name in early)  # whatever a predictor says
+        launched = (one.call for one in allowed if self._launch(one.call, one.probability, start))
+        return list(islice(launched, self._speculator.limits.per_turn))
 
     def _launch(self, call: ToolCall, probability: float, start: Start) -> bool:
         epoch, budget = self._epoch.number, self._speculator.budget
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
-        if key is None or key in self._flights or not self._epoch.quiet or not budget.take(self.caller.tenant):
+        if key is None or self._is_there(key) or not self._epoch.quiet or not budget.take(self.caller.tenant):
             return False
         try:
             flight = start(Launch(call, key, epoch, probability, budget.give_back))
@@ -233,7 +241,17 @@ class ToolSession:
             raise
         self._flights[key] = flight
         self._speculator.audit.record("launch", flight.launch, self.caller)
+        while len(self._flights) > _MOST_RESULTS:
+            self._drop(next(iter(self._flights.values())), "waste")
         return True
+
+    def _is_there(self, key: str) -> bool:
+        """Whether a result of this call waits, or is on its way. One that will never come is dropped."""
+        flight = self._flights.get(key)
+        if flight is not None and flight.failed:
+            self._drop(flight, "failed")
+            return False
+        return flight is not None
 
     def _early(self) -> frozenset[str]:
         """The tools that may run early."""

@@ -67,3 +67,4 @@ class ToolSpeculator:
             sessions, self._sessions = list(self._sessions.values()), OrderedDict()
         for session in sessions:
             session.close()
+        self.expiry.close()

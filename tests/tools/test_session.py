@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import threading
@@ -237,6 +238,90 @@ def test_what_nobody_used_in_time_is_forgotten_without_a_further_turn(expect: An
     assert forgotten.wait(60) and session.drop_old() is None
 
 
+def test_what_a_turn_started_that_never_ends_is_forgotten_in_the_time_of_its_own_tool(expect: Any) -> None:
+    """A model's call may fail where nobody tells; and another session's results may keep for longer."""
+    expect(CALL)
+    forgotten = threading.Event()
+
+    def note(event: AuditEvent) -> None:
+        if event.outcome == "waste" and event.session == "short":
+            forgotten.set()
+
+    speculator = ToolSpeculator(on_event=note)
+    sessions = [
+        ToolSession(speculator, AgentCaller(session=name), ToolPolicy(READ_ONLY, max_age=age))
+        for name, age in (("long", 3600.0), ("short", 0.02))
+    ]
+    for session in sessions:
+        session.offers([READ])
+        assert session.begin_turn(World().run) == [CALL]
+    assert forgotten.wait(60)
+    speculator.close()
+
+
+def test_a_start_that_failed_is_tried_again_in_the_next_turn(expect: Any) -> None:
+    expect(CALL)
+    failed = threading.Event()
+    session, events = opened()
+
+    def fails(call: ToolCall) -> str:
+        raise ValueError("not yet")
+
+    session.begin_turn(fails)
+    (flight,) = session._flights.values()
+    while not flight.failed:
+        failed.wait(0.001)
+    session.end_turn([])
+    assert session.begin_turn(lambda _: "now") == [CALL]
+    session.end_turn([CALL])
+    assert session.run(CALL, pytest.fail) == "now"
+    assert outcomes(events) == ["launch", "failed", "launch", "hit"]
+
+
+def test_no_more_than_64_results_of_a_session_wait(expect: Any) -> None:
+    session, events = opened(limits=LaunchLimits(at_once=1000, per_minute=1000))
+    for number in range(80):
+        expect(ToolCall("read", {"id": f"A{number}"}))
+        assert session.begin_turn(World().run)
+        session.end_turn([])
+    assert outcomes(events).count("waste") == 16
+    assert session.run(ToolCall("read", {"id": "A79"}), pytest.fail)
+    session.close()
+
+
+def test_a_loop_that_is_closed_too_soon_says_nothing_and_takes_no_place(
+    expect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it had started waits for ever: the next turn starts it anew, in the next turn's loop."""
+    expect(CALL)
+    session, events = opened(limits=LaunchLimits(at_once=1))
+    ended: list[bool] = []
+
+    async def endless(call: ToolCall) -> str:
+        await asyncio.get_running_loop().create_future()
+        return ""
+
+    async def quick(call: ToolCall) -> str:
+        ended.append(True)
+        return "quick"
+
+    async def turn(invoke: Any) -> None:
+        assert await session.abegin_turn(invoke) == [CALL]
+        await asyncio.sleep(0)
+        session.end_turn([])
+
+    for invoke in (endless, endless, quick):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(turn(invoke))
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+        gc.collect()
+    session.close()
+    gc.collect()
+    assert ended and not [record for record in caplog.records if record.name == "asyncio"]
+    assert outcomes(events)[:3] == ["launch", "failed", "launch"]
+
+
 def test_what_another_function_of_the_name_started_is_dropped(expect: Any) -> None:
     expect(CALL)
     session, events = opened()
@@ -275,6 +360,18 @@ def test_a_writing_agent_of_the_same_session_voids_too(expect: Any) -> None:
     reader.end_turn([CALL])
     assert '"value": 11' in reader.run(CALL, world.run)
     assert outcomes(events) == ["launch", "stale"]
+
+
+def test_a_writing_agent_of_the_same_session_voids_with_a_speculator_of_its_own_too(expect: Any) -> None:
+    expect(CALL)
+    reader, writer = (ToolSpeculator(ToolPolicy(READ_ONLY)).session(AgentCaller(session="order 7")) for _ in range(2))
+    for session in (reader, writer):
+        session.offers([READ, WRITE])
+    world = World()
+    reader.begin_turn(world.run)
+    reader.end_turn([])
+    writer.run(ToolCall("write", {"id": "A1"}), world.run)
+    assert '"value": 11' in reader.run(CALL, world.run)
 
 
 def test_nothing_starts_while_a_writing_tool_runs(expect: Any) -> None:
