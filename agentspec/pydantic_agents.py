@@ -171,7 +171,7 @@ async def _begin(conversation: _Conversation, ctx: RunContext[Any]) -> None:
 
     def in_thread(call: ToolCall) -> Any:
         blocks = getattr(_source(tools[call.name]), "is_async", True) is False
-        return (lambda call: asyncio.run(start(call))) if blocks else None
+        return (lambda call: asyncio.run(start(call))) if blocks and _is_of_sdk(toolset) else None
 
     await conversation.session.abegin_turn(start, in_thread)
 
@@ -243,6 +243,13 @@ def _declared(source: Any) -> Any:
     if not isinstance(source.toolset, FunctionToolset):
         return None
     return source.toolset.tools.get(getattr(source, "original_name", None) or source.tool_def.name)
+
+
+def _is_of_sdk(toolset: Any) -> bool:
+    """Whether a toolset and all within it are the SDK's. One of the user's may need the loop that the agent runs in."""
+    inner = [*getattr(toolset, "toolsets", ()), getattr(toolset, "wrapped", None)]
+    own = type(toolset).__module__.partition(".")[0] == "pydantic_ai"
+    return own and all(_is_of_sdk(one) for one in inner if one is not None)
 
 
 def _function(source: Any) -> object:

@@ -17,7 +17,7 @@ from pydantic_ai import Agent, RunContext, TextOutput, Tool
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.messages import ModelMessage, ModelResponse, NativeToolCallPart, TextPart, ToolCallPart, UserPromptPart
 from pydantic_ai.models.function import AgentInfo, DeltaToolCall, FunctionModel
-from pydantic_ai.toolsets import FunctionToolset
+from pydantic_ai.toolsets import FunctionToolset, WrapperToolset
 
 from agentspec.pydantic_agents import EarlyToolCapability
 from agentspec.tools import AuditEvent, LaunchLimits, ToolCall, ToolPolicy, ToolSpeculator
@@ -219,6 +219,21 @@ async def test_arguments_that_a_hook_changed_are_run_as_they_are(expect: Callabl
     agent = Agent(scripted([LOOK]), tools=[look], capabilities=[EarlyToolCapability(speculator), Other()])
     assert '"order": "#W2"' in (await agent.run("where is #W1?")).output
     speculator.close()
+
+
+async def test_a_toolset_of_the_users_runs_in_the_agents_loop(expect: Callable[..., None]) -> None:
+    """Its connections and locks may belong to it, also where the function blocks."""
+    loops = []
+
+    class Counted(WrapperToolset[Any]):  # type: ignore[misc]
+        async def call_tool(self, *call: Any) -> Any:
+            loops.append(asyncio.get_running_loop())
+            return await super().call_tool(*call)
+
+    call = ToolCall("peek", {"order": "#W1"})
+    expect(call)
+    _, outcomes = await transcript(scripted([call]), True, [look], [Counted(FunctionToolset([peek]))])
+    assert outcomes[:2] == ["launch", "hit"] and set(loops) == {asyncio.get_running_loop()}
 
 
 async def test_streamed_runs_start_tools_too(expect: Callable[..., None]) -> None:
