@@ -95,6 +95,8 @@ class BatchWriter(Generic[Job]):
             self._jobs = deque(change(self._jobs))
             self._waiting = sum(map(self._size, self._jobs))
             self._done += before - len(self._jobs)
+            if not self._jobs and not self._ended:
+                self.error = None  # no commit is left that could succeed and say so
             self._changed.notify_all()
 
     def close(self) -> None:

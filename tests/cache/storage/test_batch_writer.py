@@ -160,6 +160,22 @@ def test_what_waits_can_be_revised_but_not_what_is_being_committed() -> None:
     assert disk.written == [1, 3, 5, 7, 9]
 
 
+@pytest.mark.parametrize(("failure", "error"), [(OSError("full"), None), (ValueError("gone"), "gone")])
+def test_a_failure_that_passes_is_over_once_nothing_waits(failure: Exception, error: str | None) -> None:
+    """Where what could not be written is not to be written any more, no later commit would end it."""
+    disk = Disk()
+    disk.failure = failure
+    writer = disk.writer()
+    writer.put(1)
+    with pytest.raises(CacheError):
+        writer.flush()
+    writer.revise(lambda jobs: [])
+    assert writer.error == error
+    disk.failure = None
+    writer.close()
+    assert disk.written == []
+
+
 def test_jobs_wait_for_each_other_and_for_nobody_who_waits_for_them() -> None:
     disk = Disk()
     writer = disk.writer(linger=3600.0)
