@@ -61,9 +61,9 @@ class GrammarCompiler:
             if key in self._refused:
                 raise InvalidRequestError(self._refused[key], param=param)
             kept = self._kept.get(key)
-            if kept is not None and not kept.worn:
-                self._kept.move_to_end(key)
-                return kept
+        if kept is not None and not kept.worn:
+            self._keep(key, kept)  # again: answers may have let it, or others, grow
+            return kept
         try:
             quick = self._quick(source, param, complexity)
             size = len(source) if quick else self._tried_out(key, source)

@@ -71,7 +71,8 @@ class CompiledGrammar:
 
     When an answer breaks the lexer, the others go on with another one. A grammar that is compiled quickly is then
     compiled again; of one that is not, a spare is compiled ahead, in a thread of its own. The first lexer of a `small`
-    grammar has few states, so that ever new forms take little memory; those that replace it have many.
+    grammar that is compiled quickly has few states, so that ever new forms take little memory; those that replace it
+    have many.
     """
 
     def __init__(self, table: TokenTable, source: str, param: str, *, size: int = 0, small: bool = True) -> None:
@@ -85,7 +86,8 @@ class CompiledGrammar:
         self._lock = threading.Lock()
         self._spare: Future[SharedLexer] | None = None
         self.quick = time.thread_time() - started <= RENEWAL_SECONDS
-        if not self.quick:
+        if not self.quick:  # nothing replaces a lexer of few states in time
+            self._lexer = self._lexer if self._lexer.states == MOST_STATES else self._compiled()
             self._order()
 
     @property

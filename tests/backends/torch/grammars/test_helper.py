@@ -213,8 +213,8 @@ def test_the_lexer_that_answers_filled_up_together_is_replaced_for_all(
 ) -> None:
     """The answer with which it was full did nothing that the others did not."""
     monkeypatch.setattr(matcher, "RENEWAL_SECONDS", -1.0)
-    monkeypatch.setattr(matcher, "FEW_STATES", 60)
     grammar = compiler.CompiledGrammar(grammars.table, "start: /a[xy]{100}|b[xz]{100}/", "p")
+    grammar._lexer = grammar._compiled(60)
     states, full = [grammar.start(), grammar.start()], grammar.sound_lexer()
     for state, text in zip(states, ("a" + "x" * 40, "b" + "x" * 40), strict=True):
         for token in ids(byte_tokens, text):

@@ -85,6 +85,28 @@ def test_a_form_counts_as_the_most_that_its_lexer_may_hold(grammars: GrammarComp
     assert grammar.nbytes == len(source) + MOST_STATES * STATE_BYTES
 
 
+def test_a_form_that_is_compiled_slowly_has_many_states_from_the_start(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers cannot wait for another lexer, and no spare is ready here."""
+    monkeypatch.setattr(matcher, "RENEWAL_SECONDS", -1.0)
+    monkeypatch.setattr(matcher.CompiledGrammar, "_order", lambda self: None)
+    grammar = grammars.compile(greedy(1), param="p")
+    states = used(grammar, 100)  # more than a lexer of few states holds
+    assert {len(state._tokens) for state in states} == {60} and not grammar.sound_lexer().broken
+
+
+def test_forms_that_grew_since_they_were_kept_make_room(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "KEPT_BYTES", (MOST_STATES + FEW_STATES) * STATE_BYTES)
+    sources = ['start: "a"', 'start: "b"', greedy(1)]
+    kept = [grammars.compile(source, param="p") for source in sources]
+    used(kept[-1], 200)
+    assert grammars.compile(sources[0], param="p") is kept[0]
+    assert sum(one.nbytes for one in grammars._kept.values()) <= compiler.KEPT_BYTES
+
+
 def test_a_form_that_needs_many_states_at_once_gets_them(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
