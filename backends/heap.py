@@ -33,4 +33,5 @@ def _glibc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)
-    return library if hasattr(library, "gnu_get_libc_version") else None
+    needed = ("gnu_get_libc_version", "mallopt", "malloc_trim")  # musl has none, and layers over it only the first
+    return library if all(hasattr(library, name) for name in needed) else None

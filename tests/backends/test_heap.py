@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from agentspec.backends import heap
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 
@@ -66,3 +69,16 @@ def test_threads_share_few_heaps_and_what_they_freed_is_given_back() -> None:
 
 def test_the_environment_decides_how_many_heaps() -> None:
     assert said(MALLOC_ARENA_MAX="2").count("<heap ") == 2
+
+
+def test_a_library_that_only_calls_itself_glibc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers over musl do."""
+    heap._glibc.cache_clear()
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(gnu_get_libc_version=lambda: b"2.8"))
+    try:
+        heap.share_heaps()
+        heap.give_back()
+        assert heap._glibc() is None
+    finally:
+        heap._glibc.cache_clear()
