@@ -26,6 +26,8 @@ from agentspec.backends.torch.grammars.worker import (
     MOST_STATES,
     STACK,
     STATE_BYTES,
+    STEP_SECONDS,
+    TRIED_TOKENS,
     compiled,
     on_stack,
 )
@@ -181,6 +183,7 @@ class GrammarMatcher:
         self._tokens: list[int] = []
         self._broke_one = False  # whether a step of this answer broke a lexer
         self._drafts = True
+        self._masks, self._seconds = 0, 0.0  # of this thread, for the masks of late
 
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; far cheaper than `mask`."""
@@ -188,11 +191,23 @@ class GrammarMatcher:
 
     def mask(self) -> Tensor:
         """Which tokens may come next, as bool [vocab] with at least one True."""
+        started = time.thread_time()
         self._try(lambda matcher: matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes))
+        self._took(time.thread_time() - started)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._table.vocab_size]
         if not bits.any():
             raise self._failure("no token of this model can go on with it")
         return torch.from_numpy(bits.view(np.bool_))
+
+    def _took(self, seconds: float) -> None:
+        """Count a mask. Raises the error with which the answer ends if masks take so long that others wait for it."""
+        self._masks, self._seconds = self._masks + 1, self._seconds + seconds
+        if self._masks < TRIED_TOKENS:
+            return
+        each, self._masks, self._seconds = self._seconds / self._masks, 0, 0.0
+        if each > STEP_SECONDS:
+            why = f"each of its tokens takes {each * 1000:.0f} ms; reduce alternatives that overlap"
+            raise self._failure(why)
 
     def advance(self, token: int) -> None:
         """Append `token`, which must be allowed, to the answer."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -222,6 +224,20 @@ def test_the_lexer_that_answers_filled_up_together_is_replaced_for_all(
             assert bool(state.mask()[token])
             state.advance(token)
     assert full.broken and grammar.sound_lexer() is not full
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_answer_whose_masks_take_long_ends(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    """Small forms are not tried out before."""
+    state, clock, masks = grammars.compile("start: /x*/", param="p").start(), itertools.count(), 0
+    seconds = worker.STEP_SECONDS * (2.0 if slow else 0.5)
+    monkeypatch.setattr("time.thread_time", lambda: next(clock) * seconds)
+    with pytest.raises(InvalidRequestError, match="takes 50 ms") if slow else nullcontext():
+        while masks < 4 * worker.TRIED_TOKENS:
+            masks += bool(state.mask().any())
+    assert masks == (worker.TRIED_TOKENS - 1 if slow else 4 * worker.TRIED_TOKENS)
 
 
 def test_a_draft_beyond_the_limits_does_not_end_the_answer(grammars: GrammarCompiler, byte_tokens: Any) -> None:
