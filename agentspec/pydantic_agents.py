@@ -30,6 +30,7 @@ from agentspec.types import DEFAULT_TENANT
 
 _MOST = 1024  # conversations that are followed
 _APPROVAL = ("needs_approval", "requires_approval")
+_HANDLERS = ("sampling_handler", "elicitation_handler", "log_handler", "progress_handler", "message_handler")
 
 
 @dataclass
@@ -267,4 +268,12 @@ def _is_plain(source: Any) -> bool:
 
 
 def _asks_nobody(source: Any) -> bool:
-    return source.args_validator_func is None and getattr(source.toolset, "process_tool_call", None) is None
+    """Whether nothing besides its server learns of a tool's call: no hook, and nobody whom the server tells or asks."""
+    toolset = source.toolset
+    if source.args_validator_func is not None or getattr(toolset, "process_tool_call", None) is not None:
+        return False
+    if not hasattr(toolset, "client"):
+        return True
+    options = getattr(toolset, "_client_options", None)  # none: a client that was made elsewhere, with whatever it has
+    heard = any(options.get(name) for name in _HANDLERS) if options is not None else True
+    return not heard and getattr(toolset, "sampling_model", None) is None

@@ -209,6 +209,26 @@ async def test_the_metadata_of_a_trusted_servers_tools_counts(expect: Callable[.
     assert outcomes[:2] == (["launch", "hit"] if hint else [])
 
 
+@pytest.mark.parametrize("options", [None, {"elicitation_handler": print}, {"log_handler": print}, {}])
+async def test_a_server_that_may_ask_or_tell_somebody_is_not_called_early(
+    expect: Callable[..., None], options: dict[str, Any] | None
+) -> None:
+    """The SDK keeps what a server may ask for where this class has it; None for a client that was made elsewhere."""
+
+    class Server(FunctionToolset[Any]):  # type: ignore[misc]
+        client = sampling_model = None
+        _client_options = options
+
+    async def far(order: str) -> str:
+        return order
+
+    call = ToolCall("far", {"order": "#W1"})
+    expect(call)
+    toolset = Server([Tool(far, metadata={"annotations": {"readOnlyHint": True}})])
+    _, outcomes = await transcript(scripted([call]), True, toolsets=[toolset])
+    assert bool(outcomes) == (options == {})
+
+
 async def test_arguments_that_a_hook_changed_are_run_as_they_are(expect: Callable[..., None]) -> None:
     class Other(AbstractCapability[Any]):  # type: ignore[misc]
         async def before_tool_execute(self, ctx: Any, *, args: dict[str, Any], **_: Any) -> dict[str, Any]:
