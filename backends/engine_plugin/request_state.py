@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from agentspec.cache.drafting.chains import Chain
 from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.speculation.governor import RequestStats
+from agentspec.speculation.latency_goal import LatencyGoal
 from agentspec.speculation.predicted_text import PredictedText
 from agentspec.types import Labels, Source
 
@@ -20,6 +22,8 @@ _TRANSCRIPT = 0
 SURE = 0.8  # no new search is needed if the next token has at least this probability
 PREDICTION = "agentspec_prediction"
 """The field for extensions that holds the predicted answer's token ids."""
+LATENCY = "agentspec_latency_ms_per_token"
+"""The field for extensions that holds the milliseconds per token that the answer should keep after its first token."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from
 
 
@@ -72,7 +76,7 @@ class PrivateCache:
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
     """What the server knows of a request: labels, tenant salt, LoRA adapter, stop tokens, the output's length limit,
-    and the tokens of the answer that its client predicts.
+    the tokens of the answer that its client predicts, and the time per token that its answer should keep.
     """
 
     labels: Labels = field(default_factory=Labels)
@@ -81,6 +85,7 @@ class RequestInfo:
     stops: frozenset[int] = frozenset()
     max_tokens: int | None = None  # of output
     prediction: tuple[int, ...] = ()
+    seconds_per_token: float | None = None
 
 
 def labels_in(fields: Mapping[str, object]) -> Labels:
@@ -97,10 +102,18 @@ def prediction_in(fields: Mapping[str, object]) -> tuple[int, ...]:
     return tuple(given)
 
 
+def seconds_per_token_in(fields: Mapping[str, object]) -> float | None:
+    """The time per token that the client asks for; None if there is none, or if it is no number above 0."""
+    given = fields.get(LATENCY)
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given < math.inf:
+        return None
+    return given / 1000.0
+
+
 class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
-    __slots__ = ("asked cache chain finished length output_length predicted ready request stats").split()
+    __slots__ = ("asked cache chain finished latency length output_length predicted ready request stats").split()
 
     def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
         self.length = length  # tokens of prompt and output
@@ -113,6 +126,7 @@ class RequestState:
         self.chain = Chain()  # for engines that verify chains
         self.asked = False
         self.predicted = PredictedText(request.prediction) if request.prediction else None
+        self.latency = None if request.seconds_per_token is None else LatencyGoal(request.seconds_per_token)
 
     def advance(self, fresh: Tokens) -> Tokens:
         """Follow new tokens of the request; returns those that are output.
@@ -137,9 +151,16 @@ class RequestState:
         self.finished = self.finished or self.output_length == request.max_tokens
         return count
 
-    def is_certain(self) -> bool:
-        """Whether what follows is known for long enough, and likely enough, to need no new search."""
-        return self.chain.is_certain(max(1, self.chain.drafted), SURE)
+    def required_tokens(self, now: float, step_seconds: float) -> float:
+        """How many tokens a step of `step_seconds`, begun `now`, must add to keep the latency goal; 0 without one."""
+        if self.latency is None or not self.output_length:
+            return 0.0
+        self.latency.begin(now)
+        return self.latency.required_tokens(self.output_length, now, step_seconds)
+
+    def is_certain(self, least: int = 1) -> bool:
+        """Whether what follows is known for long enough (`least` tokens), and likely enough, to need no new search."""
+        return self.chain.is_certain(max(least, self.chain.drafted), SURE)
 
     def from_prediction(self, limit: int) -> list[int]:
         """What the client predicts next; empty where its prediction is lost or has mostly been wrong of late."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter
@@ -97,7 +98,7 @@ class ServerDrafter:
         updates: list[OutputUpdate] = []
         try:
             updates = self._learn(turns, started, computed)
-            chains = self._draft(turns)
+            chains = self._draft(turns, started)
         except Exception as error:
             self._report(error)
             chains = [[] for _ in turns]
@@ -146,9 +147,10 @@ class ServerDrafter:
             chain = state.chain
             state.stats.observe(chain.expected, chain.accepted, cost, chain.accepted * seconds / max(1, gained))
 
-    def _draft(self, turns: Sequence[DraftTurn]) -> list[list[int]]:
+    def _draft(self, turns: Sequence[DraftTurn], now: float) -> list[list[int]]:
         wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
-        parts = [self._chain_turn(turn) for turn in turns]
+        step = self._cost.seconds(len(turns))  # without drafts
+        parts = [self._chain_turn(turn, turn.state.required_tokens(now, step)) for turn in turns]
         chains = propose_chains(
             parts,
             self._cost.curve,
@@ -173,8 +175,10 @@ class ServerDrafter:
         chains = propose_chains([part._replace(drafter=None) for part in parts], FREE_STEP, vocabulary=self._vocab_size)
         return [padding.filled(chain, int(turn.context[-1])) for chain, turn in zip(chains, turns, strict=True)]
 
-    def _chain_turn(self, turn: DraftTurn) -> ChainTurn:
-        """The request's part in the common call. It is searched for if its chain is too short or too unlikely."""
+    def _chain_turn(self, turn: DraftTurn, required: float) -> ChainTurn:
+        """The part in the common call of a request that must gain `required` tokens. It is searched for if its chain is
+        too short or too unlikely.
+        """
         state, _, context, limit = turn
         cache, predicted, factor = state.cache, state.from_prediction(limit), state.factor
         nothing = cache is None and not predicted
@@ -185,9 +189,9 @@ class ServerDrafter:
         state.asked = True
         if predicted:
             state.chain.replace(predicted, state.confidence(len(predicted)))
-        elif cache is not None and not state.is_certain():
-            return ChainTurn(state.chain, cache.drafter, cache.indexes, context, limit, factor)
-        return ChainTurn(state.chain, None, (), context, limit, factor)
+        elif cache is not None and not state.is_certain(math.ceil(min(limit, max(1.0, required - 1.0)))):
+            return ChainTurn(state.chain, cache.drafter, cache.indexes, context, limit, factor, required)
+        return ChainTurn(state.chain, None, (), context, limit, factor, required)
 
     def _report(self, error: Exception) -> None:
         if not self._failed:

@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, labels_in, prediction_in
+from agentspec.backends.engine_plugin.request_state import (
+    RequestInfo,
+    RequestState,
+    labels_in,
+    prediction_in,
+    seconds_per_token_in,
+)
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.backends.vllm.startup import drafts_here, open_drafter
 from agentspec.cache.index import DEPTH
@@ -114,13 +120,15 @@ def request_info(new: Any) -> RequestInfo:
     """The fields of a `NewRequestData` that the drafter needs."""
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
+    told = sampling.extra_args or {}
     return RequestInfo(
-        labels_in(sampling.extra_args or {}),
+        labels_in(told),
         getattr(new, SALT, _UNKNOWN),
         f"{adapter.lora_name}\0{adapter.lora_path}" if adapter else "",
         frozenset(stops),
         sampling.max_tokens,
-        prediction_in(sampling.extra_args or {}),
+        prediction_in(told),
+        seconds_per_token_in(told),
     )
 
 

@@ -26,6 +26,7 @@ time may use it."""
 class ChainTurn(NamedTuple):
     """A chain's part in a step: at most `limit` tokens, accepted `factor` times as often as the chain says.
 
+    The request must gain `required` tokens, as in `allocate_budget`.
     With `drafter`, what follows `context` is searched for in `indexes`; without, the chain goes on as it is.
     """
 
@@ -35,6 +36,7 @@ class ChainTurn(NamedTuple):
     context: Tokens
     limit: int
     factor: float
+    required: float = 0.0
 
 
 class StepCurve(NamedTuple):
@@ -54,8 +56,10 @@ def propose_chains(
 ) -> list[list[int]]:
     """Search, choose and propose for all requests of a step in one call; returns the proposed tokens of each.
 
-    The chains are cut together where the expected tokens per second are highest. No chain holds a token that is less
-    likely than `floor`, or not below `vocabulary`. What is not found after `patience` seconds is left out.
+    What requests require is served first; then the chains are cut together where the expected tokens per second are
+    highest. No chain holds a token that is not below `vocabulary`, or that is less likely than `floor`: for a request
+    that requires more than one token, which has to pay for that request alone, than `floor / len(turns)`. What is not
+    found after `patience` seconds is left out.
     """
     patience = None if patience is None else min(patience, 1e6)  # the native clock knows no infinity
     native = [
@@ -66,8 +70,9 @@ def propose_chains(
             context[-DEPTH:],
             limit,
             factor,
+            required,
         )
-        for chain, drafter, indexes, context, limit, factor in turns
+        for chain, drafter, indexes, context, limit, factor, required in turns
     ]
     try:
         return _native.propose_chains(native, len(turns), cost.tokens, cost.seconds, floor, vocabulary, patience)

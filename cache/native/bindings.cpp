@@ -107,14 +107,14 @@ void extend_all(const std::vector<Extension>& asked) {
     unlocked([&] { extend_batch(jobs); });
 }
 
-using Turn = std::tuple<Chain*, std::optional<const Drafter*>, Indexes, Input<Token>, std::size_t, double>;
+using Turn = std::tuple<Chain*, std::optional<const Drafter*>, Indexes, Input<Token>, std::size_t, double, double>;
 
 std::vector<std::vector<Token>> chains_of(const std::vector<Turn>& asked, std::size_t requests,
                                           const Input<double>& tokens, const Input<double>& seconds, double floor,
                                           Token vocabulary, std::optional<double> patience) {
     std::vector<ChainTurn> turns;
-    for (const auto& [chain, drafter, indexes, context, limit, factor] : asked) {
-        turns.push_back({chain, drafter.value_or(nullptr), sourced(indexes), view(context), limit, factor});
+    for (const auto& [chain, drafter, indexes, context, limit, factor, required] : asked) {
+        turns.push_back({chain, drafter.value_or(nullptr), sourced(indexes), view(context), limit, factor, required});
     }
     const StepCost cost{view(tokens), view(seconds)};
     return unlocked([&] { return propose_chains(turns, requests, cost, floor, vocabulary, within(patience)); });

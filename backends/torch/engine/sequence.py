@@ -27,6 +27,7 @@ from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.sampling.substitutes import Substitutes
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor
+from agentspec.speculation.latency_goal import LatencyGoal
 from agentspec.types import Delta, FinishReason, GenerateRequest, LossyAcceptance, Speculation, TokenLogprob, Usage
 
 
@@ -68,7 +69,8 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.kv_cache = kv_cache
         self.started = perf_counter()
-        self._first_at: float | None = None
+        target_ms = request.original.latency_target_ms_per_token
+        self._latency = None if target_ms is None else LatencyGoal(target_ms / 1000.0)
         self._context = context
         self._session = session
         self._scorer = self._prompt_scorer()
@@ -148,16 +150,13 @@ class Sequence:
     @property
     def target_seconds_per_token(self) -> float | None:
         """The request's latency target; None if it has none."""
-        target = self.request.original.latency_target_ms_per_token
-        return None if target is None else target / 1000.0
+        return None if self._latency is None else self._latency.seconds_per_token
 
     def required_tokens(self, step_seconds: float) -> float:
         """How many tokens a step of `step_seconds` must add to hold the latency target; 0 if there is none."""
-        target = self.request.original.latency_target_ms_per_token
-        if target is None or self._first_at is None:
+        if self._latency is None:
             return 0.0
-        elapsed = perf_counter() - self._first_at + step_seconds
-        return elapsed * 1000.0 / target - (self._answer.num_tokens - 1)
+        return self._latency.required_tokens(self._answer.num_tokens, perf_counter(), step_seconds)
 
     def take_computed(self) -> int:
         """How many tokens were computed since the last call, not counting those that were computed again."""
@@ -204,7 +203,8 @@ class Sequence:
         path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit, self._substitutes)
         self.kv_cache.commit(num_tokens, path)
         fresh = self.tokens[committed:]
-        self._first_at = self._first_at or perf_counter()
+        if self._latency is not None:
+            self._latency.begin(perf_counter())
         self._context.counters.prefill_tokens += num_tokens - 1
         taken = () if self._substitutes is None else self._substitutes.taken
         self._speculator.observe(draft, path, cost, substituted=taken)

@@ -56,11 +56,15 @@ double StepCost::at(double count) const {
     return seconds[behind - 1] + slope * (count - tokens[behind - 1]);
 }
 
-std::vector<std::size_t> allocate(std::span<const ChainTurn> turns, std::size_t requests, const StepCost& cost) {
-    struct Node {
-        double acceptance;
-        std::size_t turn;
-    };
+namespace {
+
+struct Node {
+    double acceptance;
+    std::size_t turn;
+};
+
+/// All tokens that may be verified, the most probable first.
+std::vector<Node> descending(std::span<const ChainTurn> turns) {
     std::vector<Node> nodes;
     for (std::size_t turn = 0; turn < turns.size(); ++turn) {
         const auto acceptance = turns[turn].chain->acceptance();
@@ -69,13 +73,52 @@ std::vector<std::size_t> allocate(std::span<const ChainTurn> turns, std::size_t 
         }
     }
     std::ranges::stable_sort(nodes, std::ranges::greater{}, &Node::acceptance);
+    return nodes;
+}
+
+/// The turns that require more than the token which each gains in any case, the largest need first.
+std::vector<std::size_t> neediest(std::span<const ChainTurn> turns) {
+    std::vector<std::size_t> found;
+    for (std::size_t turn = 0; turn < turns.size(); ++turn) {
+        if (turns[turn].required > 1.0) found.push_back(turn);
+    }
+    std::ranges::stable_sort(found, std::ranges::greater{}, [&](std::size_t turn) { return turns[turn].required; });
+    return found;
+}
+
+/// Move the nodes that requests need to the front of the descending `nodes`, and return how many they are. A need ends
+/// where another node would not make the request itself faster.
+std::size_t serve_needs(std::vector<Node>& nodes, std::span<const ChainTurn> turns, std::size_t requests,
+                        const StepCost& cost) {
+    std::size_t taken = 0;
+    for (const std::size_t turn : neediest(turns)) {
+        double gain = 1.0;
+        for (std::size_t next = taken; next < nodes.size() && gain < turns[turn].required; ++next) {
+            if (nodes[next].turn != turn) continue;
+            const double slower =
+                cost.at(static_cast<double>(requests + taken + 1)) / cost.at(static_cast<double>(requests + taken));
+            const double further = gain + nodes[next].acceptance;
+            if (further <= gain * slower) break;
+            gain = further;
+            std::rotate(nodes.begin() + taken, nodes.begin() + next, nodes.begin() + next + 1);
+            ++taken;
+        }
+    }
+    return taken;
+}
+
+}  // namespace
+
+std::vector<std::size_t> allocate(std::span<const ChainTurn> turns, std::size_t requests, const StepCost& cost) {
+    std::vector<Node> nodes = descending(turns);
+    const std::size_t needed = serve_needs(nodes, turns, requests, cost);
     double gain = static_cast<double>(requests);
-    double highest = gain / cost.at(gain);
-    std::size_t best = 0;
-    for (std::size_t taken = 1; taken <= nodes.size(); ++taken) {
-        gain += nodes[taken - 1].acceptance;
+    double highest = 0.0;
+    std::size_t best = needed;
+    for (std::size_t taken = 0; taken <= nodes.size(); ++taken) {
+        if (taken > 0) gain += nodes[taken - 1].acceptance;
         const double goodput = gain / cost.at(static_cast<double>(requests + taken));
-        if (goodput > highest) highest = goodput, best = taken;
+        if (taken == needed || (taken > needed && goodput > highest)) highest = goodput, best = taken;
     }
     std::vector<std::size_t> counts(turns.size());
     for (std::size_t taken = 0; taken < best; ++taken) ++counts[nodes[taken].turn];
@@ -90,7 +133,8 @@ std::vector<std::vector<Token>> propose_chains(std::span<const ChainTurn> turns,
     std::vector<Chain*> searched;
     for (const ChainTurn& turn : turns) {
         if (turn.drafter == nullptr) continue;
-        jobs.push_back({turn.drafter, turn.indexes, turn.context, turn.limit, floor, true});
+        const double least = turn.required > 1.0 ? floor / static_cast<double>(requests) : floor;
+        jobs.push_back({turn.drafter, turn.indexes, turn.context, turn.limit, least, true});
         searched.push_back(turn.chain);
     }
     std::vector<DraftTree> trees = draft_batch(jobs, until);

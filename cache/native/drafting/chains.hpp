@@ -55,14 +55,17 @@ struct ChainTurn {
     std::span<const Token> context;
     std::size_t limit;  // most tokens to verify
     double factor;  // acceptance in proportion to the chain's
+    double required = 0.0;  // tokens that the request must gain; at most 1 needs no draft
 };
 
 /// How many tokens of each chain a step of `requests` requests verifies, so that its expected tokens per second are
-/// maximal: goodput as in TurboSpec (Liu et al. 2024), as `allocate_budget` of agentspec/speculation/governor.py.
+/// maximal: goodput as in TurboSpec (Liu et al. 2024). What requests require is served before, the largest need first
+/// (AdaServe, Li et al. 2025). As `allocate_budget` of agentspec/speculation/governor.py.
 std::vector<std::size_t> allocate(std::span<const ChainTurn> turns, std::size_t requests, const StepCost& cost);
 
-/// Search for what follows where a turn asks for it, down to a probability of `floor`, and have each chain propose what
-/// pays. Returns the proposed tokens. Throws as `draft_batch`, before any chain is changed.
+/// Search for what follows where a turn asks for it, down to a probability of `floor` (for a request that requires more
+/// than one token, of `floor / requests`), and have each chain propose what pays. Returns the proposed tokens. Throws
+/// as `draft_batch`, before any chain is changed.
 std::vector<std::vector<Token>> propose_chains(std::span<const ChainTurn> turns, std::size_t requests,
                                                const StepCost& cost, double floor, Token vocabulary,
                                                const Deadline& until = {});

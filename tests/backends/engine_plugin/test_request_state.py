@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from agentspec.backends.engine_plugin.request_state import PREDICTION, labels_in, prediction_in
+from agentspec.backends.engine_plugin.request_state import (
+    LATENCY,
+    PREDICTION,
+    labels_in,
+    prediction_in,
+    seconds_per_token_in,
+)
 from agentspec.types import Labels
 
 
@@ -22,3 +30,13 @@ def test_what_cannot_be_tokens_is_no_prediction(given: object) -> None:
 
 def test_a_prediction() -> None:
     assert prediction_in({PREDICTION: [0, 5, 2**31 - 2]}) == (0, 5, 2**31 - 2)
+
+
+@pytest.mark.parametrize("given", [None, "20", True, 0, -1.0, math.nan, math.inf, [20]])
+def test_what_is_no_time_is_no_latency_goal(given: object) -> None:
+    assert seconds_per_token_in({LATENCY: given}) is None
+    assert seconds_per_token_in({}) is None
+
+
+def test_a_latency_goal() -> None:
+    assert seconds_per_token_in({LATENCY: 20}) == seconds_per_token_in({LATENCY: 20.0}) == 0.02

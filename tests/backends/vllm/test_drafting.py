@@ -32,8 +32,11 @@ def tokens(*ids: int) -> Tokens:
 class Client:
     """A request and all of its text."""
 
-    def __init__(self, drafter: ServerDrafter, prompt: Tokens, prediction: Tokens | None = None) -> None:
-        info = RequestInfo() if prediction is None else RequestInfo(prediction=tuple(prediction.tolist()))
+    def __init__(
+        self, drafter: ServerDrafter, prompt: Tokens, prediction: Tokens | None = None, goal: float | None = None
+    ) -> None:
+        told = () if prediction is None else tuple(prediction.tolist())
+        info = RequestInfo(prediction=told, seconds_per_token=goal)
         self.state, self.tokens = drafter.begin(prompt, info), prompt
 
     def turn(self, fresh: Tokens, limit: int) -> DraftTurn:
@@ -311,6 +314,31 @@ def test_what_a_step_costs_is_learned_while_requests_come_and_go(
         drafter.propose([client.turn(TEXT[at : at + 4], 16) for client, at in running], computed=computed)
     for tokens in (24, 40, 64):
         assert drafter._cost.seconds(tokens) == pytest.approx(clock.seconds(tokens), rel=0.1)
+
+
+@pytest.mark.parametrize("predicted", [None, np.tile(TEXT, 2)])
+def test_who_is_behind_its_latency_goal_is_served_first(
+    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch, predicted: Tokens | None
+) -> None:
+    """Steps so dear that no token pays for two requests; one pays for its own request, where that is late."""
+    clock = Clock(0.0, 0.0)
+    monkeypatch.setattr(drafting, "perf_counter", clock)
+    monkeypatch.setattr(drafter._cost, "observe", lambda *_: None)
+    drafter._cost._use(StepCurve(np.array([2.0, 34.0]), np.array([1.0, 21.0])))
+    late, early, free = (Client(drafter, np.tile(TEXT, 4), predicted, goal) for goal in (0.5, 100.0, None))
+    drafter.flush()
+
+    def drafted(*clients: Client, at: int, to: int) -> list[int]:
+        return [len(chain) for chain in drafter.propose([client.turn(TEXT[at:to], 8) for client in clients])]
+
+    assert drafted(late, early, at=0, to=3) == [0, 0]  # three tokens at once are two steps ahead
+    clock.now += 1.0
+    assert drafted(late, early, at=3, to=4) == [0, 0]  # just on time: the next step's own token is due at its end
+    clock.now += 2.0
+    served, left = drafted(late, early, at=4, to=5)
+    assert served > 0 == left
+    clock.now += 2.0
+    assert drafted(early, free, at=5, to=6) == [0, 0]
 
 
 def test_what_fails_for_a_request_is_remembered_while_others_come_and_go(drafter: ServerDrafter) -> None:

@@ -102,7 +102,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         bench.drafter.close()
 
 
-def new(name: str, prompt: Tokens, salt: str | None = None, **extra: str) -> Any:
+def new(name: str, prompt: Tokens, salt: str | None = None, **extra: object) -> Any:
     request = SimpleNamespace(
         req_id=name,
         prompt_token_ids=prompt.tolist(),
@@ -126,7 +126,7 @@ class Runner:
     def __init__(self, bench: Bench) -> None:
         self.bench, self.proposer = bench, SuffixDecodingProposer(config())
 
-    def begin(self, name: str, prompt: Tokens, salt: str | None = None, **extra: str) -> None:
+    def begin(self, name: str, prompt: Tokens, salt: str | None = None, **extra: object) -> None:
         self.bench.server.add(name, prompt)
         self.proposer.scheduled(scheduled(new(name, prompt, salt, **extra)), self.bench.server)
         self.bench.drafter.flush()
@@ -325,3 +325,11 @@ def test_requests_without_tokens_to_go_by(bench: Bench) -> None:
     embedded.prompt_embeds = object()
     runner.proposer.scheduled(scheduled(embedded), bench.server)
     assert runner.step(a=TEXT[:4].tolist()) == {"a": []}
+
+
+def test_the_latency_goal_of_a_request(runner: Runner) -> None:
+    runner.begin("a", TEXT, agentspec_latency_ms_per_token=20)
+    runner.begin("b", TEXT)
+    latency = runner.proposer._states["a"].latency
+    assert latency is not None and latency.seconds_per_token == 0.02
+    assert runner.proposer._states["b"].latency is None
