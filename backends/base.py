@@ -171,6 +171,12 @@ class Forwards(Protocol):
         """What the server is: "vllm", "sglang" or "other"; None if it has never answered."""
         ...
 
+    async def keeps_latency(self, path: str) -> bool:
+        """Whether the server is known to serve requests to `path` with a latency goal first; `body_fields` hands the
+        goal on.
+        """
+        ...
+
     def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
         """The answer to a request for completions, streamed or whole, as `generate` yields it. Raises `UpstreamError`,
         for an error answer `UpstreamStatusError`.

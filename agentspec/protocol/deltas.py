@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from agentspec.errors import UpstreamError
@@ -37,6 +38,18 @@ def to_delta(chunk: Any) -> Delta:
         )
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise UpstreamError("the upstream sent a chunk of the wrong shape") from None
+
+
+def merged(last: Delta, late: Delta) -> Delta:
+    """`last` with the fields of a delta that came after the finish reason: usage, speculation, extra fields."""
+    return replace(
+        last,
+        text=last.text + late.text,
+        token_ids=last.token_ids + late.token_ids,
+        usage=late.usage or last.usage,
+        speculation=late.speculation or last.speculation,
+        extra={**last.extra, **late.extra},
+    )
 
 
 def _first_choice(choices: Iterable[Any]) -> Mapping[str, Any]:

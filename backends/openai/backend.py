@@ -30,6 +30,7 @@ from agentspec.backends.openai.hints import (
     session_headers,
 )
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
+from agentspec.backends.openai.latency import GOAL, GoalDetector, goal_fields
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.prediction import prediction_counter, prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
@@ -40,7 +41,7 @@ from agentspec.backends.openai.vectors import vectors
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
-from agentspec.protocol.deltas import to_delta
+from agentspec.protocol.deltas import merged, to_delta
 from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, policy_of, read_labels
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
@@ -74,6 +75,7 @@ class OpenAIBackend:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport, address=address)
         self._detector = ServerDetector(self._endpoint, settings)
+        self._goals = GoalDetector(self._endpoint, self._detector)
         self._routes = RouteDetector(self._endpoint, settings)
         self._lengths = lengths or AnswerLengths()
         self._isolation: TenantIsolation | None = None
@@ -118,7 +120,9 @@ class OpenAIBackend:
             body |= token_id_fields(body)
         if request.priority and self.settings.priority != "off":
             body[PRIORITY] = request.priority
-        body |= await self.body_fields(path, request.tenant, request.labels, body)
+        goal = request.latency_target_ms_per_token
+        asked = body if goal is None else body | {GOAL: goal}
+        body |= await self.body_fields(path, request.tenant, request.labels, asked)
         labels = self._own_labels(request.tenant, request.labels)
         headers = {
             "content-type": "application/json",
@@ -144,7 +148,7 @@ class OpenAIBackend:
             async for chunk in chunks:
                 delta = to_delta(chunk)
                 if last is not None:
-                    last = _merged(last, delta)
+                    last = merged(last, delta)
                 elif delta.finish_reason is not None:
                     last = delta
                 else:
@@ -205,11 +209,11 @@ class OpenAIBackend:
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels and the tokens of a prediction, one that knows sessions the session's name, one
-        that schedules by priority the client's on its own scale, if the settings allow it. With several tenants, vLLM
-        and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own. May
-        wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError`
-        for a salt that is no text.
+        A vLLM server is sent the labels and the tokens of a prediction, one with our drafter the latency goal, one that
+        knows sessions the session's name, one that schedules by priority the client's on its own scale, if the settings
+        allow it. With several tenants, vLLM and SGLang are sent a salt for each tenant, and names of sessions and
+        workflows are made the tenant's own. May wait until the upstream is recognised. Raises `UpstreamIsolationError`
+        if it is neither, `InvalidRequestError` for a salt that is no text, and for a goal that is no number.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -224,12 +228,13 @@ class OpenAIBackend:
     async def _labels_told(self, tenant: str, sent: Labels, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields for the labels `sent` to our drafter, the session of `labels`, and the priority in `given`."""
         added = label_fields(sent, given)
-        predicts = self.settings.vllm_labels and given.get("prediction") is not None
+        tells = self.settings.vllm_labels
+        predicts, hurries = (tells and given.get(field) is not None for field in ("prediction", GOAL))
         session = self._own_labels(tenant, labels).session if self.settings.session_names else None
         if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
             raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
         length = self._lengths.expected(tenant, labels)
-        if not (added or predicts or session or length or PRIORITY in given):
+        if not (added or predicts or hurries or session or length or PRIORITY in given):
             return {}
         kind = await self._detector.kind()
         if (given.get(SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
@@ -238,6 +243,8 @@ class OpenAIBackend:
         if predicts and kind == "vllm":
             model = self.settings.model or str(given.get("model"))
             fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
+        if hurries and kind == "vllm" and await self._goals.keeps():
+            fields |= goal_fields({**given, **fields})
         fields |= session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
         return fields | (hint_fields({"osl": length}, {**given, **fields}) if length else {})
 
@@ -260,6 +267,10 @@ class OpenAIBackend:
     async def server_kind(self) -> ServerKind | None:
         """What the upstream is; None if it has never answered."""
         return await self._detector.kind()
+
+    async def keeps_latency(self, path: str) -> bool:
+        """Whether the upstream's drafts serve latency goals first: it runs our drafter, and can be told them there."""
+        return path in _LABELLED and self.settings.vllm_labels and await self._goals.keeps()
 
     def tokenizer_of(self, model: str) -> ServerTokenization:
         """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
@@ -380,18 +391,6 @@ class OpenAIBackend:
             error.own_key = response.own_key
             raise error
         return body
-
-
-def _merged(last: Delta, late: Delta) -> Delta:
-    """`last` with the fields of a delta that came after the finish reason: usage, speculation, extra fields."""
-    return replace(
-        last,
-        text=last.text + late.text,
-        token_ids=last.token_ids + late.token_ids,
-        usage=late.usage or last.usage,
-        speculation=late.speculation or last.speculation,
-        extra={**last.extra, **late.extra},
-    )
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:

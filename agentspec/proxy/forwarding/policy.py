@@ -9,29 +9,34 @@ from typing import Any
 
 from agentspec.backends.base import Forwards
 from agentspec.backends.openai.hints import PRIORITY
+from agentspec.backends.openai.latency import GOAL
 from agentspec.protocol.headers import StepPolicy
 
 logger = logging.getLogger(__name__)
 
 
-def with_policy(backend: Forwards, fields: Mapping[str, Any], policy: StepPolicy) -> Mapping[str, Any]:
-    """The body's `fields` with the priority of `policy`, if the upstream schedules by it and the body has none.
+async def with_policy(backend: Forwards, path: str, fields: Mapping[str, Any], policy: StepPolicy) -> Mapping[str, Any]:
+    """The `fields` of a body for `path` with what `policy` says and the body does not: the priority, if the upstream
+    schedules by it, and the latency goal, if its drafts serve one first.
 
     The headers go on as they are, since another gateway may follow them; what no other upstream does is logged once.
     """
-    schedules = backend.settings.priority != "off"
+    goal = policy.latency_ms_per_token
+    heeded = {
+        PRIORITY: policy.priority if backend.settings.priority != "off" else None,
+        GOAL: goal if goal is not None and await backend.keeps_latency(path) else None,
+    }
     unheeded = {
         "deadline-s": policy.deadline_s,
-        "latency-ms-per-token": policy.latency_ms_per_token,
-        "priority": None if schedules else policy.priority,
+        "latency-ms-per-token": goal if heeded[GOAL] is None else None,
+        "priority": policy.priority if heeded[PRIORITY] is None else None,
         "strategy": policy.strategy,
     }
     for name, value in unheeded.items():
         if value is not None:
             _say_once(str(backend.settings.url), name)
-    if policy.priority is None or not schedules or fields.get(PRIORITY) is not None:
-        return fields
-    return {**fields, PRIORITY: policy.priority}
+    added = {name: value for name, value in heeded.items() if value is not None and fields.get(name) is None}
+    return {**fields, **added} if added else fields
 
 
 @lru_cache(maxsize=1024)

@@ -40,7 +40,7 @@ async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Calle
         chat["max_completion_tokens"] = chat.pop("max_tokens")
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    asked = with_policy(backend, chat, caller.policy)
+    asked = await with_policy(backend, CHAT, chat, caller.policy)
     return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked)
 
 

@@ -128,7 +128,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
-            asked = with_policy(backend, chat, exchange.caller.policy)
+            asked = await with_policy(backend, CHAT, chat, exchange.caller.policy)
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
             predicted = await self._predicted(exchange, backend, chat)
             encoded, model = partial(self._run_on, exchange, history, encode), exchange.route.upstream_model

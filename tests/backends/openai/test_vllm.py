@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.base import CHAT
+from agentspec.backends.base import CHAT, EMBEDDINGS
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, server_kind
 from agentspec.backends.openai.vllm import label_fields, token_id_fields
 from agentspec.backends.openai.vllm_metrics import parse_metrics
 from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import InvalidRequestError
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import Delta, GenerateRequest, Labels
 
@@ -184,6 +185,65 @@ def test_labels_are_merged_into_the_clients_own_arguments() -> None:
     }
     assert label_fields(Labels(step="p"), {"vllm_xargs": None}) == {"vllm_xargs": {"agentspec_step": "p"}}
     assert label_fields(Labels(step="p"), {"vllm_xargs": [1]}) == {}
+
+
+GOAL = {"vllm_xargs": {"agentspec_latency_ms_per_token": 20.0}}
+
+
+async def goal_told(upstream: OpenAIBackend, **given: Any) -> dict[str, Any]:
+    asked = {"latency_target_ms_per_token": 20, **given}
+    return await upstream.body_fields(CHAT, "default", Labels(), asked)
+
+
+async def test_our_drafter_is_told_the_latency_goal() -> None:
+    server = VllmServer()
+    assert await goal_told(backend(server)) == GOAL
+    assert not await backend(server).keeps_latency(EMBEDDINGS)  # which has no place for it
+    own = {"vllm_xargs": {"agentspec_latency_ms_per_token": 5, "x": 1}}
+    assert await goal_told(backend(server), **own) == {}  # the client's own stays
+    assert await goal_told(backend(server), vllm_xargs={"x": 1}) == {"vllm_xargs": {"x": 1, **GOAL["vllm_xargs"]}}
+    await collect(backend(server), latency_target_ms_per_token=20)
+    assert server.body["vllm_xargs"] == {**OURS, **GOAL["vllm_xargs"]}
+    assert "latency_target_ms_per_token" not in server.body
+    await collect(backend(server))
+    assert server.body["vllm_xargs"] == OURS
+
+
+@pytest.mark.parametrize(
+    ("server", "settings"),
+    [
+        (VllmServer(metrics=COUNTERS), {}),  # without our plug-in
+        (VllmServer(metrics=DRAFTER.replace("suffix", "ngram_gpu")), {}),  # whose drafts have one length
+        (VllmServer(metrics=DRAFTER.replace('drafter="agentspec"', 'drafter="arctic"')), {}),
+        (VllmServer("somebody"), {}),
+        (VllmServer(), {"vllm": "off"}),
+        (VllmServer(), {"vllm_labels": False}),
+    ],
+)
+async def test_no_other_server_is_told_a_latency_goal(server: VllmServer, settings: dict[str, Any]) -> None:
+    upstream = backend(server, **settings)
+    assert not await upstream.keeps_latency(CHAT) and await goal_told(upstream) == {}
+
+
+@pytest.mark.parametrize("goal", ["20", 0, -1, True, [20], float("inf"), float("nan")])
+async def test_a_latency_goal_that_is_none_is_refused(goal: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await goal_told(backend(VllmServer()), latency_target_ms_per_token=goal)
+    assert caught.value.param == "latency_target_ms_per_token"
+
+
+async def test_who_drafts_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, now = VllmServer(metrics=COUNTERS), [1000.0]
+    monkeypatch.setattr(server_kind.time, "monotonic", lambda: now[0])
+    upstream = backend(server)
+    assert not await upstream.keeps_latency(CHAT)
+    server.metrics = COUNTERS + DRAFTER
+    assert not await upstream.keeps_latency(CHAT) and server.paths.count("/metrics") == 1
+    now[0] += server_kind.FRESH_SECONDS + 1
+    assert await upstream.keeps_latency(CHAT)
+    now[0] += server_kind.FRESH_SECONDS + 1
+    server.down = True
+    assert await upstream.keeps_latency(CHAT)  # silence is no other drafter
 
 
 @pytest.mark.parametrize("given", [{"return_token_ids": False}, {"return_token_ids": None}, {"echo": True}])

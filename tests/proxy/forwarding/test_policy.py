@@ -100,3 +100,34 @@ def test_a_translated_request_keeps_its_priority(gateway: Any, upstream: Any, ro
     asked = httpx.post(f"{running.url}{route}", json=body, headers={"x-agentspec-priority": "4"}, timeout=60)
     assert asked.status_code == 200
     assert [request.json["priority"] for request in server.requests if request.target == CHAT] == [-4]
+
+
+def vllm(metrics: bytes) -> Any:
+    """A script for a vLLM server with these metrics."""
+
+    def script(request: Any) -> None:
+        request.answer(
+            {"/v1/models": b'{"data": [{"id": "m", "owned_by": "vllm"}]}', "/metrics": metrics}.get(
+                request.target, b'{"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}'
+            )
+        )
+
+    return script
+
+
+@pytest.mark.parametrize("drafter", ["agentspec", "arctic"])
+def test_a_latency_goal_is_told_to_a_server_with_our_drafter(
+    gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture, drafter: str
+) -> None:
+    server = upstream(vllm(b'agentspec_vllm_drafter_info{drafter="%s",method="suffix"} 1.0\n' % drafter.encode()))
+    running = gateway({}, upstream_settings(server.url))
+    asked = {"x-agentspec-latency-ms-per-token": "20"}
+    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding.policy"):
+        assert ask(running, asked).status_code == ask(running, asked, latency_target_ms_per_token=5).status_code == 200
+        messages = {"model": "fake", "messages": MESSAGES, "max_tokens": 5}
+        assert httpx.post(f"{running.url}/v1/messages", json=messages, headers=asked, timeout=60).status_code == 200
+    said = [record for record in caplog.records if record.name == "agentspec.proxy.forwarding.policy"]
+    bodies = [request.json for request in server.requests if request.target == CHAT]
+    told = [body.get("vllm_xargs", {}).get("agentspec_latency_ms_per_token") for body in bodies]
+    ours = drafter == "agentspec"
+    assert (len(said), told) == ((0, [20, 5, 20]) if ours else (1, [None] * 3))  # the body comes first
