@@ -128,7 +128,8 @@ class OpenAISettings(BaseModel):
     )
     vllm: KindChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
     vllm_labels: bool = Field(
-        default=True, description="Tell a vLLM server session, workflow and step names, predictions and latency goals, as vllm_xargs"
+        default=True,
+        description="Tell a vLLM server session, workflow and step names, predictions and latency goals, as vllm_xargs",
     )
     allow_fields: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(
         default=(), description="Fields to pass on that are refused by default, since they name addresses or identities"
