@@ -323,12 +323,12 @@ class BatchCalls:
 
     def _own(self, requests: Sequence[CacheRequest]) -> list[CacheRequest]:
         self._pool.require_open()
-        requests = list(requests) if isinstance(requests, Iterable) else [requests]
-        if not all(isinstance(request, CacheRequest) for request in requests):
+        own: list[CacheRequest] = list(requests) if isinstance(requests, Iterable) else [requests]
+        if not all(isinstance(request, CacheRequest) for request in own):
             raise InvalidRequestError("requests must be open requests of this cache", param="requests")
-        if any(request.pool is not self._pool for request in requests):
+        if any(request.pool is not self._pool for request in own):
             raise InvalidRequestError("requests must not be of another cache", param="requests")
-        return requests
+        return own
 
 
 def _require_each(requests: Sequence[CacheRequest], given: int, what: str, param: str) -> None:

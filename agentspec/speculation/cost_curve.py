@@ -155,8 +155,8 @@ class CostCurve:
         certain = np.where(self._visits < MEASURED, PRIOR_NOISE**-2, self._visits / self._variance) * (self._visits > 0)
         weights = certain / np.interp(self._tokens, _KNOTS, self._curve) ** 2
         # The means move: a ramp that began below the largest measured size may come to lie above it.
-        rising = self._rows[self._visits > 0].any(axis=0)
-        self._terms = [term for term in self._terms if rising[term]]
+        highest = self._rows[self._visits > 0].max(axis=0)
+        self._terms = [term for term in self._terms if highest[term] > 0.0]
         parts, inverse = self._solved(weights)
         weak = _weakest(parts, inverse)
         more = None if weak else self._missing(weights, parts, inverse)
