@@ -35,6 +35,7 @@ class Deleter:
         self._store = store
         self._retention = retention
         self._expires_at = time.monotonic()
+        self._unapplied: dict[int, Scope] = {}  # deletions known of, by number
         self._listeners: list[Callable[[Scope], None]] = []
 
     def listen(self, listener: Callable[[Scope], None]) -> Callable[[], None]:
@@ -89,7 +90,11 @@ class Deleter:
         """Delete from memory the sequences that this process or another deleted from the store."""
         assert self._store is not None
         with self.following:
-            for number, scope in self._store.pending_deletions():
+            # One that the database kept from being applied whole is not pending any more.
+            self._unapplied.update(self._store.pending_deletions())
+            while self._unapplied:
+                number = min(self._unapplied)
+                scope = self._unapplied[number]
                 self._pool.invalidate_sessions(scope)
                 covered = self._pool.covered(scope)
                 self._store.finish_deletion(number, scope)
@@ -98,6 +103,7 @@ class Deleter:
                     self._pool.forget(partition, [one for one in numbers if one not in stored])
                 # A namespace that is loaded later starts from what the store has, which holds no deleted token.
                 self._pool.namespaces.forget_learned()
+                self._unapplied.pop(number)
                 self._tell(scope)
 
     def _tell(self, scope: Scope) -> None:
