@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,13 @@ def clean_environment() -> Iterator[None]:
     removed = {name: os.environ.pop(name) for name in names}
     yield
     os.environ.update(removed)
+
+
+@pytest.fixture(autouse=True)
+def fresh_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions of one name in two tests are two sessions."""
+    if epochs := sys.modules.get("agentspec.tools.epochs"):
+        monkeypatch.setattr(epochs, "_named", weakref.WeakValueDictionary())
 
 
 @pytest.fixture(scope="session", autouse=True)
