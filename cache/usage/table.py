@@ -110,7 +110,8 @@ class DatabaseUsage:
         """Note that a batch is stored; False if it was before. One that is just being stored is waited for."""
         self._batches.create(connection)
         insert = self._batches.database.insert(batches).values(id=batch, stored=time.time())
-        return connection.execute(insert.on_conflict_do_nothing()).rowcount > 0
+        # Not by `rowcount`, which drivers need not tell of an insertion.
+        return connection.execute(insert.on_conflict_do_nothing().returning(batches.c.id)).first() is not None
 
     def _add(self, connection: sa.Connection, row: UsageRow) -> None:
         insert = self._table.database.insert(usage).values(**{name: getattr(row, name) for name in (*_NAMES, *COUNTS)})
