@@ -63,7 +63,8 @@ def test_after_a_rolling_restart_the_second_process_does_the_writers_work(locati
 @pytest.mark.slow
 def test_it_keeps_the_budget_learns_and_writes_segments(location: str | Path) -> None:
     first = SuffixCache.open(location, mode="writer")
-    with SuffixCache.open(location, disk_bytes=1 << 20) as second:
+    limit = (1 << 20) + (0 if isinstance(location, Path) else 800_000)  # what PostgreSQL's partitions take when empty
+    with SuffixCache.open(location, disk_bytes=limit) as second:
         for number in range(5):
             record(second, number, 40_000)
         second.flush()
@@ -73,7 +74,7 @@ def test_it_keeps_the_budget_learns_and_writes_segments(location: str | Path) ->
         wait(lambda: second.stats().mode == "writer")
         for number in range(5, 10):
             record(second, number, 40_000)
-        wait(lambda: 0 < count(location) < 10 and second.stats().disk_bytes <= 1 << 20)
+        wait(lambda: 0 < count(location) < 10 and second.stats().disk_bytes <= limit)
         second.flush()
         assert count(location, learned) == 1
     if isinstance(location, Path):
