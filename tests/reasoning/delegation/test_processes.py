@@ -1,5 +1,5 @@
-"""Strategies over two `agentspec serve` processes: SmolLM2, which continues messages, and Gemma 3 270M, a base model
-without a chat template, to which the plain one is applied here."""
+"""Strategies over two `agentspec serve` processes: SmolLM2, whose tokenizer endpoints let a role send token ids, and
+Gemma 3 270M, a base model without a chat template, to which the plain one is applied here."""
 
 from __future__ import annotations
 
@@ -108,6 +108,4 @@ async def test_every_strategy_thinks_across_two_processes(configured: Settings) 
 def test_doctor_says_how_each_goes_on(configured: Settings) -> None:
     checks = list(check_strategies(configured))
     assert {check.state for check in checks} == {"ok"}
-    assert all(
-        "base = large (raw completions under plain); small = tiny (continues messages)" in c.detail for c in checks
-    )
+    assert all("base = large (raw completions under plain); small = tiny (token ids)" in c.detail for c in checks)
