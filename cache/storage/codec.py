@@ -17,9 +17,9 @@ from agentspec.cache.tokens import MOST_TOKEN, inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 
-_NAMES = ("namespace", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
+NAMES = ("namespace", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
 _KINDS: Kinds = (
-    *((name, str) for name in _NAMES),
+    *((name, str) for name in NAMES),
     *((name, str | None) for name in ("session", "workflow", "step")),
     *(("number", int), ("token_count", int), ("tokens", bytes), ("created_at", float | int)),
 )
@@ -51,7 +51,7 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
     """The sequence that a row holds. Raises `CacheFormatError`, which says what is wrong, for a damaged row."""
     if not is_sound(row, _KINDS):
         raise CacheFormatError("a value is not of its column's type")
-    if _key(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash) != row.namespace:
+    if not names_agree(row):
         raise CacheFormatError("its names are not those of its namespace")
     try:
         most = 4 * (min(row.token_count, _MOST_TOKENS) + DEPTH)
@@ -71,6 +71,12 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
         packed[:split],
         float(row.created_at),
     )
+
+
+def names_agree(row: sa.Row[Any]) -> bool:
+    """Whether a row's names are those that its namespace is the key of."""
+    names = row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash
+    return all(isinstance(name, str) for name in names) and _key(*names) == row.namespace
 
 
 @lru_cache(maxsize=1024)

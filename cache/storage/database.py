@@ -12,9 +12,6 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.dialects import postgresql, sqlite
 
-from agentspec.cache.storage.schema import sequences
-from agentspec.types import Namespace
-
 Upsert = sqlite.Insert | postgresql.Insert
 
 _LEFT: list[sa.Pool] = []
@@ -67,10 +64,6 @@ class Database(ABC):
     @abstractmethod
     def insert(self, table: sa.Table) -> Upsert:
         """An insert statement that supports ON CONFLICT."""
-
-    def rows_of(self, namespace: Namespace) -> list[sa.ColumnElement[bool]]:
-        """The conditions that the rows of a namespace meet, as this database finds them soonest."""
-        return [sequences.c.namespace == namespace.key]
 
     @abstractmethod
     def disk_bytes(self) -> int:

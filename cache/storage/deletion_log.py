@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.partition import without_ends
+from agentspec.cache.storage import codec
 from agentspec.cache.storage.schema import deletions, is_older, learned, namespaces, sequences
 
 _SOME = 500  # values in one statement
@@ -52,6 +53,8 @@ def search(
 ) -> SelectedRows:
     """The rows that a selection matches, added to those `found` by an earlier search. Does not block writers."""
     found = found or SelectedRows()
+    if selection.tenant is not None:
+        found.ids += _misplaced(connection, selection, selection.tenant, found.last)
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
     query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
     for row in connection.execute(query.execution_options(yield_per=256)):
@@ -59,6 +62,18 @@ def search(
         if not selection.searched or holds(row, selection):
             found.ids.append(row.id)
     return found
+
+
+def _misplaced(connection: sa.Connection, selection: Selection, tenant: str, after: int) -> list[int]:
+    """Damaged rows under another tenant's name in a namespace of this tenant, whose they may be."""
+    theirs = sa.select(namespaces.c.key).where(namespaces.c.tenant == tenant)
+    query = sa.select(sequences.c.id, *(sequences.c[name] for name in codec.NAMES)).where(
+        *_conditions(replace(selection, tenant=None)),
+        sequences.c.namespace.in_(theirs),
+        sequences.c.tenant != tenant,
+        sequences.c.id > after,
+    )
+    return [row.id for row in connection.execute(query) if not codec.names_agree(row)]
 
 
 def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:

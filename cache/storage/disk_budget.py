@@ -67,7 +67,7 @@ class DiskBudget:
             return [(tenant, int(size)) for tenant, size in connection.execute(query)]
 
     def _delete_oldest(self, tenant: str, size: int) -> bool:
-        """Delete about `size` bytes; false where another process has become the writer."""
+        """Delete about `size` bytes; false where another process has become the writer, or there is none."""
         theirs = sequences.c.tenant == tenant
         query = sa.select(sequences.c.id, sequences.c.size).where(theirs).order_by(sequences.c.id)
         with self._database.writing() as connection:
@@ -80,5 +80,4 @@ class DiskBudget:
                     size -= row.size + _ROW
                     if size <= 0:
                         break
-            connection.execute(sequences.delete().where(theirs, sequences.c.id <= last))
-        return True
+            return connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount > 0

@@ -19,9 +19,8 @@ from sqlalchemy.dialects.postgresql import insert
 
 from agentspec.cache.storage.database import Database, Upsert, reason
 from agentspec.cache.storage.migrations.partitions import partitions_of
-from agentspec.cache.storage.schema import metadata, sequences
+from agentspec.cache.storage.schema import metadata
 from agentspec.errors import CacheLockedError, ConfigurationError
-from agentspec.types import Namespace
 
 SCHEMES = ("postgresql", "postgresql+psycopg")
 
@@ -156,9 +155,6 @@ class PostgresDatabase(Database):
 
     def include(self, table: str) -> None:
         self._further.add(table)
-
-    def rows_of(self, namespace: Namespace) -> list[sa.ColumnElement[bool]]:
-        return [*super().rows_of(namespace), sequences.c.tenant == namespace.tenant]  # which tells the partition
 
     def disk_bytes(self) -> int:
         with self.engine.connect() as connection:

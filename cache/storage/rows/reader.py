@@ -97,12 +97,12 @@ class SequenceReader:
     def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
         """The numbers of a namespace's stored sequences, in rows up to `until` if given."""
         with self._reading() as connection:
-            query = sa.select(sequences.c.number).where(*self._rows(namespace, until))
+            query = sa.select(sequences.c.number).where(*_rows(namespace, until))
             return set(connection.execute(query).scalars())
 
     def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
         """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`."""
-        mine = self._rows(namespace, until)
+        mine = _rows(namespace, until)
         newest = sa.select(sequences.c.number).where(*mine).order_by(sequences.c.id.desc()).limit(1)
         with self._reading() as connection:
             count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
@@ -136,7 +136,7 @@ class SequenceReader:
 
     def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
         """The newest sequences of one namespace, in rows after `beyond`, at most `limit` tokens, oldest first."""
-        mine = self._database.rows_of(namespace)
+        mine = [sequences.c.namespace == namespace.key]  # with the tenant, damaged rows would be read by no namespace
         return self._within(limit, self._pages(mine, beyond, self._newest_id(), newest_first=True))
 
     def hottest(self, tenant: str, tokenizer_hash: str, limit: int) -> list[SequenceRecord]:
@@ -219,10 +219,6 @@ class SequenceReader:
 
     # How.
 
-    def _rows(self, namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
-        mine = self._database.rows_of(namespace)
-        return mine if until is None else [*mine, sequences.c.id <= until]
-
     def _newest_id(self) -> int:
         with self._reading() as connection:
             return connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
@@ -269,3 +265,8 @@ class SequenceReader:
             if self._database.is_transient(error):
                 raise CacheUnavailableError(f"{self._database.name} cannot be read: {reason(error)}") from error
             raise damaged(self._database.name, reason(error)) from error
+
+
+def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
+    mine = sequences.c.namespace == namespace.key
+    return [mine] if until is None else [mine, sequences.c.id <= until]

@@ -118,6 +118,28 @@ def test_everything_goes_on(
     assert drafts(follower, GOOD)
 
 
+@pytest.mark.parametrize("kind", ["another tenant", "another namespace"])
+@pytest.mark.parametrize("tenant", ["t0", "t1"])
+def test_a_row_whose_names_disagree_is_forgotten_with_either_tenant(filled: str | Path, kind: str, tenant: str) -> None:
+    damage(filled, kind)
+    others = ROWS // 3 + ROWS // 3
+    with SuffixCache.open(filled) as cache:
+        assert cache.forget(tenant=tenant) in {ROWS // 3, ROWS // 3 + 1}
+        assert cache.forget(tenant=tenant) == 0
+    with closing(opened(filled)) as store, store.database.engine.connect() as connection:
+        left = set(connection.execute(sa.select(sequences.c.id)).scalars())
+        assert BAD not in left and others - 1 <= len(left) <= others
+    assert verify(filled, 1 << 20) == []
+
+
+def test_a_damaged_total_deletes_nothing_of_another_tenant(filled: str | Path) -> None:
+    with closing(opened(filled)) as store, store.database.writing() as connection:
+        connection.execute(totals.update().where(totals.c.tenant == "t1").values(tenant="t0"))
+    with SuffixCache.open(filled) as cache:
+        assert cache.forget(tenant="t0") == ROWS // 3
+        assert drafts(cache, 2)
+
+
 def test_a_namespace_without_its_totals_is_loaded_when_it_is_used(filled: str | Path) -> None:
     with closing(opened(filled)) as store, store.database.writing() as connection:
         connection.execute(totals.delete().where(totals.c.tenant == "t0"))

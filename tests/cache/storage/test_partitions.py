@@ -19,7 +19,6 @@ from agentspec.cache.storage.migrations.partitions import COUNT, partitions_of
 from agentspec.cache.storage.postgres import PostgresDatabase
 from agentspec.cache.storage.schema import sequences
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.types import Namespace
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -206,9 +205,9 @@ def shared(server: Server) -> Iterator[PostgresDatabase]:
     opened.close()
 
 
-def test_a_namespace_is_read_from_one_partition_and_old_rows_by_their_time(database: PostgresDatabase) -> None:
+def test_a_tenants_rows_are_looked_for_in_one_partition_and_old_ones_by_their_time(database: PostgresDatabase) -> None:
     prepare(database)
-    mine = sa.select(sequences.c.id).where(*database.rows_of(Namespace("t")), sequences.c.id > 3)
+    mine = sa.select(sequences.c.id).where(sequences.c.tenant == "t", sequences.c.id > 3)
     old = sa.select(sequences.c.id).where((sequences.c.created_at < 5) | ~sequences.c.created_at.between(-1e12, 1e12))
     assert len(set(plan(database, mine, "sequences_p"))) == 1
     assert len(set(plan(database, old, "created_at_idx"))) == COUNT
