@@ -180,7 +180,6 @@ def test_what_one_engine_learns_the_other_drafts_whatever_happens_to_the_databas
     with ExitStack() as stack:
         stack.callback(server.start)
         fleet = Fleet(tmp_path, postgres, tiny_model, stack)
-        one, two = fleet.engines["one"], fleet.engines["two"]
         for engine in fleet.engines:  # from now on the namespace is in memory
             fleet.asked(engine, fleet.prompts(1))
         fleet.settle()
