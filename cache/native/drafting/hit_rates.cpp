@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -30,7 +31,10 @@ int bucket(double n, int buckets) {
     return place;
 }
 
-int excluded_bucket(int excluded, int buckets) { return excluded == 0 ? 0 : 1 + bucket(excluded, buckets - 1); }
+/// 0 for 0, else one more than `bucket`, without its steps.
+int excluded_bucket(int excluded, int buckets) {
+    return excluded == 0 ? 0 : 1 + std::min<int>(buckets - 2, std::bit_width(static_cast<unsigned>(excluded - 1)));
+}
 
 /// Hit rate assumed for a cell that has seen nothing: better for long matches and many sightings, worse once longer
 /// levels failed. Set by hand; it weighs kPriorTries tries against the cell's own record.
@@ -95,8 +99,11 @@ void HitRates::record(const LevelKey& key, bool hit) {
     if (before == highest || c[0] / c[1] > highest) bind(cells_, key.source, limits_.own(key.source));
 }
 
-double HitRates::bound(int source, int length, int excluded) const {
-    return limits_[source][kGroups + group(length, excluded_bucket(excluded, kExcludeds))];
+double HitRates::bound(std::span<const int> sources, int length, int excluded) const {
+    const int place = kGroups + group(length, excluded_bucket(excluded, kExcludeds));
+    double bound = 0.0;
+    for (const int source : sources) bound = std::max(bound, limits_[source][place]);
+    return bound;
 }
 
 double HitRates::highest(const double* row, int excluded) {

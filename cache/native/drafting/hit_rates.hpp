@@ -34,9 +34,9 @@ class HitRates {
 public:
     HitRates();
     double rate(const LevelKey& key) const;
-    /// Upper bound of the rates of all levels of `source` that are at most kLengths[length] long and come after levels
+    /// Upper bound of the rates of all levels of `sources` that are at most kLengths[length] long and come after levels
     /// that offered `excluded` or more symbols.
-    double bound(int source, int length, int excluded) const;
+    double bound(std::span<const int> sources, int length, int excluded) const;
     void record(const LevelKey& key, bool hit);
 
     /// (hits, tries) of every cell in turn.

@@ -24,14 +24,14 @@ void TokenSlots::clear() {
 }
 
 TokenSlots::Entry& TokenSlots::locate(Token token) {
-    const std::size_t mask = entries_.size() - 1;
-    std::size_t place = (static_cast<std::uint32_t>(token) * 2654435761u >> 7) & mask;
-    while (entries_[place].stamp == stamp_ && entries_[place].token != token) place = (place + 1) & mask;
-    return entries_[place];
+    Entry* const entries = entries_.data();
+    std::size_t place = (static_cast<std::uint32_t>(token) * 2654435761u >> 7) & mask_;
+    while (entries[place].stamp == stamp_ && entries[place].token != token) place = (place + 1) & mask_;
+    return entries[place];
 }
 
 int& TokenSlots::find_or_add(Token token, int fresh) {
-    if (2 * size_ >= entries_.size()) grow();
+    if (2 * size_ > mask_) grow();
     Entry& entry = locate(token);
     if (entry.stamp != stamp_) {
         entry = {token, stamp_, fresh};
@@ -43,6 +43,7 @@ int& TokenSlots::find_or_add(Token token, int fresh) {
 void TokenSlots::grow() {
     std::vector<Entry> old(2 * entries_.size());
     old.swap(entries_);
+    mask_ = entries_.size() - 1;
     for (const Entry& entry : old) {
         if (entry.stamp == stamp_) locate(entry.token) = entry;
     }
@@ -123,11 +124,21 @@ void LevelWalk::shorten() {
 
 double LevelWalk::bound(const HitRates& rates) const {
     if (length_ == 0) return 0.0;
-    double bound = 0.0;
-    for (const int source : searched_->sources) {
-        bound = std::max(bound, rates.bound(source, length_index(length_), static_cast<int>(slots_.size())));
+    return rates.bound(searched_->sources, length_index(length_), static_cast<int>(slots_.size()));
+}
+
+inline void LevelWalk::offer(Token token, Position position, double weight) {
+    int& slot = slots_.find_or_add(token, kUnseen);
+    if (slot == kOffered) return;
+    if (slot == kUnseen) {
+        slot = static_cast<int>(level_.symbols.size());
+        level_.symbols.push_back({token, 0.0, 0});
     }
-    return bound;
+    Symbol& symbol = level_.symbols[slot];
+    symbol.count += weight;
+    symbol.newest = std::max(symbol.newest, position);
+    level_.key.total += weight;
+    level_.newest = std::max(level_.newest, position);
 }
 
 /// Make level_ the matches of at least `length` tokens in one index.
@@ -150,20 +161,6 @@ void LevelWalk::widen(std::size_t view, int length) {
         matches.tail.widen(length, [&](Token token, Position position) { offer_living(token, position, 1.0); });
     }
     level_.key.distinct = static_cast<int>(level_.symbols.size());
-}
-
-void LevelWalk::offer(Token token, Position position, double weight) {
-    int& slot = slots_.find_or_add(token, kUnseen);
-    if (slot == kOffered) return;
-    if (slot == kUnseen) {
-        slot = static_cast<int>(level_.symbols.size());
-        level_.symbols.push_back({token, 0.0, 0});
-    }
-    Symbol& symbol = level_.symbols[slot];
-    symbol.count += weight;
-    symbol.newest = std::max(symbol.newest, position);
-    level_.key.total += weight;
-    level_.newest = std::max(level_.newest, position);
 }
 
 }  // namespace agentspec

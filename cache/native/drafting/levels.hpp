@@ -43,7 +43,7 @@ struct SourcedIndex {
 /// A small set of tokens with a slot number each; clearing is free.
 class TokenSlots {
 public:
-    TokenSlots() : entries_(64) {}
+    TokenSlots() : entries_(64), mask_(63) {}
     void clear();
     /// The slot of `token`, inserted with the value `fresh` if it was missing.
     int& find_or_add(Token token, int fresh);
@@ -58,7 +58,8 @@ private:
     Entry& locate(Token token);
     void grow();
 
-    std::vector<Entry> entries_;
+    std::vector<Entry> entries_;  // a power of two
+    std::size_t mask_;            // their number, less one
     std::uint32_t stamp_ = 1;
     std::size_t size_ = 0;
 };

@@ -49,7 +49,12 @@ private:
     template <class Visit>
     void visit_new(const Places& old, std::uint32_t limit, Visit& visit) const {
         const std::uint32_t left = old.low - taken_.low, fresh = taken_.size() - old.size();
-        const std::uint32_t samples = fresh < limit ? fresh : limit;
+        if (fresh <= limit) {
+            visit_all({taken_.low, old.low}, visit);
+            visit_all({old.high, taken_.high}, visit);
+            return;
+        }
+        const std::uint32_t samples = limit;
         if (samples == 0) return;
         const std::uint64_t step = (std::uint64_t{fresh} << 32) / samples;
         const auto sample = [=, this](std::uint32_t i) {
@@ -59,6 +64,13 @@ private:
         for (std::uint32_t i = 0; i < samples; ++i) __builtin_prefetch(log_ + sample(i));
         const double weight = double(fresh) / samples;
         for (std::uint32_t i = 0; i < samples; ++i) visit(log_[sample(i)], sample(i), weight);
+    }
+    template <class Visit>
+    void visit_all(Places places, Visit& visit) const {
+        for (std::uint32_t place = places.low; place < places.high; ++place) __builtin_prefetch(log_ + run_[place]);
+        for (std::uint32_t place = places.low; place < places.high; ++place) {
+            visit(log_[run_[place]], run_[place], 1.0);
+        }
     }
     void widen_left(int length);
     void widen_right(int length);
