@@ -118,14 +118,29 @@ class CostCurve:
     def _judged(self, knot: int, tokens: int, seconds: float) -> float:
         """Clip `seconds` to what one measurement may differ from the estimate; update noise and detect a change.
 
-        The fewer measurements an estimate rests on, the more the next one may differ.
+        The fewer measurements an estimate rests on, the more the next one may differ. The first one at a size may be as
+        much as larger sizes took and as little as smaller ones: a wrong guess would otherwise stand, and its error be
+        taken for a slower machine.
         """
         here, there = self.many(np.array([tokens, self._tokens[knot]]))
         visits, mean = self._visits[knot], self._seconds[knot]
-        expected = float(max(mean + here - there, LEAST_SHARE * mean) if visits >= MEASURED else here)
-        off = seconds / expected - 1.0
-        limit = max(self._noticed(knot, off), (1.0 + visits) ** -2)
-        return float(expected * min(max(1.0 + off, 1.0 / (1.0 + limit)), 1.0 + limit))
+        known = visits >= MEASURED
+        expected = float(max(mean + here - there, LEAST_SHARE * mean) if known else here)
+        noticed = self._noticed(knot, seconds / expected - 1.0)
+        limit = max(noticed, (1.0 + visits) ** -2)
+        least, most = expected / (1.0 + limit), expected * (1.0 + limit)
+        smaller, larger = (None, None) if known else self._neighbours(knot)
+        if larger is not None:
+            most = max(expected, larger) * (1.0 + noticed)
+        if smaller is not None:
+            least = min(expected, smaller) / (1.0 + noticed)
+        return float(min(max(seconds, least), most))
+
+    def _neighbours(self, knot: int) -> tuple[float | None, float | None]:
+        """The largest mean measured at smaller sizes, and the least one measured at larger sizes."""
+        measured = self._visits >= MEASURED
+        smaller, larger = self._seconds[:knot][measured[:knot]], self._seconds[knot:][measured[knot:]]
+        return max(smaller.tolist(), default=None), min(larger.tolist(), default=None)
 
     def _noticed(self, knot: int, off: float) -> float:
         """Learn from a residual, as a share, how noisy measurements are and whether the knot's cost has changed.

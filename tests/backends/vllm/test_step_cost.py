@@ -105,3 +105,16 @@ def test_a_few_large_steps_show_what_they_cost(slope: float) -> None:
         cost.observe(tokens, 0.025 + slope * tokens)
     for tokens in (8, 32, 64, 128, 264):
         assert cost.seconds(tokens) == pytest.approx(0.025 + slope * tokens, rel=0.25)
+
+
+@given(sizes=st.lists(st.integers(8, 264), min_size=1, max_size=40), noise=st.floats(0.0, 0.1), seed=st.integers(0, 99))
+def test_steps_that_all_take_as_long_are_learned_so_in_whatever_order_they_come(
+    sizes: list[int], noise: float, seed: int
+) -> None:
+    """The first step may be a large one, from which smaller ones are guessed, and later ones all small."""
+    random = Random(seed)
+    model = StepTimeModel()
+    for tokens in [*sizes, *[8] * 20]:
+        model.observe(tokens, 0.01 * (1.0 + noise * random.random()))
+    assert model.seconds(8) == pytest.approx(0.01, rel=0.2)
+    assert model.seconds(max(sizes)) < 1.5 * model.seconds(8)
