@@ -126,7 +126,7 @@ def test_a_tenant_that_comes_while_models_load_is_kept_apart(upstream: Any, tmp_
     runtime = Runtime(both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])}))
     runtime.serve_tenants(both.server.tenant_names)
     runtime.start()
-    isolation = runtime._isolation
+    isolation = runtime._tenants.isolation
     assert isolation is not None and isolation.required
     asyncio.run(runtime.aclose())
 

@@ -162,7 +162,7 @@ def test_a_gateway_stores_what_keys_used_and_goes_on_with_the_day(
         assert running.metric("agentspec_tenant_tokens_total", tenant="a", kind="completion") == 2
         running.server.should_exit = True
         until(lambda running=running: not running.runtime.ready)  # which comes last
-        assert running.runtime._own_cache is None, "the index is not read for it"
+        assert running.runtime._cache.opened is None, "the index is not read for it"
     if day_of(time.time()) == before:
         assert left[1] == left[0] - tokens
     with SuffixCache.open(tmp_path, mode="follower", memory_bytes=1 << 20) as opened:
@@ -176,4 +176,4 @@ def test_without_keys_nothing_is_counted(gateway: Any) -> None:
     running = gateway({"fake": FakeBackend("hi")})
     assert httpx.post(f"{running.url}/v1/chat/completions", json=BODY).status_code == 200
     assert running.metric("agentspec_tenant_tokens_total", tenant="default", kind="prompt") == 0
-    assert running.runtime._own_cache is None, "the cache is not opened for it"
+    assert running.runtime._cache.opened is None, "the cache is not opened for it"

@@ -1,0 +1,35 @@
+"""Builds the backend that a `[backends.NAME]` table describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from agentspec.backends.base import Backend
+from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
+from agentspec.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec.cache import SuffixCache
+
+
+def build_backend(name: str, settings: BackendSettings, open_cache: Callable[[], SuffixCache]) -> Backend:
+    """The backend `name`, ready for requests. Blocks until its model is loaded.
+
+    Only backends that draft call `open_cache`. Raises `ConfigurationError` for a package that is missing, and
+    `ModelUnavailableError`.
+    """
+    if isinstance(settings, OpenAISettings):
+        from agentspec.backends.openai import OpenAIBackend
+
+        return OpenAIBackend(settings, name=name)
+    try:
+        if isinstance(settings, EncoderSettings):
+            from agentspec.backends.torch.encoder_backend import EncoderBackend
+
+            return EncoderBackend.load(settings)
+        from agentspec.backends.torch import TorchBackend
+    except ModuleNotFoundError as error:
+        advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
+        raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
+    return TorchBackend.load(settings, cache=open_cache())
