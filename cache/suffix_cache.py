@@ -19,10 +19,9 @@ from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
 from agentspec.cache.request import BatchCalls, CacheRequest
-from agentspec.cache.responses import ResponseLimits, open_responses
+from agentspec.cache.responses import ResponseLimits
+from agentspec.cache.side_stores import SideStores
 from agentspec.cache.tokens import TokensLike, as_tokens
-from agentspec.cache.tool_turns import open_tool_turns
-from agentspec.cache.usage import open_usage
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
@@ -67,9 +66,12 @@ class SuffixCache(BatchCalls):
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
-        self.responses = open_responses(store, responses)
-        self.tool_turns = open_tool_turns(store, retention, content_filter, responses.total // 2, responses.tenant)
-        self.usage = open_usage(store, usage_days)
+        self._beside = SideStores.open(
+            store, responses=responses, retention=retention, content_filter=content_filter, usage_days=usage_days
+        )
+        self.responses = self._beside.responses
+        self.tool_turns = self._beside.tool_turns
+        self.usage = self._beside.usage
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -237,9 +239,7 @@ class SuffixCache(BatchCalls):
         selection = select(**places, older_than=older_than, tokens=tokens, text=text, decode=decode)
         count = self._deleter.forget(selection)
         if self._store is None:
-            self.responses.forget(selection)
-            self.tool_turns.forget(selection)
-            self.usage.forget(selection)
+            self._beside.forget(selection)
         return count
 
     def flush(self) -> None:
@@ -355,9 +355,7 @@ class SuffixCache(BatchCalls):
         self._deleter.maintain()
         if self._sync:
             self._sync.maintain()
-        self.responses.maintain()
-        self.tool_turns.maintain()
-        self.usage.maintain()
+        self._beside.maintain()
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

@@ -1,7 +1,6 @@
 """What agents' turns taught about tool calls, in the cache's database, or in memory without one."""
 
 from agentspec.cache.tool_turns.memory import MemoryToolTurns
-from agentspec.cache.tool_turns.opening import open_tool_turns
 from agentspec.cache.tool_turns.turn import StoredTurn, ToolTurnStore, new_turn
 
-__all__ = ["MemoryToolTurns", "StoredTurn", "ToolTurnStore", "new_turn", "open_tool_turns"]
+__all__ = ["MemoryToolTurns", "StoredTurn", "ToolTurnStore", "new_turn"]

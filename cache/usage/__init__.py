@@ -1,7 +1,6 @@
 """What tenants' keys used by day and model: in the cache's database, or in memory without one."""
 
 from agentspec.cache.usage.memory import MemoryUsage
-from agentspec.cache.usage.opening import open_usage
 from agentspec.cache.usage.row import COUNTS, KeepsUsage, UsageRow, UsageStore, day_of
 
-__all__ = ["COUNTS", "KeepsUsage", "MemoryUsage", "UsageRow", "UsageStore", "day_of", "open_usage"]
+__all__ = ["COUNTS", "KeepsUsage", "MemoryUsage", "UsageRow", "UsageStore", "day_of"]
