@@ -80,13 +80,13 @@ Common = tuple[Runtime, ServerSettings, Admission, BodyBudget, Deadlines, Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What a gateway of several processes has in common with the others.
+class ProcessContext:
+    """What one process of the gateway is given: its part of what all share, and ways to the processes beside it.
 
-    `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
-    `scrape` returns the metrics of all processes, given those of this one; `drain` tells the others of a drained
-    server. The gateway was started at `since`, in
-    seconds since 1970; None is now. `metering` is around requests for models.
+    `limiter` gives requests their places. `body_memory` is this process's share in bytes, `engine` the process of local
+    models, None if it is this one. `scrape` returns the metrics of all processes, given those of this one; `drain`
+    tells the others of a drained server. The gateway was started at `since`, in seconds since 1970; None is now.
+    `metering` is around requests for models.
     """
 
     limiter: Admission
@@ -99,7 +99,7 @@ class Shared:
 
 
 def create_app(
-    runtime: Runtime, settings: Settings | None = None, *, shared: Shared | None = None
+    runtime: Runtime, settings: Settings | None = None, *, process: ProcessContext | None = None
 ) -> GatewayMiddleware:
     """The gateway as an ASGI application, to be run with its lifespan.
 
@@ -108,17 +108,17 @@ def create_app(
     """
     settings = settings or runtime.settings
     server = settings.server
-    shared = shared or Shared(ConcurrencyLimiter(server), server.max_body_memory)
+    process = process or ProcessContext(ConcurrencyLimiter(server), server.max_body_memory)
     _warn_of_unpaced(settings)
-    budget = BodyBudget(shared.body_memory, server.parsing_threads, shared=bool(server.api_keys))
+    budget = BodyBudget(process.body_memory, server.parsing_threads, shared=bool(server.api_keys))
     places, deadlines = EnginePlaces(server, settings.backends), Deadlines()
-    pages = Pages(runtime, shared, places)
-    metering = shared.metering or _metering(runtime)
+    pages = Pages(runtime, process, places)
+    metering = process.metering or _metering(runtime)
     metering.metrics = pages.registry
     metering.update(server)
-    common: Common = (runtime, server, shared.limiter, budget, deadlines, places, metering, shared.engine)
+    common: Common = (runtime, server, process.limiter, budget, deadlines, places, metering, process.engine)
     endpoints, responses = _endpoints(settings, common)
-    fleet = FleetPages(runtime, shared.drain, pages.all_metrics)
+    fleet = FleetPages(runtime, process.drain, pages.all_metrics)
     routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
     _refuse_twice(routes)
     turns = endpoints[0].turns  # of chats, the only ones with a next turn
@@ -130,7 +130,7 @@ def create_app(
         routes=router,
         authenticator=Authenticator(server.api_keys),
         hosts=HostCheck(server),
-        limiter=shared.limiter,
+        limiter=process.limiter,
         deadlines=deadlines,
         metrics=pages.registry,
         loading=loading,
@@ -189,11 +189,11 @@ def _stored(responses: ResponsesEndpoint) -> Iterator[_RecordedRoute]:
 class Pages:
     """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
-    def __init__(self, runtime: Runtime, shared: Shared, places: EnginePlaces) -> None:
+    def __init__(self, runtime: Runtime, process: ProcessContext, places: EnginePlaces) -> None:
         self._runtime = runtime
-        self._limiter, self._engine = shared.limiter, shared.engine
-        self._scrape = shared.scrape or _rendered
-        self._created = shared.since or int(time.time())
+        self._limiter, self._engine = process.limiter, process.engine
+        self._scrape = process.scrape or _rendered
+        self._created = process.since or int(time.time())
         self._samples: list[BackendSample] = []
         self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(
@@ -201,7 +201,7 @@ class Pages:
             models=runtime.models(),
             index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
-            tenants=lambda: places.add_to(shared.limiter.samples()),
+            tenants=lambda: places.add_to(process.limiter.samples()),
             members=lambda: runtime.fleet.samples() if runtime.fleet else (),
         )
 

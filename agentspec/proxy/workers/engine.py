@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentspec.errors import AgentSpecError, AuthenticationError, ConfigurationError
 from agentspec.proxy.admission.auth import Identity
 from agentspec.proxy.admission.turns import ProgramCall
-from agentspec.proxy.app import VERSION, Shared, backend_samples, create_app, index_size
+from agentspec.proxy.app import VERSION, ProcessContext, backend_samples, create_app, index_size
 from agentspec.proxy.forwarding.engine_link import TENANT_HEADER, noted
 from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.metering.store import UsageSource
@@ -97,8 +97,8 @@ class EngineServer(MemberServer):
         self._runtime = Runtime(settings)
         usage = UsageSource(self._runtime)
         metering = Metering(elsewhere=True, close=usage.close)
-        shared = Shared(Unlimited(), settings.server.max_body_memory, metering=metering)
-        app = create_app(self._runtime, settings, shared=shared)
+        process = ProcessContext(Unlimited(), settings.server.max_body_memory, metering=metering)
+        app = create_app(self._runtime, settings, process=process)
         app.authenticator, app.logs_requests = RelayedCallers(), False
         super().__init__(app, replace(start, settings=settings), Connections(settings.server, _MOST_CONNECTIONS))
         stores: Answers = {

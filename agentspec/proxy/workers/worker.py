@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from agentspec.errors import AgentSpecError, NotReadyError
-from agentspec.proxy.app import Shared, create_app
+from agentspec.proxy.app import ProcessContext, create_app
 from agentspec.proxy.forwarding.engine_link import EngineLink
 from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.metering.usage_meter import UsageMeter
@@ -42,7 +42,7 @@ class WorkerServer(MemberServer):
         self._engine = EngineLink(start.engine) if start.engine is not None else None
         self._key_limits = SharedKeyLimits()
         server = start.settings.server
-        shared = Shared(
+        process = ProcessContext(
             self._limiter,
             body_share(server),
             self._engine,
@@ -53,7 +53,7 @@ class WorkerServer(MemberServer):
         )
         responses = None if start.engine is None else RemoteResponses(start.engine)
         runtime = Runtime(start.settings, local=False, responses=responses)
-        app: GatewayMiddleware = create_app(runtime, start.settings, shared=shared)
+        app: GatewayMiddleware = create_app(runtime, start.settings, process=process)
         connections = Connections(server, start.capacity, processes=server.workers)
         super().__init__(app, start, connections)
         self._limiter.send = self._key_limits.send = self.channel.send
