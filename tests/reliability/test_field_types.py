@@ -14,11 +14,11 @@ from pydantic import BaseModel
 
 import agentspec.protocol
 import agentspec.proxy
-from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import Settings
 from agentspec.settings.models import ModelSettings
 from agentspec.testing import FakeBackend
+from tests.proxy.encoder import ConstantEncoder
 
 pytestmark = pytest.mark.reliability
 Json = Any
@@ -51,19 +51,6 @@ def fields() -> list[str]:
     return sorted(names - {"model"})
 
 
-class Encoder(FakeBackend):
-    dimensions = 3
-
-    def __init__(self) -> None:
-        super().__init__(capabilities=Capabilities(context_length=8, routes=("/embeddings",)))
-
-    async def count_tokens(self, texts: Any) -> list[int]:
-        return [len(text.split()) for text in texts]
-
-    async def embed(self, texts: Any, model: str, tenant: str = "") -> list[list[float]]:
-        return [[1.0, 0.0, 0.0] for _ in texts]
-
-
 def script(request: Any) -> None:
     """An upstream as vLLM: chats, and the tokenizer's routes; it takes whatever comes."""
     answers = {
@@ -84,7 +71,7 @@ def script(request: Any) -> None:
 def test_c1_no_wrong_type_of_any_field_is_an_error_of_ours(gateway: Any, upstream: Any, share: float) -> None:
     up = OpenAISettings(base_url=upstream(script).url)
     settings = Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
-    servers = [gateway({"m": FakeBackend(lambda request: "Hi there"), "e": Encoder()}), gateway({}, settings)]
+    servers = [gateway({"m": FakeBackend(lambda request: "Hi there"), "e": ConstantEncoder()}), gateway({}, settings)]
     chosen, names, statuses = random.Random(5), fields(), set[int]()
     assert {"logit_bias", "chat_template_kwargs", "previous_response_id", "tool_choice", "guided_json"} <= {*names}
     with httpx.Client(timeout=60, headers={"content-type": "application/json"}) as client:

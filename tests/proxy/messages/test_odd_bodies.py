@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
+from tests.proxy.encoder import ConstantEncoder
 
 BODY: dict[str, Any] = {
     "model": "m",
@@ -102,19 +102,6 @@ def mutated(rng: random.Random, whole: dict[str, Any] = BODY) -> dict[str, Any]:
     return body
 
 
-class FakeEncoder(FakeBackend):
-    dimensions = 3
-
-    def __init__(self) -> None:
-        super().__init__(capabilities=Capabilities(context_length=8, routes=("/embeddings",)))
-
-    async def count_tokens(self, texts: Any) -> list[int]:
-        return [len(text.split()) for text in texts]
-
-    async def embed(self, texts: Any, model: str, tenant: str = "") -> list[list[float]]:
-        return [[1.0, 0.0, 0.0] for _ in texts]
-
-
 @pytest.fixture(scope="module")
 def urls(shared_gateway: Any, shared_upstream: Any) -> dict[str, str]:
     """Gateways in front of a model of this process and of an upstream that answers chats."""
@@ -130,7 +117,10 @@ def urls(shared_gateway: Any, shared_upstream: Any) -> dict[str, str]:
     up = OpenAISettings(base_url=shared_upstream(script).url)  # type: ignore[arg-type]
     settings = Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
     local = FakeBackend(lambda request: "Hi there")
-    return {"local": shared_gateway({"m": local, "e": FakeEncoder()}).url, "upstream": shared_gateway({}, settings).url}
+    return {
+        "local": shared_gateway({"m": local, "e": ConstantEncoder()}).url,
+        "upstream": shared_gateway({}, settings).url,
+    }
 
 
 def check(url: str, seed: int, count: int, whole: dict[str, Any] = BODY) -> None:

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache, PrefixNode
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.types import SamplingParams
-
-
-def rows_of(tokens: list[int]) -> SequenceCache:
-    cache = SequenceCache(len(tokens))
-    values = torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1)
-    cache.update(values, values, 0)
-    cache.commit(len(tokens), ())
-    return cache
+from tests.backends.torch.engine.conftest import slots_of
 
 
 def content(cache: SequenceCache) -> list[int]:
@@ -35,7 +28,7 @@ TEXT = st.lists(st.integers(0, 1), min_size=6, max_size=24)
 def test_finds_the_longest_prefix_of_the_tenant(kept: list[tuple[str, list[int]]], wanted: list[int]) -> None:
     store = PrefixCache(1 << 20)
     for tenant, tokens in kept:
-        store.keep(tenant, tokens, rows_of(tokens))
+        store.keep(tenant, tokens, slots_of(tokens))
     best = max(
         (shared(tokens, wanted) for tenant, tokens in kept if tenant == "a" and len(tokens) >= SHORTEST), default=0
     )
@@ -54,7 +47,7 @@ def shared(left: list[int], right: list[int]) -> int:
 def test_stays_within_its_bytes(texts: list[list[int]], limit: int) -> None:
     store = PrefixCache(limit)
     for tokens in texts:
-        store.keep("t", tokens, rows_of(tokens))
+        store.keep("t", tokens, slots_of(tokens))
         assert store.nbytes <= limit
     store.clear()
     assert (store.nbytes, len(store)) == (0, 0)
@@ -63,10 +56,10 @@ def test_stays_within_its_bytes(texts: list[list[int]], limit: int) -> None:
 def test_the_least_recently_used_goes_first() -> None:
     store = PrefixCache(2 * 10 * BYTES)
     one, two, three = ([value] * 10 for value in (1, 2, 3))
-    store.keep("t", one, rows_of(one))
-    store.keep("t", two, rows_of(two))
+    store.keep("t", one, slots_of(one))
+    store.keep("t", two, slots_of(two))
     assert store.find("t", one, 10)
-    store.keep("t", three, rows_of(three))
+    store.keep("t", three, slots_of(three))
     assert store.find("t", one, 10) and store.find("t", three, 10)
     assert store.find("t", two, 10) is None
 
@@ -74,11 +67,11 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> None:
     store = PrefixCache(1 << 20)
     short, long = list(range(10)), list(range(20))
-    store.keep("t", short, rows_of(short))
-    store.keep("t", long, rows_of(long))
+    store.keep("t", short, slots_of(short))
+    store.keep("t", long, slots_of(long))
     assert len(store) == 1
-    store.keep("t", short, rows_of(short))
-    store.keep("u", short, rows_of(short))
+    store.keep("t", short, slots_of(short))
+    store.keep("u", short, slots_of(short))
     assert len(store) == 2
 
 
@@ -88,11 +81,11 @@ def test_a_common_beginning_is_kept_once() -> None:
     store = PrefixCache(None)
     texts = [[*system, *range(n, n + 20)] for n in range(0, 200, 20)]
     for tokens in texts:
-        store.keep("t", tokens, rows_of(tokens))
+        store.keep("t", tokens, slots_of(tokens))
     assert store.nbytes == (100 + 10 * 20) * BYTES and len(store) == 10
     for tokens in texts:
         assert content(store.find("t", tokens, 1)) == tokens
-    store.keep("other", texts[0], rows_of(texts[0]))
+    store.keep("other", texts[0], slots_of(texts[0]))
     assert store.nbytes == (100 + 10 * 20 + 120) * BYTES  # nothing is shared between tenants
 
 
@@ -102,7 +95,7 @@ def test_whatever_is_found_under_pressure_is_right(
 ) -> None:
     store = PrefixCache(None)
     for number, (tenant, tokens) in enumerate(kept):
-        store.keep(tenant, tokens, rows_of(tokens), left, copy=bool(number % 2))
+        store.keep(tenant, tokens, slots_of(tokens), left, copy=bool(number % 2))
         assert store.nbytes <= left
         found = store.find("a", wanted, 30, left // (1 + number % 3))
         assert found is None or (content(found) == wanted[: found.length] and found.length >= SHORTEST)
@@ -118,8 +111,8 @@ def below(node: PrefixNode) -> list[PrefixNode]:
 
 def test_where_both_do_not_fit_the_slots_are_moved() -> None:
     store, tokens = PrefixCache(None), list(range(30))
-    store.keep("t", tokens, rows_of(tokens))
-    store.keep("t", [7] * 20, rows_of([7] * 20))
+    store.keep("t", tokens, slots_of(tokens))
+    store.keep("t", [7] * 20, slots_of([7] * 20))
     assert content(store.find("t", tokens, 40, left_bytes=0)) == tokens
     assert (store.nbytes, len(store)) == (0, 0)
 
@@ -128,15 +121,15 @@ def test_a_conversation_that_goes_on_adds_only_what_is_new() -> None:
     store, tokens = PrefixCache(100 * BYTES), list(range(10))
     for length in range(10, 101, 10):
         tokens = list(range(length))
-        store.keep("t", tokens, rows_of(tokens))
+        store.keep("t", tokens, slots_of(tokens))
         assert (store.nbytes, len(store)) == (length * BYTES, 1)
-    store.keep("t", list(range(101)), rows_of(list(range(101))))  # more than there may be
+    store.keep("t", list(range(101)), slots_of(list(range(101))))  # more than there may be
     assert store.find("t", tokens, 1).length == 100
 
 
 def test_slots_taken_out_of_a_cache_are_freed_there() -> None:
     store, tokens = PrefixCache(None), list(range(30))
-    cache = rows_of(tokens)
+    cache = slots_of(tokens)
     store.keep("t", tokens, cache, copy=False)
     assert cache.nbytes == 0 and content(store.find("t", tokens, 30)) == tokens
 
@@ -144,7 +137,7 @@ def test_slots_taken_out_of_a_cache_are_freed_there() -> None:
 def test_what_is_handed_out_can_be_written_to() -> None:
     store = PrefixCache(1 << 20)
     tokens = list(range(10))
-    store.keep("t", tokens, rows_of(tokens))
+    store.keep("t", tokens, slots_of(tokens))
     first = store.find("t", tokens, 20)
     first.update(torch.full((1, 1, 2, 1), 99.0), torch.full((1, 1, 2, 1), 99.0), 0)
     first.truncate(3)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Reach, select
 from agentspec.types import GenerateRequest, Labels, Namespace, SamplingParams
+from tests.backends.torch.engine.conftest import slots_of
 
 NAMES = st.sampled_from([None, "s", "t"])
 TEXTS = st.tuples(st.sampled_from("ab"), NAMES, st.lists(st.integers(0, 1), min_size=SHORTEST, max_size=24))
@@ -34,14 +34,6 @@ def reach(**conditions: Any) -> Reach:
     return Reach(select(**conditions).scope, lambda tenant: Namespace(tenant, "model", "tokenizer", "template"))
 
 
-def rows_of(tokens: list[int]) -> SequenceCache:
-    cache = SequenceCache(len(tokens))
-    values = torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1)
-    cache.update(values, values, 0)
-    cache.commit(len(tokens), ())
-    return cache
-
-
 def shared(left: list[int], right: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
@@ -50,7 +42,7 @@ def shared(left: list[int], right: list[int]) -> int:
 def test_only_the_text_of_others_is_found_afterwards(kept: list[Any], tenant: str, session: str, whole: bool) -> None:
     store = PrefixCache(None)
     for owner, name, tokens in kept:
-        store.keep(owner, tokens, rows_of(tokens), session=name)
+        store.keep(owner, tokens, slots_of(tokens), session=name)
     store.forget(reach(tenant=tenant) if whole else reach(tenant=tenant, session=session))
     gone = [one for one in kept if one[0] == tenant and (whole or one[1] == session)]
     left = [one for one in kept if one not in gone]
@@ -67,7 +59,7 @@ def test_only_the_text_of_others_is_found_afterwards(kept: list[Any], tenant: st
 def test_what_is_older_goes_and_what_was_guessed() -> None:
     store, texts = PrefixCache(None), [[value] * 20 for value in range(3)]
     for text in texts:
-        store.keep("a", text, rows_of(text), guessed=text[0] == 2)
+        store.keep("a", text, slots_of(text), guessed=text[0] == 2)
     (old,) = (node for node in store._nodes() if len(node.tokens) and node.tokens[0] == 0)
     old.made = time.time() - 100
     store.forget(reach(older_than=50))
@@ -163,8 +155,8 @@ def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_fou
             return super().slot_bytes
 
     store, first = PrefixCache(1 << 20), list(range(20))
-    store.keep("a", first, rows_of(first))
-    second = rows_of([*first, *range(50, 70)])
+    store.keep("a", first, slots_of(first))
+    second = slots_of([*first, *range(50, 70)])
     second.__class__ = Slots
     store.keep("a", [*first, *range(50, 70)], second)
     assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
