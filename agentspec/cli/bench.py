@@ -118,12 +118,15 @@ def agent(
     share: Annotated[
         float, typer.Option(help="With --tools: the share of the time that tools take", min=0.01, max=0.99)
     ] = 0.5,
+    timed: Annotated[
+        int, typer.Option(help="With --tools: run so many sessions of each file in real time instead", min=0)
+    ] = 0,
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Instead, time next turns with and without reading ahead while tools run")
     ] = False,
     tool_seconds: Annotated[
         list[float] | None,
-        typer.Option(help="With --prefill: how long tools take; may be given several times", min=0.0, max=60.0),
+        typer.Option(help="How long tools take: with --prefill, several times, with --timed", min=0.0, max=60.0),
     ] = None,
     processor_time: Annotated[
         bool,
@@ -131,8 +134,15 @@ def agent(
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
+    if tools and timed:
+        from agentspec.benchmarks.agent_tools.computed import READ_ONLY
+        from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
+
+        plan = TimedPlan(read_only or READ_ONLY, timed, share, tool_seconds[0] if tool_seconds else None)
+        publish(partial(run_agent_timed, model, tools, plan), json, packages=TORCH, subject={"model": model})
+        return
     if tools:
-        from agentspec.benchmarks.agent_tools import READ_ONLY, run_agent_tools
+        from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
 
         publish(partial(run_agent_tools, tools, read_only=read_only or READ_ONLY, share=share), json)
         return

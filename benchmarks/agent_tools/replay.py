@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from agentspec.benchmarks.agent_clock import FIRST, PER_TOKEN, USER, ReplayedTurn
+from agentspec.benchmarks.agent_tools.clock import FIRST, PER_TOKEN, USER, ReplayedTurn
 from agentspec.recordings.calls import RecordedCall
 from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import EncodedCall
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import CallModel
+from agentspec.tools.prediction.model import CallForecast, CallModel
+from agentspec.tools.prediction.observation import LaterScore
 
 BUDGET = 8  # drafted tokens a step
 _PIECE = re.compile(r"\w{1,4}|\W")
@@ -32,7 +34,9 @@ def draft_steps(recorded: Sequence[RecordedCall]) -> list[float]:
         return np.asarray([ids.setdefault(piece, len(ids)) for piece in _PIECE.findall(text)], dtype=np.int32)
 
     calls = [
-        EncodedCall(one.labels.session or "", encoded("".join(map(_text, one.messages))), encoded(_text(one.answer)))
+        EncodedCall(
+            one.labels.session or "", encoded("".join(map(text_of, one.messages))), encoded(text_of(one.answer))
+        )
         for one in recorded
     ]
     done = replay_cache(calls, BUDGET)
@@ -43,23 +47,59 @@ def play(
     recorded: Sequence[RecordedCall], steps: Sequence[float], read_only: Sequence[str], share: float
 ) -> list[list[ReplayedTurn]]:
     """The turns of all sessions, where tools have `share` of the time. `steps` are those of `draft_steps`."""
-    tokens = [len(_text(call.answer)) / 4 for call in recorded]
+    tokens = [len(text_of(call.answer)) / 4 for call in recorded]
     model_seconds = sum(FIRST + PER_TOKEN * length * part for length, part in zip(tokens, steps, strict=True))
-    waits = sum(any(True for _ in _calls(call.answer)) for call in recorded)
+    waits = sum(any(True for _ in calls_of(call.answer)) for call in recorded)
     tool = share / (1.0 - share) * model_seconds / max(1, waits)
     model, played = CallModel(), []
     for session, turns in groupby(zip(recorded, tokens, steps, strict=True), key=lambda one: one[0].labels.session):
-        player, calls = _Player(model, str(session), _Matching(read_only), tool), list(turns)
-        made = [list(_calls(call.answer)) for call, *_ in calls]
+        learner, calls = ModelLearner(model, str(session)), list(turns)
+        player = SessionPlayer(learner, Matching(read_only), tool)
+        made = [list(calls_of(call.answer)) for call, *_ in calls]
         played.append([player.turn(*call, made[at:]) for at, call in enumerate(calls)])
     return played
 
 
-class _Player:
-    """Plays the turns of one session by a clock of its own."""
+class TurnLearner(Protocol):
+    """Predicts the calls of a session's turns, and learns from them. `tools` are those that may run early."""
 
-    def __init__(self, model: CallModel, session: str, tools: _Matching, tool: float) -> None:
-        self._model, self._session, self._tools, self._tool = model, session, tools, tool
+    def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast: ...
+    def learn(
+        self,
+        history: ToolHistory,
+        calls: Sequence[ToolCall],
+        forecast: CallForecast,
+        tools: Collection[str],
+        later: Sequence[LaterScore],
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLearner:
+    """Lets one model learn from a session."""
+
+    model: CallModel
+    session: str
+
+    def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast:
+        return self.model.predict(history, tools)
+
+    def learn(
+        self,
+        history: ToolHistory,
+        calls: Sequence[ToolCall],
+        forecast: CallForecast,
+        tools: Collection[str],
+        later: Sequence[LaterScore],
+    ) -> None:
+        self.model.learn(self.model.observe(history, calls, forecast, tools, later=later), self.session)
+
+
+class SessionPlayer:
+    """Plays the turns of one session by a clock of its own, in which every tool takes `tool` seconds."""
+
+    def __init__(self, learner: TurnLearner, tools: Matching, tool: float) -> None:
+        self._learner, self._tools, self._tool = learner, tools, tool
         self._now = self._answered = 0.0
         self._seen = 0
         self._waiting: Iterator[str] = iter(())
@@ -79,8 +119,8 @@ class _Player:
         for message in recorded.messages[self._seen :]:
             self._waiting = _hear(self._history, message, self._waiting)
         self._seen = len(recorded.messages)
-        forecast = self._model.predict(self._history, self._tools)
-        calls = tuple(_calls(recorded.answer))
+        forecast = self._learner.predict(self._history, self._tools)
+        calls = tuple(calls_of(recorded.answer))
         turn = ReplayedTurn(
             tokens,
             tokens * steps,
@@ -89,7 +129,7 @@ class _Player:
             frozenset(call.identity for call in calls if call.name in self._tools),
             all(call.name in self._tools for call in calls),
             tuple(self._foreseeable(upcoming)),
-            heard=sum(len(_text(one)) for one in new) / 4,
+            heard=sum(len(text_of(one)) for one in new) / 4,
             known=self._answered if any(one.get("role") == "tool" for one in new) else 0.0,
         )
         self._answered = tokens
@@ -110,12 +150,11 @@ class _Player:
         began, self._now = self._now, self._now + turn.seconds
         made = {call.identity for call in turn.calls}
         later = self._open.settle(turn.forecast, made, began=began, now=self._now, voids=not turn.only_reads)
-        observation = self._model.observe(self._history, turn.calls, turn.forecast, self._tools, later=later)
-        self._model.learn(observation, self._session)
+        self._learner.learn(self._history, turn.calls, turn.forecast, self._tools, later)
         self._now += self._tool if turn.calls else USER
 
 
-class _Matching(frozenset[str]):
+class Matching(frozenset[str]):
     """The names that match one of the patterns, as a collection."""
 
     def __contains__(self, name: object) -> bool:
@@ -131,7 +170,7 @@ def _hear(history: ToolHistory, message: Any, waiting: Iterator[str]) -> Iterato
     elif role == "user":
         history.says(text)
     elif role == "assistant":
-        calls = list(_calls(message))
+        calls = list(calls_of(message))
         for call in calls:
             history.makes(call)
         return iter([call.name for call in calls])
@@ -140,7 +179,7 @@ def _hear(history: ToolHistory, message: Any, waiting: Iterator[str]) -> Iterato
     return waiting
 
 
-def _calls(message: Any) -> Iterator[ToolCall]:
+def calls_of(message: Any) -> Iterator[ToolCall]:
     """The calls of an answer: in `tool_calls`, or each as a line of JSON in the text."""
     for call in message.get("tool_calls") or ():
         function = call.get("function", {})
@@ -163,7 +202,7 @@ def _parsed(text: Any) -> Any:
         return None
 
 
-def _text(message: Any) -> str:
+def text_of(message: Any) -> str:
     """What a message says, calls in JSON."""
     content = message.get("content")
     text = content if isinstance(content, str) else json.dumps(content) if content else ""

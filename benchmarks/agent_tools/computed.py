@@ -1,7 +1,7 @@
 """Recorded sessions replayed in their order: which calls were predicted, and the time that early starts would save.
 
 Nothing is learned from the future: each turn is predicted from the turns before it, of its own session and of earlier
-ones. Times are computed (`agent_clock`), and every tool takes as long as makes tools the given share of the time
+ones. Times are computed (`clock`), and every tool takes as long as makes tools the given share of the time
 without early starts. The model's steps are those of a replay of the same file with drafts of the suffix cache, whose
 tokens are words and pieces of words.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.agent_clock import (
+from agentspec.benchmarks.agent_tools.clock import (
     ReplayedTurn,
     SessionTimes,
     by_predictions,
@@ -25,7 +25,7 @@ from agentspec.benchmarks.agent_clock import (
     session_times,
     tool_seconds,
 )
-from agentspec.benchmarks.agent_replay import draft_steps, play
+from agentspec.benchmarks.agent_tools.replay import draft_steps, play
 from agentspec.benchmarks.report import Progress
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.formats import detect, read
