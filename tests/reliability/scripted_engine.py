@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-FIRST_SECONDS, TOKEN_SECONDS, TOKENS = 0.2, 0.02, 20
+FIRST_SECONDS, TOKEN_SECONDS, TOKENS = 0.2, 0.05, 20
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
