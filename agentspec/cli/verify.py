@@ -103,11 +103,11 @@ def _print(found: ExactnessReport, backend: TorchBackend) -> None:
         tail = f", {ties} part at a near-tie" if ties else ""
         typer.echo(f"  {way}: {found.identical(way)} of {count} equal those without speculation{tail}")
     if found.divergences:
-        typer.echo(_said(min(found.divergences, key=lambda each: each.is_tie), backend))
+        typer.echo(_description(min(found.divergences, key=lambda each: each.is_tie), backend))
     typer.echo("exact" if found.exact else "NOT exact: please report this, with the lines above")
 
 
-def _said(divergence: TokenDivergence, backend: TorchBackend) -> str:
+def _description(divergence: TokenDivergence, backend: TorchBackend) -> str:
     """Describe a divergence: its position, the two tokens, and the difference of their scores."""
     off, on = (repr(backend.decode([token])) if token >= 0 else "the end" for token in (divergence.off, divergence.on))
     return (

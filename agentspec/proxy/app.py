@@ -48,7 +48,7 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.extra_routes import ExtraRoute, sole_upstream
-from agentspec.proxy.fleet import FleetPages, Spread
+from agentspec.proxy.fleet import DrainNotice, FleetPages
 from agentspec.proxy.forwarding.engine_link import EngineLink
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
@@ -76,7 +76,9 @@ VERSION = version("agentspec")
 MODELS_SECONDS = 10.0  # to list the models of an upstream
 Handler = Callable[[Request], Awaitable[Response]]
 # What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
-Common = tuple[Runtime, ServerSettings, Admission, BodyBudget, Deadlines, EnginePlaces, Metering, EngineLink | None]
+EndpointArguments = tuple[
+    Runtime, ServerSettings, Admission, BodyBudget, Deadlines, EnginePlaces, Metering, EngineLink | None
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class ProcessContext:
     engine: EngineLink | None = None
     scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
     since: int | None = None
-    drain: Spread | None = None
+    drain: DrainNotice | None = None
     metering: Metering | None = None
 
 
@@ -116,7 +118,7 @@ def create_app(
     metering = process.metering or _metering(runtime)
     metering.metrics = pages.registry
     metering.update(server)
-    common: Common = (runtime, server, process.limiter, budget, deadlines, places, metering, process.engine)
+    common: EndpointArguments = (runtime, server, process.limiter, budget, deadlines, places, metering, process.engine)
     endpoints, responses = _endpoints(settings, common)
     fleet = FleetPages(runtime, process.drain, pages.all_metrics)
     routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
@@ -147,7 +149,7 @@ def _warn_of_unpaced(settings: Settings) -> None:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
 
 
-def _endpoints(settings: Settings, common: Common) -> tuple[list[GenerationEndpoint], ResponsesEndpoint]:
+def _endpoints(settings: Settings, common: EndpointArguments) -> tuple[list[GenerationEndpoint], ResponsesEndpoint]:
     """What answers each route that uses models, chats first, and again the one that stores its answers."""
     responses = ResponsesEndpoint(RESPONSES, *common)
     endpoints: list[GenerationEndpoint] = [

@@ -22,7 +22,7 @@ _SUMS = {"agentspec_member_in_flight": "in_flight"} | {
     f"agentspec_member_{name}_total": name for name in ("calls", "retries", "failures", "ejections")
 }
 """The metrics that add up over processes."""
-Spread = Callable[[str, bool], None]
+DrainNotice = Callable[[str, bool], None]
 
 
 class FleetPages:
@@ -30,7 +30,7 @@ class FleetPages:
     the metrics of all.
     """
 
-    def __init__(self, runtime: Runtime, spread: Spread | None, scrape: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, runtime: Runtime, spread: DrainNotice | None, scrape: Callable[[], Awaitable[bytes]]) -> None:
         self._runtime, self._spread, self._scrape = runtime, spread, scrape
 
     async def status(self, request: Request) -> Response:

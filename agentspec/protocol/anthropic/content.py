@@ -86,7 +86,7 @@ def _user(blocks: Sequence[Block], name: str, images: bool) -> Iterator[dict[str
             said.append(block)
             continue
         if any(one["type"] == "text" for one in said):
-            yield _said(said)
+            yield _message_of(said)
             said = []
         kinds = _IN_RESULT if images else ("text",)
         parts = list(_blocks(block.get("content", ""), f"{name}.content[{index}].content", kinds))
@@ -95,10 +95,10 @@ def _user(blocks: Sequence[Block], name: str, images: bool) -> Iterator[dict[str
         yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": failed + text}
         said += [part for part in parts if part["type"] == "image"]
     if said or not blocks:
-        yield _said(said)
+        yield _message_of(said)
 
 
-def _said(blocks: Sequence[Block]) -> dict[str, Any]:
+def _message_of(blocks: Sequence[Block]) -> dict[str, Any]:
     if all(block["type"] == "text" for block in blocks):
         return {"role": "user", "content": _BETWEEN.join(block["text"] for block in blocks)}
     return {"role": "user", "content": [_part(block) for block in blocks]}

@@ -28,7 +28,7 @@ from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import BACKLOG
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.process import Start, read_start
-from agentspec.proxy.workers.stored import Answers, RemoteResponses, answer_responses, with_stored
+from agentspec.proxy.workers.stored import RemoteResponses, StoreHandlers, answer_responses, with_stored
 from agentspec.proxy.workers.usage import RemoteUsage, answer_usage
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -101,7 +101,7 @@ class EngineServer(MemberServer):
         app = create_app(self._runtime, settings, process=process)
         app.authenticator, app.logs_requests = RelayedCallers(), False
         super().__init__(app, replace(start, settings=settings), Connections(settings.server, _MOST_CONNECTIONS))
-        stores: Answers = {
+        stores: StoreHandlers = {
             RemoteResponses.route: partial(answer_responses, self._runtime),
             RemoteUsage.route: partial(answer_usage, usage),
         }

@@ -20,7 +20,7 @@ from agentspec.errors import CacheError, EngineRestartingError, UpstreamError
 from agentspec.runtime import Runtime
 
 _SECONDS = 30.0
-Answers = Mapping[str, Callable[[str, Sequence[Any]], Any]]
+StoreHandlers = Mapping[str, Callable[[str, Sequence[Any]], Any]]
 """What is answered to the questions of remote stores, by their routes."""
 
 
@@ -71,7 +71,7 @@ class RemoteResponses(RemoteStore):
         return bool(self.ask("delete", tenant, id))
 
 
-def with_stored(app: ASGIApp, answers: Answers) -> ASGIApp:
+def with_stored(app: ASGIApp, answers: StoreHandlers) -> ASGIApp:
     """`app`, which also answers what remote stores ask."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:

@@ -79,7 +79,7 @@ def test_files_without_calls(program, default_model, tmp_path):
 
 @pytest.mark.model
 def test_the_calls_that_ship_as_an_example(program, default_model, repository, tmp_path):
-    """The two commands of the cache's page: an empty folder takes six answers, and half of the model's steps would be saved."""
+    """The cache page's two commands: an empty folder takes six answers; half of the model's steps would be saved."""
     calls, model = repository / "examples" / "calls.jsonl", ("--model", default_model.folder)
     imported = program("cache", "import", calls, *model, "--path", tmp_path / "cache", "--json")
     assert json.loads(imported.stdout)["added"] == 6
