@@ -31,6 +31,9 @@ CODE := agentspec cache backends reasoning benchmarks tests examples docs
 # Tests start hundreds of processes: without bytecode each would compile every module anew, a quarter of all time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Two workers on two cores: with two threads each they would mostly wait for one another.
+export OMP_NUM_THREADS ?= 1
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check check-static check-tests check-long mutants lint types mypy pyright contracts format wheel docs docs-check constraints lock clean
 

@@ -122,13 +122,14 @@ def _model(word: str, seconds: float = 0.0, **options: Any) -> ThinkingModel:
 
 
 async def _think(backend: DelegationBackend) -> tuple[int, float]:
-    """Run the thinking without an answer; returns the number of steps and the seconds."""
+    """Run the thinking without an answer; returns the number of steps and the seconds by the loop's clock."""
     request = GenerateRequest("fast", messages=QUESTION, sampling=SamplingParams(temperature=0.0))
-    thinking, began = Thinking(request, backend.settings, backend.roles), time.perf_counter()
+    clock = asyncio.get_running_loop().time
+    thinking, began = Thinking(request, backend.settings, backend.roles), clock()
     async with aclosing(backend.think(thinking)) as events:
         async for _ in events:
             pass
-    return len(thinking.steps), time.perf_counter() - began
+    return len(thinking.steps), clock() - began
 
 
 def score_cost(backend: TorchBackend, rounds: int = 9) -> Figure:

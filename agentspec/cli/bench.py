@@ -17,6 +17,8 @@ from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, se
 from agentspec.cli.publish import publish
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from agentspec.benchmarks.report import Progress
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
@@ -99,6 +101,13 @@ def best_of_n(
     publish(partial(run_best_of_n, plan), json, packages=TORCH, subject={"model": model})
 
 
+def _refuse(where: str, given: Mapping[str, object]) -> None:
+    """Refuse options that would be ignored there. Raises `typer.BadParameter`."""
+    for option, ignored in given.items():
+        if ignored:
+            raise typer.BadParameter(f"cannot be given {where}", param_hint=option)
+
+
 @app.command()
 def agent(
     model: ModelOption = "smollm2-135m",
@@ -134,6 +143,11 @@ def agent(
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
+    _refuse("without --tools", {"--timed": not tools and timed, "--read-only": not tools and read_only})
+    _refuse("without --prefill", {"--processor-time": not prefill and processor_time})
+    _refuse("with --tools", {"--prefill": tools and prefill, "--off": tools and off, "--kept": tools and kept})
+    _refuse("without --prefill or --timed", {"--tool-seconds": tool_seconds and not (prefill or timed)})
+    _refuse("more than once with --timed", {"--tool-seconds": timed and len(tool_seconds or ()) > 1})
     if tools and timed:
         from agentspec.benchmarks.agent_tools.computed import READ_ONLY
         from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed

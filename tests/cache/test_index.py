@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -619,8 +620,8 @@ def test_long_runs_are_searched_by_their_tables(tokens: list[int], common: int, 
 
 
 def check_successors(index: SuffixIndex, sequences: list[list[int]], context: list[int]) -> None:
-    n = len(context)
-    counts = Counter(s[i] for s in sequences for i in range(n, len(s)) if s[i - n : i] == context)
+    sought = re.compile(b"(?=" + re.escape(bytes(context)) + b"(.))", re.DOTALL)  # overlapping places too
+    counts = Counter(found[1][0] for s in sequences for found in sought.finditer(bytes(s)))
     found = index.successors(context)
     assert dict(zip(found.tokens.tolist(), found.counts.tolist(), strict=True)) == counts
     assert index.count(context) == counts.total()

@@ -117,3 +117,21 @@ def test_best_of_n_prints_and_writes_every_drafter(program, tiny_model, tmp_path
 def test_gateway_refuses_nonsense(program, options, message):
     result = program("bench", "gateway", *options)
     assert result.exit_code == 2 and message in result.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--timed", "2"),
+        ("--read-only", "get_*"),
+        ("--processor-time",),
+        ("--tool-seconds", "1"),
+        ("--tools", "{file}", "--prefill"),
+        ("--tools", "{file}", "--timed", "1", "--tool-seconds", "1", "--tool-seconds", "2"),
+    ],
+)
+def test_agent_refuses_options_that_it_would_ignore(program, tmp_path, options):
+    file = tmp_path / "sessions.jsonl"
+    file.touch()
+    result = program("bench", "agent", *(option.format(file=file) for option in options))
+    assert result.exit_code == 2 and "cannot be given" in result.output

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -246,35 +244,3 @@ def upstream() -> Iterator[StartUpstream]:
 def shared_upstream() -> Iterator[StartUpstream]:
     """The same for upstreams that a whole module shares."""
     yield from _upstreams()
-
-
-class JumpingSelector(selectors.DefaultSelector):
-    """Does not wait for the next timer but moves the clock on to it."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready and timeout:
-            self.now += timeout
-        return ready
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.clock = JumpingSelector()
-        super().__init__(self.clock)
-
-    def time(self) -> float:
-        return self.clock.now
-
-
-@pytest.fixture
-def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """Runs a coroutine in a loop whose clock jumps: what sleeps takes no time, and every run is the same."""
-
-    def run(work: Coroutine[Any, Any, Any]) -> Any:
-        with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-            return runner.run(work)
-
-    return run

@@ -18,4 +18,3 @@ upstream = _fixtures.upstream
 shared_upstream = _fixtures.shared_upstream
 until = _fixtures.until
 hanging_up = _fixtures.hanging_up
-in_virtual_time = _fixtures.in_virtual_time

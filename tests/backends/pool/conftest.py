@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import random
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -23,14 +20,6 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.placement import PlacementPolicy, RoundRobin
 
 ANSWER = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
-
-
-_SPEC = importlib.util.spec_from_file_location("proxy_fixtures", Path(__file__).parents[2] / "proxy" / "conftest.py")
-assert _SPEC and _SPEC.loader
-_fixtures = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = _fixtures
-_SPEC.loader.exec_module(_fixtures)
-in_virtual_time = _fixtures.in_virtual_time
 
 
 @dataclass
