@@ -14,7 +14,14 @@ import pytest
 from agentspec.cache import SuffixCache
 from agentspec.cache.usage import UsageRow, day_of
 
-TODAY = day_of(time.time())
+NOW = time.time()
+TODAY = day_of(NOW)
+
+
+@pytest.fixture(autouse=True)
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The day does not end within a test."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
 
 
 @pytest.fixture

@@ -24,7 +24,14 @@ from agentspec.cache.usage.table import DatabaseUsage
 from agentspec.errors import CacheUnavailableError
 
 Open = Callable[..., UsageStore]
-TODAY = day_of(time.time())
+NOW = time.time()
+TODAY = day_of(NOW)
+
+
+@pytest.fixture(autouse=True)
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The day does not end within a test."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
 
 
 @pytest.fixture
