@@ -11,7 +11,7 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, TraceSettings
@@ -30,6 +30,7 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("[cache]", CacheSettings),
     ('[backends.NAME] with kind = "torch"', TorchSettings),
     ('[backends.NAME] with kind = "openai"', OpenAISettings),
+    ('[backends.NAME] with kind = "encoder"', EncoderSettings),
     ("[models.NAME]", ModelSettings),
     *((f'[models.NAME] with strategy = "{name}"', settings) for name, settings in STRATEGIES.items()),
     ('[knowledge.NAME] with kind = "index"', IndexSettings),

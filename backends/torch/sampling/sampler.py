@@ -159,8 +159,8 @@ class Sampler:
         keys = [position_key(self.seed, self._choice, self._position + len(path)) for path in paths]
         if self._filters and not self._ahead:
             return self._best_survivor(scores[0], keys[0])
-        # The next token is drawn here: the argmax of logits plus Gumbel noise is a draw from their softmax. The noise
-        # depends on position and token alone, so that each position gets the same draw as without a draft.
+        # The argmax of logits plus Gumbel noise is a draw from their softmax. The noise depends on seed, position and
+        # token alone, so that each position gets the same draw as without a draft.
         column = to_device(torch.tensor([[_signed(key)] for key in keys]), scores.device)
         return (scores + gumbel_noise(column, self._ids)).argmax(-1)
 
