@@ -361,15 +361,16 @@ class SequenceStore(SequenceReader):
 
     def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> None:
         if usage.hits:
-            mine = sequences.update().where(sequences.c.number == sa.bindparam("of"))
-            more = mine.values(hits=sequences.c.hits + sa.bindparam("more"))
+            named = sequences.update().where(sequences.c.number == sa.bindparam("of"))
+            more = named.values(hits=sequences.c.hits + sa.bindparam("more"))
             connection.execute(more, [{"of": number, "more": hits} for number, hits in usage.hits])
-        if states := self._mine(connection, usage.learned):
+        if states := self._if_still_writer(connection, usage.learned):
             insert = self._database.insert(learned)
             saved = insert.on_conflict_do_update(index_elements=["namespace"], set_={"state": insert.excluded.state})
             connection.execute(saved, [{"namespace": key, "state": state} for key, state in states.items()])
 
-    def _mine(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
+    def _if_still_writer(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
+        """`states`; none if another process has become the database's writer meanwhile."""
         return states if states and self._database.confirm_writer(connection) else {}
 
 

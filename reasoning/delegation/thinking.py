@@ -177,7 +177,7 @@ class Thinking:
                     await context.extend(step.text, step.token_ids if role == step.author else ())
         self.steps.append(step)
         self.counts.kept[step.author] += step.tokens
-        self.over = self.over or self._reason()
+        self.over = self.over or self._why_over()
         if text:
             await self.emit(ThinkingText(step.author, text))
         await self.emit(Rewritten(step, rejected) if rejected is not None else Accepted(step))
@@ -194,8 +194,8 @@ class Thinking:
     def _spend(self, role: str) -> Spend:
         return lambda tokens: self.counts.spend(role, tokens)
 
-    def _reason(self) -> str | None:
-        """Why the thinking ends with the last step; None if it goes on (SpecReason, section 3 of its code's loop)."""
+    def _why_over(self) -> str | None:
+        """Why the thinking ends with the last step, by the rules of SpecReason's program; None if it goes on."""
         last = self.steps[-1]
         if last.ending == "closed":
             return "closed"
