@@ -17,8 +17,6 @@ from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, se
 from agentspec.cli.publish import publish
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from agentspec.benchmarks.report import Progress
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
@@ -101,15 +99,16 @@ def best_of_n(
     publish(partial(run_best_of_n, plan), json, packages=TORCH, subject={"model": model})
 
 
-def _refuse(where: str, given: Mapping[str, object]) -> None:
-    """Refuse options that would be ignored there. Raises `typer.BadParameter`."""
-    for option, ignored in given.items():
-        if ignored:
-            raise typer.BadParameter(f"cannot be given {where}", param_hint=option)
+def _refuse(context: typer.Context, where: str, *ignored: str) -> None:
+    """Refuse parameters that the command line gives, but that are ignored there. Raises `typer.BadParameter`."""
+    for name in ignored:
+        if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE":
+            raise typer.BadParameter(f"cannot be given {where}", param_hint=f"--{name.replace('_', '-')}")
 
 
 @app.command()
 def agent(
+    context: typer.Context,
     model: ModelOption = "smollm2-135m",
     warm: Annotated[int, typer.Option(help="Other sessions before the warm ones", min=1, max=22)] = 20,
     off: Annotated[bool, typer.Option("--off", help="Time agentspec without speculation too")] = False,
@@ -143,11 +142,17 @@ def agent(
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
-    _refuse("without --tools", {"--timed": not tools and timed, "--read-only": not tools and read_only})
-    _refuse("without --prefill", {"--processor-time": not prefill and processor_time})
-    _refuse("with --tools", {"--prefill": tools and prefill, "--off": tools and off, "--kept": tools and kept})
-    _refuse("without --prefill or --timed", {"--tool-seconds": tool_seconds and not (prefill or timed)})
-    _refuse("more than once with --timed", {"--tool-seconds": timed and len(tool_seconds or ()) > 1})
+    if tools:
+        _refuse(context, "with --tools", "prefill", "off", "kept", "warm", *(() if timed else ("model",)))
+    else:
+        _refuse(context, "without --tools", "timed", "read_only", "share")
+    _refuse(context, "with --prefill", *(("off", "kept", "warm") if prefill else ()))
+    _refuse(context, "without --prefill", *(() if prefill else ("processor_time",)))
+    _refuse(context, "without --prefill or --timed", *(() if prefill or timed else ("tool_seconds",)))
+    _refuse(context, "with --tool-seconds", *(("share",) if tool_seconds and timed else ()))
+    _refuse(
+        context, "more than once with --timed", *(("tool_seconds",) if timed and len(tool_seconds or ()) > 1 else ())
+    )
     if tools and timed:
         from agentspec.benchmarks.agent_tools.computed import READ_ONLY
         from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
