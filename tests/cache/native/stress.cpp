@@ -1,6 +1,8 @@
 // Random work on suffix indexes, checked against a naive model and run by several threads. Built with a sanitizer by
 // tests/cache/native/test_stress.py, or by CMake with -DAGENTSPEC_STRESS=ON. Arguments: a seed, the number of
 // operations of one thread on small indexes, and the number of outputs that threads write beside readers.
+#include "stress.hpp"
+
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,7 +12,6 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
-#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -22,16 +23,8 @@
 #include "storage/checksum.hpp"
 
 using namespace agentspec;
-using Tokens = std::vector<Token>;
-using Random = std::mt19937_64;
 
 namespace {
-
-void require(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "stress: %s\n", what);
-    std::abort();
-}
 
 /// Sequences as they are, searched token by token.
 struct Model {
@@ -316,5 +309,7 @@ int main(int count, char** arguments) {
     for (std::uint64_t part = 0; part < 10; ++part) compare(10 * seed + part, operations / 10);
     hold(seed, outputs);
     race(seed, outputs);
+    propose_alone(seed, operations / 40);
+    propose_beside_changes(seed, outputs / 6);
     std::printf("as the model says\n");
 }

@@ -33,7 +33,7 @@ def program(built: dict[str, Path], sanitizer: str) -> Path:
             "-fno-omit-frame-pointer",
             f"-I{native}",
         ]
-        command += [str(Path(__file__).with_name("stress.cpp")), "-o", str(path)]
+        command += [*map(str, Path(__file__).parent.glob("stress*.cpp")), "-o", str(path)]
         command += [str(source) for part in sources for source in part]
         subprocess.run(command, check=True)
         built[sanitizer] = path

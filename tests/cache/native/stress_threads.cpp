@@ -1,0 +1,258 @@
+// Chains proposed by several threads, while others change the indexes that they search.
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <map>
+#include <thread>
+
+#include "drafting/draft_batch.hpp"
+#include "index/suffix_index.hpp"
+#include "stress_chains.hpp"
+
+using namespace agentspec;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+const std::vector<double> kOne{1.0};
+const StepCost kFree{kOne, kOne};  // every token of a chain pays
+
+constexpr Token kLength = 120;  // of an output of the threads
+constexpr int kVersions = 4;    // of an output, each of which goes on where the one before was cut
+
+/// An output that no other has a token of: each tells the output, its version and its place.
+struct Output {
+    std::array<std::atomic<int>, kVersions> starts{};
+    std::atomic<int> version{0};  // begun
+    std::atomic<int> settled{0};  // begun, and what was cut is gone
+    std::atomic<int> state{0};    // 1: complete; 2: being removed; 3: removed
+
+    /// The version of the token at `place`, as the text was when `latest` was the version.
+    int at(int place, int latest) const {
+        while (starts[latest] > place) --latest;
+        return latest;
+    }
+};
+
+struct Spot {
+    int output, version, place;
+};
+
+Spot spot_of(Token token) { return {token / (kVersions * kLength), token / kLength % kVersions, token % kLength}; }
+
+class Library {
+public:
+    explicit Library(std::uint64_t seed, int outputs) : seed_(seed), outputs_(outputs) {}
+
+    void run() {
+        std::vector<std::thread> writers, others;
+        for (int i = 0; i < 2; ++i) writers.emplace_back([this, i] { write(i); });
+        for (int i = 0; i < 3; ++i) others.emplace_back([this, i] { propose(i); });
+        others.emplace_back([this] { remove(); });
+        others.emplace_back([this] { merge(); });
+        for (std::thread& writer : writers) writer.join();
+        done_ = true;
+        for (std::thread& other : others) other.join();
+        for (SuffixIndex& index : indexes_) {
+            while (index.merge_step()) {
+            }
+            index.check_integrity();
+        }
+    }
+
+private:
+    struct Request {
+        Chain chain;
+        Tokens context;
+    };
+
+    Tokens text(int output, int begin, int end, int version) const {
+        Tokens out;
+        for (int place = begin; place < end; ++place)
+            out.push_back((output * kVersions + outputs_[output].at(place, version)) * kLength + place);
+        return out;
+    }
+
+    /// Outputs of every second number, some at a time, each of which learns from the other outputs.
+    void write(int half) {
+        Random random(seed_ + half);
+        std::map<int, int> open;  // length of each output
+        for (int next = half; next < static_cast<int>(outputs_.size()) || !open.empty();) {
+            while (open.size() < 6 && next < static_cast<int>(outputs_.size())) {
+                open[next] = 0;
+                begun_[half] = next;
+                next += 2;
+            }
+            extend(random, half, open);
+            for (auto& [output, length] : open) {
+                if (random() % 8 == 0) cut(random, half, output, length);
+            }
+            std::erase_if(open, [&](const auto& output) {
+                if (output.second < kLength) return false;
+                indexes_[half].close(output.first);
+                outputs_[output.first].state = 1;
+                return true;
+            });
+        }
+    }
+
+    void extend(Random& random, int half, std::map<int, int>& open) {
+        std::deque<Tokens> texts;
+        std::vector<ExtendJob> jobs;
+        for (auto& [output, length] : open) {
+            const int version = outputs_[output].version, end = std::min<int>(kLength, length + random() % 40);
+            const Tokens& before = texts.emplace_back(text(output, 0, length, version));
+            const Tokens& fresh = texts.emplace_back(text(output, length, end, version));
+            Drafter* drafter = random() % 3 ? &drafters_[output % 3 == 0] : nullptr;
+            jobs.push_back({drafter, {{&indexes_[1 - half], half}}, before, fresh, &indexes_[half], output, {}});
+            length = end;
+        }
+        extend_batch(jobs);
+        if (random() % 4 == 0) drafters_[0].observe_end(static_cast<Token>(random() % 1000));
+        if (random() % 8 == 0) drafters_[1].restore(drafters_[random() % 2].state());
+    }
+
+    void cut(Random& random, int half, int output, int& length) {
+        Output& cut = outputs_[output];
+        if (cut.version == kVersions - 1) return;
+        length = static_cast<int>(random() % (length + 1));
+        cut.starts[cut.version + 1] = length;
+        ++cut.version;
+        indexes_[half].truncate(output, length);
+        cut.settled = cut.version.load();
+    }
+
+    void remove() {
+        Random random(seed_ + 10);
+        while (!done_) {
+            const int half = static_cast<int>(random() % 2);
+            std::vector<SequenceId> gone;
+            for (auto n = random() % 4; n > 0; --n) {
+                const int output = any(random, half);
+                int complete = 1;
+                if (outputs_[output].state.compare_exchange_strong(complete, 2)) gone.push_back(output);
+            }
+            indexes_[half].remove(gone);
+            for (const SequenceId output : gone) outputs_[output].state = 3;
+            std::this_thread::yield();
+        }
+    }
+
+    void merge() {
+        while (!done_) {
+            bool worked = false;
+            for (SuffixIndex& index : indexes_) worked = index.merge_step() || worked;
+            if (!worked) std::this_thread::yield();
+        }
+    }
+
+    /// The number of an output that was begun, one of the latest more often than not.
+    int any(Random& random, int half) const {
+        const int among = begun_[half] / 2 + 1;
+        const int recent = random() % 3 ? std::min(among, 12) : among;
+        return 2 * (among - 1 - static_cast<int>(random() % recent)) + half;
+    }
+
+    void propose(int reader) {
+        Random random(seed_ + 20 + reader);
+        std::vector<Request> requests(20);
+        for (bool last = false; !last; last = done_) step(random, requests);
+    }
+
+    void renew(Random& random, Request& request) const {
+        const int output = any(random, static_cast<int>(random() % 2)), version = outputs_[output].version;
+        const int end = 1 + static_cast<int>(random() % kLength);
+        request.context = text(output, end - std::min<int>(end, 1 + random() % 70), end, version);
+        request.chain.clear();
+    }
+
+    void step(Random& random, std::span<Request> requests) const {
+        std::vector<ChainTurn> turns;
+        std::vector<std::array<int, 2>> before;
+        const auto count = 1 + random() % requests.size();
+        for (Request& request : requests.first(count)) {
+            if (request.context.empty() || random() % 3 == 0) renew(random, request);
+            const auto first = random() % 2;
+            const Drafter* drafter = random() % 4 ? &drafters_[random() % 2] : nullptr;
+            turns.push_back({&request.chain,
+                             drafter,
+                             {{&indexes_[first], 0}, {&indexes_[1 - first], 1}},
+                             request.context,
+                             random_limit(random),
+                             1.0,
+                             static_cast<double>(random() % 3)});
+            const Output& output = outputs_[spot_of(request.context.back()).output];
+            before.push_back({output.state, output.settled});
+        }
+        Deadline until;
+        if (random() % 4 == 0) until = Clock::now() + std::chrono::microseconds(random() % 1000);
+        const double floor = random() % 2 == 0 ? 0.0 : 0.1;
+        const RandomCost cost(random);
+        const auto proposed =
+            propose_chains(turns, count, random() % 2 == 0 ? kFree : cost.get(), floor, kMostToken, until);
+        for (std::size_t i = 0; i < count; ++i) {
+            check_chain(turns[i], proposed[i]);
+            check_known(turns[i]);
+            const double least = turns[i].required > 1.0 ? floor / count : floor;
+            if (turns[i].drafter) check_current(turns[i], before[i], least, floor == 0.0 && !until);
+            follow(random, requests[i], proposed[i].size());
+        }
+    }
+
+    /// What follows a context did so in a text that there was.
+    void check_known(const ChainTurn& turn) const {
+        const auto chain = turn.chain->tokens();
+        if (chain.empty()) return;
+        const Spot last = spot_of(chain.back());
+        require(last.version <= outputs_[last.output].version, "a text that was not written yet");
+        const int begin = last.place - static_cast<int>(chain.size());
+        require(begin >= 0, "a chain that is longer than its text");
+        const Tokens known = text(last.output, begin, last.place + 1, last.version);
+        require(known.front() == turn.context.back(), "a chain that follows something else");
+        require(std::equal(chain.begin(), chain.end(), known.begin() + 1), "a chain that no text ever held");
+    }
+
+    /// What was gone before the search is not found, what was there all the time is if `complete`.
+    void check_current(const ChainTurn& turn, std::array<int, 2> before, double least, bool complete) const {
+        const auto [state, settled] = before;
+        const Spot from = spot_of(turn.context.back());
+        const Output& output = outputs_[from.output];
+        const auto chain = turn.chain->tokens();
+        require(state != 3 || chain.empty(), "a removed text is in a chain");
+        for (const Token token : chain) {
+            const Spot spot = spot_of(token);
+            require(spot.version > settled || output.at(spot.place, settled) == spot.version, "cut text is in a chain");
+        }
+        const auto acceptance = turn.chain->acceptance();
+        require(acceptance.empty() || acceptance.back() >= (1.0 - kRounding) * least, "acceptance below the floor");
+        const bool there = state == 1 && output.state == 1 && from.place + 1 < kLength;
+        if (!complete || !there || turn.limit == 0 || output.at(from.place, settled) != from.version) return;
+        require(!chain.empty(), "a text that is there is in no chain");
+    }
+
+    /// Go on with some of what was proposed, and now and then with something else.
+    static void follow(Random& random, Request& request, std::size_t proposed) {
+        if (proposed == 0) return;
+        const auto fresh = request.chain.tokens().first(random() % (proposed + 1));
+        Tokens followed(fresh.begin(), fresh.end());
+        request.context.insert(request.context.end(), followed.begin(), followed.end());
+        const std::size_t left = request.chain.tokens().size() - followed.size();
+        const bool other = random() % 8 == 0;
+        if (other) followed.push_back(kMostToken);
+        request.chain.advance(followed);
+        require(request.chain.accepted() == fresh.size(), "accepted tokens counted wrongly");
+        require(request.chain.tokens().size() == (other ? 0 : left), "another rest of a chain");
+    }
+
+    const std::uint64_t seed_;
+    std::vector<Output> outputs_;
+    std::array<std::atomic<int>, 2> begun_{0, 1};
+    std::atomic<bool> done_{false};
+    mutable std::array<SuffixIndex, 2> indexes_{SuffixIndex(32, 2, true), SuffixIndex(16, 3, true)};
+    std::array<Drafter, 2> drafters_{Drafter(64), Drafter(64)};
+};
+
+}  // namespace
+
+void propose_beside_changes(std::uint64_t seed, int outputs) { Library(seed, outputs).run(); }
