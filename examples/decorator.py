@@ -5,6 +5,8 @@ python examples/decorator.py
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+
 import agentspec
 from agentspec import ChatAgentSpec, step
 
@@ -23,6 +25,7 @@ def polish(sentence: str) -> str:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     for topic in ("the sea", "the moon"):
         print(polish(draft(topic)))
     print(agentspec.report())

@@ -5,6 +5,7 @@ python examples/langgraph_agent.py
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from typing import Annotated, Any, TypedDict
 
 from langgraph.checkpoint.memory import InMemorySaver
@@ -41,6 +42,7 @@ builder.add_edge("check", END)
 graph = label(builder.compile(name="capitals", checkpointer=InMemorySaver()))
 
 if __name__ == "__main__":
+    ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     thread: Any = {"configurable": {"thread_id": "1"}}
     question: Any = {"messages": [("user", "What is the capital of France?")]}
     for message in graph.invoke(question, thread)["messages"]:

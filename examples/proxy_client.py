@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import ArgumentParser
 
-from openai import DefaultHttpxClient, OpenAI
+from openai import APIConnectionError, APIStatusError, DefaultHttpxClient, OpenAI
 
 import agentspec
 from agentspec import httpx_hooks, step
@@ -38,5 +39,14 @@ def greet(model: str) -> None:
 
 
 if __name__ == "__main__":
-    greet(sys.argv[1] if len(sys.argv) > 1 else client.models.list().data[0].id)
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", nargs="?", help="without, the first that the gateway names")
+    options = parser.parse_args()
+    try:
+        with client:
+            greet(options.model or client.models.list().data[0].id)
+    except APIConnectionError:
+        sys.exit(f"no gateway at {client.base_url}: start one with `agentspec serve`, or set OPENAI_BASE_URL")
+    except APIStatusError as error:
+        sys.exit(f"{client.base_url}: {error}")
     print(agentspec.report())

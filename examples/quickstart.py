@@ -6,6 +6,7 @@ python examples/quickstart.py
 from __future__ import annotations
 
 import asyncio
+from argparse import ArgumentParser
 
 from agentspec import GenerateRequest, Runtime, SamplingParams, SuffixCache, load_settings
 
@@ -44,5 +45,6 @@ async def show_the_engine() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     show_the_cache()
     asyncio.run(show_the_engine())

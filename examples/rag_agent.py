@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -22,6 +23,7 @@ from langgraph.graph import END, START, StateGraph
 
 import agentspec
 from agentspec import ChatAgentSpec
+from agentspec.errors import AgentSpecError
 from agentspec.langchain import CallLog, KnowledgeRetriever, SpeculativeRetriever
 from agentspec.langgraph import label
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
@@ -70,12 +72,23 @@ async def main(chat: ChatAgentSpec, corpus: Path, question: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("corpus", nargs="?", type=Path, default=PASSAGES)
-    parser.add_argument("question", nargs="*", default=[QUESTION])
+    parser.add_argument(
+        "corpus", nargs="?", type=Path, default=PASSAGES, help='a file of lines {"id", "title", "text"}'
+    )
+    parser.add_argument("question", nargs="*", default=[QUESTION], help="what to look up; needs the corpus before it")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--base-url", help="any OpenAI-compatible endpoint; without, the model runs in this process")
+    parser.add_argument(
+        "--base-url", help="any OpenAI-compatible endpoint, its key in $AGENTSPEC_API_KEY; without, the model runs here"
+    )
     parser.add_argument("--record", help="a file to append every call to, for agentspec cache replay")
     options = parser.parse_args()
-    log = [CallLog(options.record)] if options.record else None
-    model = ChatAgentSpec(model=options.model, base_url=options.base_url, temperature=0.0, max_tokens=32, callbacks=log)
-    asyncio.run(main(model, options.corpus, " ".join(options.question)))
+    if not options.corpus.is_file():
+        parser.error(f"no file {str(options.corpus)!r}: the corpus comes first, then the question")
+    try:
+        log = [CallLog(options.record)] if options.record else None
+        model = ChatAgentSpec(
+            model=options.model, base_url=options.base_url, temperature=0.0, max_tokens=32, callbacks=log
+        )
+        asyncio.run(main(model, options.corpus, " ".join(options.question)))
+    except AgentSpecError as error:
+        sys.exit(f"rag_agent.py: {error}")

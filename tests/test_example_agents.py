@@ -27,6 +27,11 @@ SPECULATION = Speculation(drafted=5, accepted=4, steps=2, estimated_seconds_save
 Play = Callable[[str], str]
 
 
+def process(repository: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(repository / "examples" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+
 class Stage:
     """A gateway whose model answers by what the prompt says, and the examples run against it."""
 
@@ -35,9 +40,7 @@ class Stage:
 
     def run(self, name: str, play: Play, *arguments: str) -> str:
         self._play[:] = [play]
-        command = [sys.executable, str(self._repository / "examples" / name), *arguments]
-        command += ["--base-url", self._url, "--model", "fake"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        done = process(self._repository, name, "--base-url", self._url, "--model", "fake", *arguments)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr, done.stderr
         return done.stdout
@@ -98,6 +101,7 @@ def test_text_to_sql(stage: Stage, tmp_path: Path) -> None:
 
 def test_text_to_sql_survives_what_a_model_may_write(stage: Stage) -> None:
     written = ["DROP TABLE customers", "SELECT 1; DROP TABLE customers", "DELETE FROM orders", "```sql\n```", "With x"]
+    written.append("I would start with the highest price.")
     written.append("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n")
     asked = [f"case {number}" for number in range(len(written))]
 
@@ -106,6 +110,7 @@ def test_text_to_sql_survives_what_a_model_may_write(stage: Stage) -> None:
 
     printed = stage.run("text_to_sql/agent.py", play, *asked)
     assert printed.count("I found no answer.") == len(written) - 1  # the first half of the second is a query
+    assert printed.count("(no query)") == 5
 
 
 def test_text_to_sql_with_nonsense(stage: Stage) -> None:
@@ -127,7 +132,7 @@ def test_market_agents(stage: Stage, tmp_path: Path) -> None:
     ]
     rows = steps(printed)
     assert set(rows) == {"trend", "momentum", "risk", "volume", "decide"} == replayable(record)
-    assert {row[5] for row in rows.values()} == {"3"}  # calls: one for each symbol
+    assert {row[2] for row in rows.values()} == {"3"}  # calls: one for each symbol
 
 
 def test_market_agents_with_nonsense(stage: Stage) -> None:
@@ -157,3 +162,25 @@ def test_rag_agent(stage: Stage, tmp_path: Path) -> None:
     printed = stage.run("rag_agent.py", lambda prompt: "Two businessmen.", "--record", str(record))
     assert "draft: Two businessmen." in printed and "check: Two businessmen." in printed
     assert set(steps(printed)) == {"draft", "check"} == replayable(record)
+
+
+AGENTS = ("text_to_sql/agent.py", "market_agents/agent.py", "time_series/agent.py", "rag_agent.py")
+MISTAKES = (
+    (("--base-url", "http://127.0.0.1:9/v1"), "(ConnectError): check its address"),
+    (("--base-url", "127.0.0.1:9/v1"), "must begin with http"),
+    (("--model", "nosuch"), "no model 'nosuch'. Give a built-in name"),
+    (("--record", "/nonexistent/calls.jsonl"), "name a file in a folder that exists"),
+)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_mistake_is_answered_in_a_line(repository: Path, name: str) -> None:
+    mistakes = MISTAKES if name == AGENTS[0] else MISTAKES[:1]
+    for arguments, said in mistakes:
+        done = process(repository, name, *arguments)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+
+
+def test_rag_agent_says_where_the_question_stands(repository: Path) -> None:
+    done = process(repository, "rag_agent.py", "Who was Hutton?")
+    assert done.returncode == 2 and "the corpus comes first, then the question" in done.stderr

@@ -21,11 +21,15 @@ from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Speculation
 
 
-def run(repository: Path, name: str, *arguments: str, **environment: str) -> str:
+def process(repository: Path, name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error::ResourceWarning", str(repository / "examples" / name), *arguments]
-    done = subprocess.run(
+    return subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=500, check=False
     )
+
+
+def run(repository: Path, name: str, *arguments: str, **environment: str) -> str:
+    done = process(repository, name, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "leaked" not in done.stderr, done.stderr
     return done.stdout
@@ -58,6 +62,21 @@ def test_proxy_client(repository: Path, gateway: str) -> None:
     (row,) = [line for line in printed.splitlines() if "greet" in line]
     cells = [cell.strip() for cell in row.split("│")]
     assert cells[1:3] == ["example", "greet"] and "0.12" in cells[-2] and "5" in cells and "4" in cells
+
+
+@pytest.mark.slow
+def test_proxy_client_says_in_a_line_what_is_wrong(repository: Path, gateway: str) -> None:
+    nowhere = process(repository, "proxy_client.py", OPENAI_BASE_URL="http://127.0.0.1:9/v1")
+    assert nowhere.returncode == 1 and "start one with `agentspec serve`" in nowhere.stderr
+    unknown = process(repository, "proxy_client.py", "nosuch", OPENAI_BASE_URL=gateway)
+    assert unknown.returncode == 1 and "no model 'nosuch' here; configured: 'fake'" in unknown.stderr
+    assert nowhere.stderr.count("\n") == unknown.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart.py", "decorator.py", "langgraph_agent.py", "proxy_client.py"])
+def test_help_runs_nothing(repository: Path, name: str) -> None:
+    assert run(repository, name, "--help").startswith(f"usage: {name}")
 
 
 @pytest.mark.slow

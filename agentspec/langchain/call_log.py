@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 
+from agentspec.errors import ConfigurationError
 from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.messages import to_openai
 
@@ -20,13 +22,15 @@ class CallLog(BaseCallbackHandler):
     """Appends each finished call of the chat models that have it among their `callbacks` to `path`, as a line of JSON.
 
     A line is of the format `log`: labels, request and answer. It holds prompts in full, so the file is made readable by
-    its owner only. Calls that fail are left out. Thread-safe.
+    its owner only. Calls that fail are left out. Thread-safe. Raises `ConfigurationError` where no file can be written.
     """
 
     run_inline = True  # in the caller's context, which has the labels
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        if not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK) or self.path.is_dir():
+            raise ConfigurationError(f"{self.path} cannot be written: name a file in a folder that exists and is yours")
         self._lock = threading.Lock()
         self._begun: dict[UUID, dict[str, Any]] = {}
 

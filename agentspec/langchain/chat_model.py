@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
 from agentspec.backends.settings import OpenAISettings
 from agentspec.background import iterate_async, iterate_sync, remote_runtime, shared_runtime
 from agentspec.errors import (
+    ConfigurationError,
     InvalidRequestError,
     OverloadedError,
     RequestTimeoutError,
@@ -110,7 +111,7 @@ class ChatAgentSpec(BaseChatModel):
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
         if url is not None and not re.match(r"https?://[^/]", url):
-            raise ValueError(f"base_url must begin with http:// or https://, not {url!r}")
+            raise ConfigurationError(f"base_url must begin with http:// or https://, not {url!r}")
         return url
 
     @property

@@ -133,7 +133,7 @@ class Report:
         from rich.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=160, color_system=None).print(self.__rich__())
+        Console(file=text, width=200, color_system=None).print(self.__rich__())
         return text.getvalue()
 
     def __rich__(self) -> Table | Group:
@@ -145,11 +145,17 @@ class Report:
         from rich.table import Table
 
         table = Table(title="agentspec: model calls by step")
-        for name, column in _COLUMNS:
+        columns = self._columns()
+        for name, column in columns:
             table.add_column(name, justify="left" if column in ("workflow", "step") else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(_cell(getattr(row, column), column) for _, column in _COLUMNS))
+            table.add_row(*(_cell(getattr(row, column), column) for _, column in columns))
         return table
+
+    def _columns(self) -> list[tuple[str, str]]:
+        """What is shown: runs only where steps ran code of their own, as a graph's nodes are known by calls alone."""
+        ran = not self.rows or any(row.runs for row in self.rows)
+        return [(name, column) for name, column in _COLUMNS if ran or column not in ("runs", "errors", "seconds")]
 
 
 _COLUMNS = (

@@ -39,8 +39,12 @@ def mapped_errors(name: str) -> Iterator[None]:
 def _mapped(name: str, error: Exception) -> UpstreamError:
     if isinstance(error, _LATE):
         mapped: UpstreamError = UpstreamTimeoutError(f"upstream {name} did not answer in time ({type(error).__name__})")
+    elif isinstance(error, _NOTHING_SENT):
+        mapped = UpstreamError(
+            f"upstream {name} could not be reached ({type(error).__name__}): check its address, and that it runs"
+        )
     else:
-        mapped = UpstreamError(f"upstream {name} could not be reached or broke off ({type(error).__name__})")
+        mapped = UpstreamError(f"upstream {name} broke off ({type(error).__name__})")
     mapped.retryable = isinstance(error, (*_NOTHING_SENT, NothingAnsweredError))
     return mapped
 

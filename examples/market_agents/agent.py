@@ -16,6 +16,7 @@ import argparse
 import csv
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -27,6 +28,7 @@ from pydantic import BaseModel, Field
 
 import agentspec
 from agentspec import ChatAgentSpec
+from agentspec.errors import AgentSpecError
 from agentspec.langchain import CallLog
 from agentspec.langgraph import label
 
@@ -136,7 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("symbols", nargs="*", default=symbols, help=f"of {', '.join(symbols)}")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--base-url", help="any OpenAI-compatible endpoint; without, the model runs in this process")
+    parser.add_argument(
+        "--base-url", help="any OpenAI-compatible endpoint, its key in $AGENTSPEC_API_KEY; without, the model runs here"
+    )
     parser.add_argument("--record", help="a file to append every call to, for agentspec cache replay")
     options = parser.parse_args()
     if unknown := set(options.symbols) - set(symbols):
@@ -153,4 +157,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AgentSpecError as error:
+        sys.exit(f"agent.py: {error}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sqlite3
+import sys
 from contextlib import closing
 from typing import Any, TypedDict
 
@@ -23,6 +24,7 @@ from shop import SCHEMA, open_shop, run_query
 
 import agentspec
 from agentspec import ChatAgentSpec
+from agentspec.errors import AgentSpecError
 from agentspec.langchain import CallLog
 from agentspec.langgraph import label
 
@@ -48,7 +50,7 @@ class State(TypedDict, total=False):
 def sql_in(text: str) -> str:
     """The statement in an answer, which may stand in a code block or between sentences; empty if there is none."""
     fenced = re.search(r"```(?:\w*\n)?(.*?)```", text, re.DOTALL)
-    found = re.search(r"\b(select|with)\b[^;]*", fenced[1] if fenced else text, re.IGNORECASE)
+    found = re.search(r"\b(select|with\s[^;]*\bas\s*\()[^;]*", fenced[1] if fenced else text, re.IGNORECASE)
     return found[0].strip() if found else ""
 
 
@@ -102,9 +104,11 @@ def build(chat: ChatAgentSpec, shop: sqlite3.Connection) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("questions", nargs="*", default=QUESTIONS, help="each in quotes; without, three of our own")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--base-url", help="any OpenAI-compatible endpoint; without, the model runs in this process")
+    parser.add_argument(
+        "--base-url", help="any OpenAI-compatible endpoint, its key in $AGENTSPEC_API_KEY; without, the model runs here"
+    )
     parser.add_argument("--record", help="a file to append every call to, for agentspec cache replay")
     options = parser.parse_args()
     log = [CallLog(options.record)] if options.record else None
@@ -118,4 +122,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AgentSpecError as error:
+        sys.exit(f"agent.py: {error}")

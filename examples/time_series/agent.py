@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypedDict
@@ -24,6 +25,7 @@ from pydantic import BaseModel
 
 import agentspec
 from agentspec import ChatAgentSpec
+from agentspec.errors import AgentSpecError
 from agentspec.langchain import CallLog
 from agentspec.langgraph import label
 
@@ -170,7 +172,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("series", nargs="*", default=list(SERIES), help=f"of {', '.join(SERIES)}")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--base-url", help="any OpenAI-compatible endpoint; without, the model runs in this process")
+    parser.add_argument(
+        "--base-url", help="any OpenAI-compatible endpoint, its key in $AGENTSPEC_API_KEY; without, the model runs here"
+    )
     parser.add_argument("--record", help="a file to append every call to, for agentspec cache replay")
     options = parser.parse_args()
     if unknown := set(options.series) - set(SERIES):
@@ -186,4 +190,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AgentSpecError as error:
+        sys.exit(f"agent.py: {error}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from langchain_core.tools import tool
 
-from agentspec.errors import OverloadedError
+from agentspec.errors import ConfigurationError, OverloadedError
 from agentspec.langchain import CallLog, ChatAgentSpec
 from agentspec.recordings.formats import detect, read
 from agentspec.runtime import Runtime
@@ -54,3 +54,9 @@ async def test_calls_are_read_back_with_their_labels(tmp_path: Path, asynchronou
     calls = list(read(path, detect(path)))
     assert [(call.labels.workflow, call.labels.step) for call in calls] == [("trip", "plan")] * 2
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    for path in (tmp_path / "none" / "calls.jsonl", tmp_path):
+        with pytest.raises(ConfigurationError, match="name a file in a folder"):
+            CallLog(path)

@@ -17,6 +17,7 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from agentspec.errors import (
+    ConfigurationError,
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
@@ -122,7 +123,7 @@ def test_request_switches() -> None:
 def test_unknown_and_wrong_options_are_refused() -> None:
     with pytest.raises(ValidationError):
         ChatAgentSpec(temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(ValidationError, match="must begin with http"):
+    with pytest.raises(ConfigurationError, match="must begin with http"):
         ChatAgentSpec(base_url="127.0.0.1:8700/v1")
     model, _ = chat()
     wrong: list[dict[str, Any]] = [{"temperature": 9}, {"temperature": "hot"}, {"timeout": 3}, {"api_key": "k"}]

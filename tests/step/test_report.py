@@ -46,3 +46,13 @@ def test_a_report_is_a_snapshot_and_a_table() -> None:
     assert "plan" in text and "3.00" in text and "later" not in text
     report.reset()
     assert ledger.rows() == [] and len(report.rows) == 1
+
+
+def test_runs_are_shown_where_steps_ran_and_no_heading_is_cut() -> None:
+    ledger = StepStatistics()
+    ledger.add_call(("a workflow with a long name", "and a step with one"), Usage(2, 6), Speculation(steps=2), 2.0)
+    text = str(Report(tuple(ledger.rows()), ledger))
+    assert "runs" not in text and "errors" not in text and "seconds" not in text and "…" not in text
+    ledger.add_run(("a workflow with a long name", "and a step with one"), 3.5, failed=False)
+    text = str(Report(tuple(ledger.rows()), ledger))
+    assert "runs" in text and "errors" in text and "3.50" in text and "…" not in text
