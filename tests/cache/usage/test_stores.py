@@ -28,7 +28,7 @@ NOW = time.time()
 TODAY = day_of(NOW)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The day does not end within a test."""
     monkeypatch.setattr(time, "time", lambda: NOW)
@@ -113,6 +113,7 @@ def test_rows_are_chosen_by_their_names_and_days(store: Open) -> None:
     assert opened.read(since=days[1], until=days[1]) == [one for one in rows if one.day == days[1]]
 
 
+@pytest.mark.usefixtures("still_clock")
 def test_what_is_too_old_goes(store: Open) -> None:
     opened = store(days=2)
     old, young = oldest_day(time.time(), 3), oldest_day(time.time(), 2)
