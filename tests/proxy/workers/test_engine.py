@@ -107,7 +107,7 @@ def whole(stream: str) -> str:
             if (path[-1:] and path[-1] in _JOINED) or value not in known:
                 known.append(value)
     joined = {path: "".join(map(str, values)) for path, values in found.items()}
-    return json.dumps(joined, indent=1)
+    return json.dumps(joined, indent=1, sort_keys=True)
 
 
 def leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
