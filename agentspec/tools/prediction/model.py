@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -12,11 +12,18 @@ from agentspec.tools.prediction.history import Selector, ToolCall, ToolHistory
 from agentspec.tools.prediction.later import LaterRates
 from agentspec.tools.prediction.observation import (
     ANSWER,
+    FIRST,
+    LATER,
+    LATER_NAMED,
+    NAMED,
+    NAMED_AGAIN,
+    REPEATED,
     ArgumentRule,
     LaterScore,
     Outlook,
     PredictionScore,
     TurnObservation,
+    calling,
 )
 from agentspec.tools.prediction.rates import NextNames, RuleRates
 from agentspec.tools.prediction.values import canonical, usable
@@ -33,7 +40,6 @@ _LEVELS = (0.05, 0.2, 0.5)  # between the levels of how good a tool's best argum
 _AGAIN = 0.15  # before calibration: how much less likely the very same call is a second time
 _NEWEST = 0.2  # weight of the newest measured time
 TURN = ""  # in place of a tool's name: the time of a model's turn
-_FIRST, _REPEATED, _LATER = 0, 1, 2  # kinds of predictions, calibrated apart
 
 Candidate = tuple[float, ToolCall, tuple[ArgumentRule, ...]]
 """A call, its probability if its tool is called, and the rules that fill its arguments."""
@@ -55,13 +61,25 @@ class CallPrediction:
     later_estimate: float = 0.0
     outlook: Outlook | None = None
 
+    @property
+    def later_kind(self) -> int:
+        return LATER_NAMED if self.kind in (NAMED, NAMED_AGAIN) else LATER
+
 
 @dataclass(frozen=True, slots=True)
 class CallForecast:
-    """The predictions for one turn, most likely first, and how good each tool's best arguments look."""
+    """The predictions for one turn, most likely first, and how good each tool's best arguments look.
+
+    `found` are the calls of each tool from which the predictions were chosen.
+    """
 
     predictions: tuple[CallPrediction, ...]
     promise: tuple[tuple[str, int], ...]
+    found: Mapping[str, Sequence[Candidate]] = field(default_factory=dict, compare=False, repr=False)
+
+    def with_named(self, named: Sequence[CallPrediction]) -> CallForecast:
+        """With the predictions that were made once a tool was named, to be learned from together."""
+        return replace(self, predictions=(*self.predictions, *named))
 
 
 class CallModel:
@@ -95,7 +113,20 @@ class CallModel:
         ]
         predictions.sort(key=lambda one: -one.probability)
         later = sorted(predictions[MOST_PREDICTIONS:], key=lambda one: -one.later)[:MOST_LATER]
-        return CallForecast((*predictions[:MOST_PREDICTIONS], *later), tuple(promise.items()))
+        return CallForecast((*predictions[:MOST_PREDICTIONS], *later), tuple(promise.items()), found)
+
+    def predict_named(self, history: ToolHistory, forecast: CallForecast, tool: str) -> list[CallPrediction]:
+        """What the turn of this forecast calls, most likely first, now that the model has written the tool's name."""
+        found = forecast.found.get(tool, ())
+        again = {call.identity for _, call, _ in found if call.identity in history.made}
+        chances = [chance * (_AGAIN if call.identity in again else 1.0) for chance, call, _ in found]
+        total = 1.0 - sum(chance for chance, *_ in found) + sum(chances)  # with arguments that are not foreseen
+        outlooks = [Outlook(tool, calling(tool), call.identity in again, rules) for _, call, rules in found]
+        predictions = [
+            self._corrected(call, chance / total, NAMED_AGAIN if outlook.again else NAMED, outlook)
+            for (_, call, _), chance, outlook in zip(found, chances, outlooks, strict=True)
+        ]
+        return sorted(predictions, key=lambda one: -one.probability)[:MOST_PREDICTIONS]
 
     def observe(
         self,
@@ -143,9 +174,9 @@ class CallModel:
         for one in observation.later:
             self._later.add(one.outlook, one.hit)
             if one.hit:
-                self._calibration.correct(one.probability, _LATER)
+                self._calibration.correct(one.probability, one.kind)
             else:
-                self._calibration.observe([one.probability], [_LATER], [False])
+                self._calibration.observe([one.probability], [one.kind], [False])
         self._calibration.fade()
         for tool, taken in observation.seconds:
             known = self.seconds.get(tool, taken)
@@ -170,12 +201,14 @@ class CallModel:
     def _prediction(
         self, history: ToolHistory, estimate: float, call: ToolCall, rules: tuple[ArgumentRule, ...]
     ) -> CallPrediction:
-        kind = _REPEATED if call.identity in history.made else _FIRST
-        estimate *= _AGAIN if kind == _REPEATED else 1.0
-        outlook = Outlook(call.name, history.last_event, kind == _REPEATED, rules)
+        kind = REPEATED if call.identity in history.made else FIRST
+        estimate *= _AGAIN if kind == REPEATED else 1.0
+        return self._corrected(call, estimate, kind, Outlook(call.name, history.last_event, kind == REPEATED, rules))
+
+    def _corrected(self, call: ToolCall, estimate: float, kind: int, outlook: Outlook) -> CallPrediction:
         later = self._later.rate(outlook)
-        corrected = (self._calibration.corrected(estimate, kind), estimate, kind)
-        return CallPrediction(call, *corrected, self._calibration.corrected(later, _LATER), later, outlook)
+        known = CallPrediction(call, self._calibration.corrected(estimate, kind), estimate, kind, 0.0, later, outlook)
+        return replace(known, later=self._calibration.corrected(later, known.later_kind))
 
     def _candidates(self, history: ToolHistory, tool: str) -> list[Candidate]:
         """Calls of the tool, each with its probability if the tool is called."""

@@ -10,7 +10,13 @@ from agentspec.errors import CacheFormatError
 from agentspec.tools.prediction.history import Selector
 
 ANSWER = ""  # in place of a tool's name where the model made no call
+FIRST, REPEATED, LATER, NAMED, NAMED_AGAIN, LATER_NAMED = range(6)  # kinds of predictions, calibrated apart
 _VERSION = 1
+
+
+def calling(tool: str) -> str:
+    """In place of an event or of a tool: the call of the tool from its name on, while its arguments are written."""
+    return f"({tool})"
 
 
 class ArgumentRule(NamedTuple):
@@ -41,8 +47,8 @@ class PredictionScore(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What tells whether a call comes later: its tool, the last event, whether it was made before, and the rules that
-    fill its arguments.
+    """What tells whether a call comes later: its tool, the last event or the call that is being written (`calling`),
+    whether it was made before, and the rules that fill its arguments.
     """
 
     tool: str
@@ -52,7 +58,7 @@ class Outlook(NamedTuple):
 
 
 class LaterScore(NamedTuple):
-    """An outlook and the probability, before calibration, that its call comes later.
+    """An outlook and the probability, before calibration, that its call comes later, of kind `LATER` or `LATER_NAMED`.
 
     Each prediction is told once when it is made, as if the call never came, and once more, with `hit`, if it comes.
     """
@@ -60,6 +66,7 @@ class LaterScore(NamedTuple):
     outlook: Outlook
     probability: float
     hit: bool
+    kind: int = LATER
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ class TurnObservation:
             tuple((tool, argument, tuple(selector)) for tool, argument, selector in value["sources"]),
             tuple(PredictionScore(*score) for score in value["scores"]),
             tuple((tool, float(taken)) for tool, taken in value["seconds"]),
-            tuple(LaterScore(_outlook(outlook), chance, hit) for outlook, chance, hit in value.get("later", ())),
+            tuple(LaterScore(_outlook(outlook), *rest) for outlook, *rest in value.get("later", ())),
         )
 
 
