@@ -35,6 +35,7 @@ from agentspec.errors import (
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
+from agentspec.langchain.name_listener import hear
 from agentspec.runtime import Runtime
 from agentspec.step.calls import observe
 from agentspec.step.scope import CallScope, current, current_policy, loading
@@ -141,7 +142,7 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        return _result([(delta.index, to_chunk(delta, call.model)) for delta in iterate_sync(self._answer(call))])
+        return _result([_heard(delta, call, run_manager) for delta in iterate_sync(self._answer(call))])
 
     async def _agenerate(
         self,
@@ -152,7 +153,7 @@ class ChatAgentSpec(BaseChatModel):
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
         deltas = iterate_async(self._answer(call))
-        return _result([(delta.index, to_chunk(delta, call.model)) async for delta in deltas])
+        return _result([_heard(delta, call, run_manager) async for delta in deltas])
 
     def _stream(
         self,
@@ -332,6 +333,13 @@ class ChatAgentSpec(BaseChatModel):
         if self.base_url is None:
             return shared_runtime(model)
         return remote_runtime(OpenAISettings(base_url=HttpUrl(self.base_url), api_key=self.api_key))
+
+
+def _heard(delta: Delta, call: GenerateRequest, run_manager: object) -> tuple[int, AIMessageChunk]:
+    """The choice and the chunk of a delta, whose names of tools are told while the others are still to come."""
+    chunk = to_chunk(delta, call.model)
+    hear(run_manager, chunk)
+    return delta.index, chunk
 
 
 def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from langgraph.prebuilt.tool_node import ToolCallRequest
 
 from agentspec.langchain.injected_arguments import by_model, takes_more
 from agentspec.langchain.labels import is_replayed
+from agentspec.langchain.name_listener import listening
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
 from agentspec.tools.faults import kept_from_agent
@@ -43,6 +45,10 @@ class EarlyTools:
     `tenant` and `agent`, by default the workflow. `identity` tells apart the credentials with which the tools run.
     `servers` tells by an MCP server's name which tools it offers. In a tool's metadata, `needs_approval` keeps it
     from an early start.
+
+    A tool starts before the model writes, or once its name has come. Names are heard of `ChatAgentSpec`, and of other
+    models where they stream; with `stream` those stream that can, whose messages may then lack what LangChain
+    leaves out of streamed ones, such as counts of tokens.
     """
 
     def __init__(
@@ -53,12 +59,14 @@ class EarlyTools:
         identity: str = "",
         agent: str | None = None,
         servers: Mapping[str, Sequence[BaseTool]] | None = None,
+        stream: bool = False,
     ) -> None:
         if not isinstance(speculator, ToolSpeculator):
             speculator = ToolSpeculator(ToolPolicy(speculator))
         self._speculator = speculator
         self._agent = agent
         self._tenant, self._identity = tenant, identity
+        self._stream = stream
         self._servers = {name: list(tools) for name, tools in (servers or {}).items()}
         self._specs: OrderedDict[int, tuple[BaseTool, ToolSpec]] = OrderedDict()
         self._seen: OrderedDict[AgentCaller, list[str]] = OrderedDict()
@@ -86,6 +94,11 @@ class EarlyTools:
                 lambda call: (lambda call: _started(tools[call.name], call)) if blocks(tools[call.name]) else None,
             )
         return session
+
+    def listening(self, session: ToolSession | None) -> AbstractContextManager[None]:
+        """Around the model call that `begin` gave the session for: tools also start once they are named."""
+        tell = None if session is None else session.names
+        return listening(tell, stream=self._stream)
 
     def end(self, session: ToolSession | None, response: ModelResponse[Any]) -> None:
         """After the model call that `begin` gave the session for."""

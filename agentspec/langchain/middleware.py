@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -74,7 +74,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         if self.early_tools is not None:
             with self._as_tools_will_be() as known:
                 turn = self.early_tools.begin(request) if known else None
-        with self._labelled() as count, _ended(self.early_tools, turn) as end:
+        with self._labelled() as count, _followed(self.early_tools, turn) as end:
             return end(count(handler(self._with_settings(request))))
 
     async def awrap_model_call(
@@ -84,7 +84,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         if self.early_tools is not None:
             with self._as_tools_will_be() as known:
                 turn = await self.early_tools.abegin(request) if known else None
-        with self._labelled() as count, _ended(self.early_tools, turn) as end:
+        with self._labelled() as count, _followed(self.early_tools, turn) as end:
             return end(count(await handler(self._with_settings(request))))
 
     def wrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
@@ -155,10 +155,10 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
 
 
 @contextmanager
-def _ended(
+def _followed(
     early: EarlyTools | None, turn: ToolSession | None
 ) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
-    """Around a model call: its answer ends the turn, and a failure abandons it."""
+    """Around a model call: names of tools are told as they come, its answer ends the turn, a failure abandons it."""
 
     def end(response: ModelResponse[Any]) -> ModelResponse[Any]:
         if early is not None:
@@ -166,7 +166,8 @@ def _ended(
         return response
 
     try:
-        yield end
+        with nullcontext() if early is None else early.listening(turn):
+            yield end
     except BaseException:
         if turn is not None:
             turn.abandon_turn()

@@ -18,8 +18,10 @@ from agentspec.tools.keys import call_key
 from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import TURN, CallForecast
+from agentspec.tools.prediction.model import TURN, CallPrediction
+from agentspec.tools.prediction.observation import calling
 from agentspec.tools.prediction.values import is_json
+from agentspec.tools.turn import AgentTurn, Start
 
 if TYPE_CHECKING:
     from agentspec.tools.keys import AgentCaller
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 
 Invoke = Callable[[ToolCall], Any]
 AsyncInvoke = Callable[[ToolCall], Awaitable[Any]]
-Start = Callable[[Launch], Flight]
 
 _MOST_RESULTS = 64  # of a session that wait for their calls
 
@@ -35,8 +36,8 @@ _MOST_RESULTS = 64  # of a session that wait for their calls
 class ToolSession:
     """A session of an agent, from `ToolSpeculator.session`. Thread-safe.
 
-    Tell it what is said and returned, call `begin_turn` before the model and `end_turn` with the calls that it made,
-    and run tools by `run` or `arun`.
+    Tell it what is said and returned, call `begin_turn` before the model, `names` while its answer streams, and
+    `end_turn` with the calls that it made, and run tools by `run` or `arun`.
     """
 
     def __init__(self, speculator: ToolSpeculator, caller: AgentCaller, policy: ToolPolicy | None = None) -> None:
@@ -47,9 +48,8 @@ class ToolSession:
         self._lock = threading.RLock()
         self._history = ToolHistory()
         self._flights: dict[str, Flight] = {}
-        self._forecast: CallForecast | None = None
+        self._turn: AgentTurn | None = None
         self._open = OpenForecasts(self._policy.max_age)
-        self._turn_began = 0.0
         self._stores = caller.store
         self._tools: dict[str, ToolSpec] = {}
         self._functions: Mapping[str, object] = {}
@@ -115,7 +115,16 @@ class ToolSession:
             plain = in_thread(launch.call)
             return TaskFlight(launch, invoke) if plain is None else ThreadFlight(launch, plain)
 
-        return self._begin(start)
+        return self._begin(start, asyncio.get_running_loop())
+
+    def names(self, tool: str) -> None:
+        """The model has written a tool's name, and goes on with the arguments: start what pays now.
+
+        What was started is dropped if the tool may change something. The name of no tool means nothing. For any thread.
+        """
+        turn = self._turn
+        if turn is not None:
+            turn.in_loop(lambda: self._named(turn, tool))
 
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
@@ -133,7 +142,7 @@ class ToolSession:
         with self._lock:
             self._epoch.advance()
             self._drop_all()
-            self._forecast = None
+            self._turn = None
 
     def run(self, call: ToolCall, invoke: Invoke) -> Any:
         """The result of a call that the model made: that of an early start if there is one to use, else of `invoke`."""
@@ -203,27 +212,47 @@ class ToolSession:
 
     # Before a turn.
 
-    def _begin(self, start: Start) -> list[ToolCall]:
+    def _begin(self, start: Start, loop: asyncio.AbstractEventLoop | None = None) -> list[ToolCall]:
         with self._lock:
             self.drop_old()
-            self._turn_began = time.monotonic()
-            self._forecast = None
+            self._turn = turn = AgentTurn(start, self._speculator.limits.per_turn, loop)
             launched: list[ToolCall] | None = None
             with kept_from_agent("predicting a turn"):
-                launched = self._launched(start)
+                launched = self._predicted(turn)
             if launched is None:
                 self._drop_all()
             self._keep_young()  # the turn may never end
             return launched or []
 
-    def _launched(self, start: Start) -> list[ToolCall]:
+    def _predicted(self, turn: AgentTurn) -> list[ToolCall]:
         early = self._early()
         if not early:
             return []
-        self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
+        turn.forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
+        return self._launched(turn, chosen, early)
+
+    def _named(self, turn: AgentTurn, tool: str) -> None:
+        with self._lock, kept_from_agent("following an answer"):
+            if self._turn is not turn or tool in turn.named or tool not in self._tools:
+                return
+            turn.named[tool] = time.monotonic()
+            if self._may_change([ToolCall(tool, {})]):
+                turn.start = None
+                self._epoch.advance()
+            elif turn.start is not None and turn.forecast is not None:
+                told = self.caller, self._history, turn.forecast, tool
+                predictions, chosen = self._speculator.learned.forecast_named(*told)
+                turn.forecast = turn.forecast.with_named(predictions)
+                self._launched(turn, chosen, self._early())
+            self._keep_young()
+
+    def _launched(self, turn: AgentTurn, chosen: Sequence[CallPrediction], early: frozenset[str]) -> list[ToolCall]:
+        """Start what was chosen, as far as there are places; returns what was started."""
         allowed = (one for one in chosen if one.call.name in early)  # whatever a predictor says
-        launched = (one.call for one in allowed if self._launch(one.call, one.probability, start))
-        return list(islice(launched, self._speculator.limits.per_turn))
+        launched = (one.call for one in allowed if self._launch(one.call, one.probability, turn.started))
+        started = list(islice(launched, turn.places))
+        turn.places -= len(started)
+        return started
 
     def _launch(self, call: ToolCall, probability: float, start: Start) -> bool:
         epoch, budget = self._epoch.number, self._speculator.budget
@@ -270,15 +299,17 @@ class ToolSession:
             self._history.makes(call)
 
     def _learn(self, calls: Sequence[ToolCall]) -> None:
-        forecast, self._forecast = self._forecast, None
-        if forecast is None or not self._stores:
+        turn, self._turn = self._turn, None
+        if turn is None or turn.forecast is None or not self._stores:
             return
         now = time.monotonic()
-        self._took(TURN, now - self._turn_began)
+        self._took(TURN, now - turn.began)
+        for name in turn.named.keys() & {call.name for call in calls}:
+            self._took(calling(name), now - turn.named[name])
         made = {call.identity for call in calls}
-        times = {"began": self._turn_began, "now": now}
-        later = self._open.settle(forecast, made, **times, voids=self._may_change(calls))
-        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early(), later)
+        times = {"began": turn.began, "now": now}
+        later = self._open.settle(turn.forecast, made, **times, voids=self._may_change(calls))
+        self._speculator.learned.add(self.caller, self._history, calls, turn.forecast, self._early(), later)
 
     def _keep_young(self) -> None:
         left = self.drop_old()

@@ -100,8 +100,8 @@ def outcome(run: Any) -> str:
 
 
 def play(session: ToolSession | None, world: World, seed: int, turns: int = 12) -> list[str]:
-    """The transcript of a session, with or without early starts."""
-    dice, transcript = random.Random(seed), ["look at order A0, please"]
+    """The transcript of a session, with or without early starts. Some answers stream the names of their tools."""
+    dice, transcript, streams = random.Random(seed), ["look at order A0, please"], random.Random(seed + 1)
     if session is not None:
         session.offers([READ, LIST, WRITE, FRAGILE])  # `mystery` is unknown to it
         session.says(transcript[0])
@@ -110,6 +110,8 @@ def play(session: ToolSession | None, world: World, seed: int, turns: int = 12) 
             session.begin_turn(world.run)
         calls = decide(dice, transcript)
         if session is not None:
+            for call in calls if streams.random() < 0.7 else ():
+                session.names(call.name)
             session.end_turn(calls)
         transcript.append(json.dumps([[call.name, call.arguments] for call in calls]))
         for call in calls:
