@@ -23,7 +23,8 @@ class AuditEvent:
 
     `hit`: its result was used. `waste`: no call came for it. `stale`: another call may have changed something since,
     or it was too old. `failed`: the tool raised; it ran again. `key` is a hash of the call, `seconds` what a hit
-    saved, or how long any other ran. Arguments and results are not in it.
+    saved, or how long any other ran. `named` tells a start once the model had written a tool's name from one before
+    its turn. Arguments and results are not in it.
     """
 
     outcome: Outcome
@@ -34,6 +35,7 @@ class AuditEvent:
     key: str
     probability: float
     seconds: float
+    named: bool = False
 
 
 class ToolAudit:
@@ -48,11 +50,11 @@ class ToolAudit:
     def record(self, outcome: Outcome, launch: Launch, caller: AgentCaller, seconds: float = 0.0) -> None:
         tool = launch.call.name
         names = (tool, caller.tenant, caller.agent, caller.session, launch.key)
-        event = AuditEvent(outcome, *names, launch.probability, seconds)
+        event = AuditEvent(outcome, *names, launch.probability, seconds, launch.named)
         self._totals.add(tool, outcome, seconds)
         _log.info(
-            "%s tool=%s tenant=%s agent=%s session=%s key=%.12s probability=%.2f seconds=%.3f",
-            outcome, *names, launch.probability, seconds,
+            "%s tool=%s tenant=%s agent=%s session=%s key=%.12s probability=%.2f seconds=%.3f named=%s",
+            outcome, *names, launch.probability, seconds, launch.named,
         )  # fmt: skip
         if self._listener is not None:
             with kept_from_agent("on_event"):

@@ -21,13 +21,17 @@ class FlightFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A call that is started early, in the epoch that its session had. `ended` is called at its end."""
+    """A call that is started early, in the epoch that its session had. `ended` is called at its end.
+
+    `named`: the model had written the name of a tool by then.
+    """
 
     call: ToolCall
     key: str
     epoch: int
     probability: float
     ended: Callable[[], None]
+    named: bool = False
 
 
 class Flight(ABC):

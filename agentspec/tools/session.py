@@ -249,19 +249,19 @@ class ToolSession:
     def _launched(self, turn: AgentTurn, chosen: Sequence[CallPrediction], early: frozenset[str]) -> list[ToolCall]:
         """Start what was chosen, as far as there are places; returns what was started."""
         allowed = (one for one in chosen if one.call.name in early)  # whatever a predictor says
-        launched = (one.call for one in allowed if self._launch(one.call, one.probability, turn.started))
+        launched = (one.call for one in allowed if self._launch(one.call, one.probability, turn))
         started = list(islice(launched, turn.places))
         turn.places -= len(started)
         return started
 
-    def _launch(self, call: ToolCall, probability: float, start: Start) -> bool:
+    def _launch(self, call: ToolCall, probability: float, turn: AgentTurn) -> bool:
         epoch, budget = self._epoch.number, self._speculator.budget
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
         if key is None or self._is_there(key) or not self._epoch.quiet or not budget.take(self.caller.tenant):
             return False
         try:
-            flight = start(Launch(call, key, epoch, probability, budget.give_back))
+            flight = turn.started(Launch(call, key, epoch, probability, budget.give_back, bool(turn.named)))
         except RuntimeError:  # no further thread can be started
             budget.give_back()
             return False

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
-from agentspec.benchmarks.agent_tools.replay import calls_of, text_of
+from agentspec.benchmarks.agent_tools.replay import by_session, calls_of, text_of
 from agentspec.recordings.calls import RecordedCall
 from agentspec.tools.prediction.history import ToolCall
 from agentspec.types import Message
 
 SYSTEM_CHARACTERS = 2000
+_NAME = re.compile(r'^\{"name": ("(?:[^"\\]|\\.)*")', re.M)
 VOID = "a result from before a change"
 
 
@@ -27,7 +28,7 @@ class RecordedTurn:
     calls: tuple[ToolCall, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # two may hold the same
 class RecordedSession:
     """A session, with the recorded calls that it was made of."""
 
@@ -53,8 +54,7 @@ class RecordedSession:
 
 def sessions_of(recorded: Iterable[RecordedCall], most_turns: int) -> list[RecordedSession]:
     """The sessions in their order, each cut behind `most_turns` turns or before its history is reset."""
-    groups = groupby(recorded, key=lambda one: one.labels.session)
-    return [_session(str(name), list(calls)[:most_turns]) for name, calls in groups]
+    return [_session(name, calls[:most_turns]) for name, calls in by_session(recorded)]
 
 
 def _session(name: str, calls: Sequence[RecordedCall]) -> RecordedSession:
@@ -82,6 +82,19 @@ def _spoken(message: Message) -> str:
     """The text of a message, each call in a line of JSON."""
     calls = [{"name": call.name, "arguments": call.arguments} for call in calls_of({**message, "content": None})]
     return "\n".join([text_of({**message, "tool_calls": None}), *map(json.dumps, calls)]).strip("\n")
+
+
+class WrittenNames:
+    """Tells the names of the tools in an answer as it is written, each call in a line of JSON."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell, self._text, self._told = tell, "", 0
+
+    def feed(self, text: str) -> None:
+        self._text += text
+        for match in _NAME.finditer(self._text, self._told):
+            self._told = match.end()
+            self._tell(json.loads(match[1]))
 
 
 class RecordedTools:

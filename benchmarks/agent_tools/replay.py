@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate, groupby, islice, takewhile
+from itertools import accumulate, islice, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,12 +75,11 @@ def play(
     )
     waits = sum(any(True for _ in calls_of(call.answer)) for call in recorded)
     tool = share / (1.0 - share) * model_seconds / max(1, waits)
-    model, played = CallModel(), []
-    for session, turns in groupby(zip(recorded, tokens, drafted, strict=True), key=lambda one: one[0].labels.session):
-        learner, calls = ModelLearner(model, str(session)), list(turns)
-        player = SessionPlayer(learner, Matching(read_only), tool)
-        made = [list(calls_of(call.answer)) for call, *_ in calls]
-        played.append([player.turn(*call, made[at:]) for at, call in enumerate(calls)])
+    model, played, sizes = CallModel(), [], iter(zip(tokens, drafted, strict=True))
+    for session, calls in by_session(recorded):
+        player = SessionPlayer(ModelLearner(model, session), Matching(read_only), tool)
+        made = [list(calls_of(call.answer)) for call in calls]
+        played.append([player.turn(call, *next(sizes), made[at:]) for at, call in enumerate(calls)])
     return played
 
 
@@ -90,6 +89,27 @@ class TurnTimes:
 
     seconds: float
     rests: Mapping[str, float]
+
+
+def by_session(recorded: Iterable[RecordedCall]) -> Iterator[tuple[str, list[RecordedCall]]]:
+    """(name, calls) of each session: calls in a row of one name, or without one that go on from each other."""
+    calls: list[RecordedCall] = []
+    number = 0
+    for call in recorded:
+        if calls and not _goes_on(calls[-1], call):
+            yield calls[0].labels.session or f"unnamed {number}", calls
+            calls, number = [], number + 1
+        calls.append(call)
+    if calls:
+        yield calls[0].labels.session or f"unnamed {number}", calls
+
+
+def _goes_on(before: RecordedCall, call: RecordedCall) -> bool:
+    """Whether a call belongs to the session of the one before."""
+    if call.labels.session or before.labels.session:
+        return call.labels.session == before.labels.session
+    known = len(before.messages)
+    return len(call.messages) > known and list(call.messages[:known]) == list(before.messages)
 
 
 class TurnLearner(Protocol):

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.agent_tools.recorded import VOID, RecordedSession, RecordedTools, sessions_of
+from agentspec.benchmarks.agent_tools.recorded import VOID, RecordedSession, RecordedTools, WrittenNames, sessions_of
 from agentspec.benchmarks.agent_tools.scripted import ScriptedBackend
 from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
 from agentspec.benchmarks.agent_tools.timed_report import DRAFTING, OFF, PREFILL, TOOLS, VARIANTS
 from agentspec.benchmarks.report import print_report
 from agentspec.errors import ConfigurationError
+from agentspec.recordings.calls import RecordedCall
 from agentspec.recordings.formats import detect, read
 from agentspec.tools.prediction.history import ToolCall
+from agentspec.types import Labels
 
 
 def call(name: str, **arguments: object) -> str:
@@ -59,6 +62,7 @@ def test_counts_of_real_sessions(tiny_model: Path, tmp_path: Path) -> None:
     assert file.total(OFF, "starts") == file.total(DRAFTING, "starts") == 0
     for variant in (TOOLS, PREFILL):
         assert 0 < file.total(variant, "used") <= min(6, file.total(variant, "starts"))
+        assert file.total(variant, "named_used") <= file.total(variant, "named") <= file.total(variant, "starts")
     order = [line.rpartition(", ")[2] for line in told if "of 2" in line]
     assert order == [*VARIANTS, *VARIANTS[1:], OFF]
     with Console(width=200, record=True) as console:
@@ -87,6 +91,41 @@ def test_tools_return_what_is_recorded_from_now_on(tmp_path: Path) -> None:
     assert [result(turn, order) for turn in range(5)] == ['{"total": 101}'] * 2 + [VOID, '{"total": 0}', "nothing"]
     assert result(0, ToolCall("get_order", {"order": "#W9"})) == VOID
     assert len(sessions(tmp_path / "one.jsonl", 2)[0].turns) == 2
+
+
+def test_names_are_told_as_they_are_written() -> None:
+    text = 'I look at {"name": "no"}.\n' + call("get_user", id="a") + "\n" + call('say "hi"') + "\n"
+    for size in (1, 3, 1000):
+        told: list[str] = []
+        names = WrittenNames(told.append)
+        for at in range(0, len(text), size):
+            names.feed(text[at : at + size])
+            assert (text[: at + size].count('"get_user"') > 0) == ("get_user" in told)
+        assert told == ["get_user", 'say "hi"']
+
+
+def unnamed(*said: str) -> RecordedCall:
+    """A call without a session's name, after these messages."""
+    messages = [{"role": "user", "content": one} for one in said]
+    return RecordedCall("a file", Labels(), messages, {"role": "assistant", "content": call("get", id=said[-1])})
+
+
+def test_sessions_without_a_name_are_told_apart() -> None:
+    first, second = [unnamed("a"), unnamed("a", "b")], [unnamed("a")]
+    found = sessions_of([*first, *second, *second], 9)
+    assert [[len(turn.heard) for turn in one.turns] for one in found] == [[1, 1], [1], [1]]
+    assert len({one.name for one in found}) == 3
+
+
+def test_equal_sessions_count_each_by_itself(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sessions that hold the same, one is timed and the others are learned."""
+    path, told = write(tmp_path / "same.jsonl", 1), list[str]()
+    (session,) = sessions(path, 2)
+    same = [replace(session) for _ in range(3)]
+    monkeypatch.setattr("agentspec.benchmarks.agent_tools.timed.sessions_of", lambda *_: same)
+    plan = TimedPlan(["get_*"], sessions=1, tool_seconds=0.0, user_seconds=0.0)
+    (file,) = run_agent_timed(str(tiny_model), [path], plan, told.append).files
+    assert len(file.sessions[OFF]) == 1 and sum("learning" in line for line in told) == 2
 
 
 def test_the_engine_says_the_script_drafted_or_not(tiny_model: Path) -> None:
