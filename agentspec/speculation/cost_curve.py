@@ -10,7 +10,7 @@ backward selection in weighted least squares, which adds or removes one ramp per
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -63,8 +63,8 @@ _NEEDED[LINE] = KEEP
 class CostCurve:
     """Seconds by tokens, never falling, fitted to measurements that are kept as one mean near each knot."""
 
-    def __init__(self, seen: Mapping[int, float], visits: float) -> None:
-        """Start from at least one pair of tokens and seconds, each of which counts for `visits` measurements."""
+    def __init__(self, seen: Mapping[int, float], visits: Iterable[float]) -> None:
+        """Start from at least one pair of tokens and seconds; each counts for so many measurements as `visits` says."""
         self._visits = np.zeros(len(KNOTS))
         self._tokens, self._seconds = _KNOTS.copy(), np.zeros(len(KNOTS))  # means of the measurements near each knot
         self._rows = _AT_KNOTS.copy()
@@ -72,8 +72,8 @@ class CostCurve:
         self._variance = NOISE**2
         self._terms = [FIXED]
         self._sightings = 0
-        for tokens, seconds in seen.items():
-            self._add(_nearest(tokens), tokens, seconds, visits)
+        for (tokens, seconds), count in zip(seen.items(), visits, strict=False):
+            self._add(nearest(tokens), tokens, seconds, count)
         self._assumed = len(seen) == 1
         if self._assumed:
             self._assume(*next(iter(seen.items())))
@@ -104,7 +104,7 @@ class CostCurve:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from one forward."""
-        knot = _nearest(tokens)
+        knot = nearest(tokens)
         self._add(knot, tokens, self._judged(knot, tokens, seconds), 1.0)
         self._drop_assumptions()
         self._sightings += 1
@@ -113,7 +113,7 @@ class CostCurve:
 
     def is_measured(self, tokens: int) -> bool:
         """Whether the estimate for this size rests on a measurement near it, not on other sizes alone."""
-        return bool(self._visits[_nearest(tokens)] >= MEASURED)
+        return bool(self._visits[nearest(tokens)] >= MEASURED)
 
     def _judged(self, knot: int, tokens: int, seconds: float) -> float:
         """Clip `seconds` to what one measurement may differ from the estimate; update noise and detect a change.
@@ -234,8 +234,8 @@ def _weakest(parts: Floats, inverse: Floats) -> int:
     return weak if strength[weak] < KEEP else 0
 
 
-def _nearest(tokens: float) -> int:
-    """The index of the nearest knot; of two equally near ones, the smaller."""
+def nearest(tokens: float) -> int:
+    """The index in `KNOTS` of the nearest knot; of two equally near ones, the smaller."""
     return bisect_left(_BORDERS, tokens)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from statistics import median
 
 import numpy as np
 
-from agentspec.speculation.cost_curve import KNOTS, CostCurve, Counts, Floats
+from agentspec.speculation.cost_curve import KNOTS, CostCurve, Counts, Floats, nearest
 
 GUESS_SECONDS = 0.03  # assumed for a one-token forward until one is measured
 SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
 SPEED_CLIP = 4.0  # one measurement counts as at most this factor
 CALIBRATION_WEIGHT = 2.0  # measurements that a calibrated size counts for
+MEDIAN_WEIGHT = 10.0  # most measurements that a size's median counts for
 PER_SEQUENCE_RATE = 0.015  # how fast the cost per sequence is followed: most errors are the curve's or noise
 PER_SEQUENCE_CLIP = 0.5  # one measurement counts as at most this share
 
@@ -41,7 +44,7 @@ class CostModel:
         """
         near = min(context for _, context, _ in samples)
         sizes = _fastest((tokens, seconds) for tokens, context, seconds in samples if context == near)
-        self._curve = CostCurve(sizes, CALIBRATION_WEIGHT)
+        self._curve = CostCurve(sizes, repeat(CALIBRATION_WEIGHT))
         self._speed, self._measured = 1.0, True
         far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
         self._per_context, self._per_token_context = _line(sorted(_fastest(far).items()))
@@ -69,6 +72,20 @@ class CostModel:
             off = min(max(alone - base, -PER_SEQUENCE_CLIP * base), PER_SEQUENCE_CLIP * base)
             self._per_sequence = max(0.0, self._per_sequence + PER_SEQUENCE_RATE * off / batch)
         self._curve.observe(tokens, alone)
+
+    def relearn(self, samples: Iterable[tuple[int, float]]) -> None:
+        """Start anew from timed forwards (tokens, seconds), at least one, of one sequence without context.
+
+        The medians near each size are taken, so that neither the forwards that came first nor a few that were disturbed
+        count for more than others. Replaces everything learned before.
+        """
+        near: dict[int, list[tuple[int, float]]] = {}
+        for tokens, seconds in samples:
+            near.setdefault(nearest(tokens), []).append((tokens, seconds))
+        middle = {round(median(t for t, _ in of)): median(s for _, s in of) for of in near.values()}
+        self._curve = CostCurve(middle, [min(len(of), MEDIAN_WEIGHT) for of in near.values()])
+        self._speed, self._measured = 1.0, True
+        self._per_context = self._per_token_context = self._per_sequence = 0.0
 
     def _added(self, tokens: Counts | int, context: int, batch: int) -> Floats:
         return np.asarray(

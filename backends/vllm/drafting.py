@@ -16,6 +16,7 @@ from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestS
 from agentspec.backends.engine_plugin.round_stats import RoundStats
 from agentspec.backends.vllm.padding import ChainPadding
 from agentspec.backends.vllm.step_cost import StepTimeModel
+from agentspec.backends.vllm.trial_steps import LIKELY, TrialSteps
 from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
@@ -60,6 +61,7 @@ class ServerDrafter:
         self._recorder = CacheRecorder(open_cache)
         self._on_close = on_close
         self._cost = StepTimeModel()
+        self._trials = TrialSteps()
         self._padding = cache(padding)
         self._padded = False  # the last round's chains were filled
         self._vocab_size = vocab_size
@@ -133,6 +135,7 @@ class ServerDrafter:
             if same and padding.holds(requests, computed):
                 padding.observe(requests, seconds)
         else:
+            self._trials.measured(self._cost.seconds(computed), seconds)
             self._cost.observe(computed, seconds)
 
     def _judge(self, states: Sequence[RequestState], seconds: float, gained: int) -> None:
@@ -151,14 +154,18 @@ class ServerDrafter:
         wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
         step = self._cost.seconds(len(turns))  # without drafts
         parts = [self._chain_turn(turn, turn.state.required_tokens(now, step)) for turn in turns]
-        chains = propose_chains(
-            parts,
-            self._cost.curve,
-            floor=self._cost.least_acceptance(len(turns)),
-            vocabulary=self._vocab_size,
-            patience=PATIENCE,
-        )
+        curve, floor = self._curve(parts)
+        chains = propose_chains(parts, curve, floor=floor, vocabulary=self._vocab_size, patience=PATIENCE)
         return self._fill(turns, parts, chains)
+
+    def _curve(self, parts: Sequence[ChainTurn]) -> tuple[StepCurve, float]:
+        """The seconds of this round's step, and the probability below which no token pays.
+
+        Nothing is tried where chains are filled, which has trials of its own, or where a request has a latency goal.
+        """
+        floor = self._cost.least_acceptance(len(parts))
+        free = self._padding() is None and all(part.required <= 1.0 for part in parts)
+        return (FREE_STEP, min(floor, LIKELY)) if free and self._trials.begin() else (self._cost.curve, floor)
 
     def _fill(self, turns: Sequence[DraftTurn], parts: list[ChainTurn], chains: list[list[int]]) -> list[list[int]]:
         """The chains at full length, where that pays."""

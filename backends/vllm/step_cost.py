@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ _SELDOM = 8  # later from every eighth, since learning takes longer than draftin
 _SURPRISE = 0.1  # and from steps whose predicted time was off by more than this share,
 _UNUSUAL = 2.0  # and by more than so many times the usual, or a noisy machine would have all steps learned from
 _USUAL_RATE = 0.05  # how fast the usual error is followed
+_WINDOW = 64  # the last steps, from which the model is learned anew after as many more
+_ANEW = (4, 8, 16, 32)  # and after so many first ones: a server's first steps take longer or shorter than later ones
 
 Floats = NDArray[np.float64]
 
@@ -24,10 +27,16 @@ _TOKENS: Floats = np.array([*KNOTS, _FAR], dtype=np.float64)
 
 
 class StepTimeModel:
-    """Seconds of one engine step by its tokens, learned from the steps themselves."""
+    """Seconds of one engine step by its tokens, learned from the steps themselves.
+
+    Learned step by step, and from time to time anew from the last steps alone: a model that follows single steps may
+    settle on a wrong division of what it sees into the machine's speed and the sizes' cost. Sizes that have not come
+    for long are then guessed, and so tried again.
+    """
 
     def __init__(self) -> None:
         self._model = CostModel()
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._steps = 0
         self._usual = _SURPRISE / _UNUSUAL
         self._use(self._read())
@@ -54,12 +63,17 @@ class StepTimeModel:
         if tokens > KNOTS[-1]:
             return
         self._steps += 1
+        self._recent.append((tokens, seconds))
         off = abs(seconds / self.seconds(tokens) - 1.0)
         surprising = off > max(_SURPRISE, _UNUSUAL * self._usual)
         self._usual += _USUAL_RATE * (min(off, 1.0) - self._usual)
-        if surprising or self._steps <= _EARLY or self._steps % _SELDOM == 0:
+        if self._steps in _ANEW or self._steps % _WINDOW == 0:
+            self._model.relearn(self._recent)
+        elif surprising or self._steps <= _EARLY or self._steps % _SELDOM == 0:
             self._model.observe(tokens, 0, seconds)
-            self._use(self._read())
+        else:
+            return
+        self._use(self._read())
 
     def _use(self, curve: StepCurve) -> None:
         tokens: list[float] = curve.tokens.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def check(curve: CostCurve) -> None:
 def test_whatever_is_measured_the_curve_is_one(
     calibrated: list[tuple[int, float]], seen: list[tuple[int, float]]
 ) -> None:
-    curve = CostCurve(dict(calibrated), 3)
+    curve = CostCurve(dict(calibrated), repeat(3.0))
     for tokens, seconds in seen:
         curve.observe(tokens, seconds)
     check(curve)
@@ -43,7 +44,7 @@ def test_a_ramp_may_come_to_lie_above_all_that_is_measured(
     calibrated: tuple[int, ...], seen: list[tuple[int, float]]
 ) -> None:
     """Where the mean of the largest sizes, which it explained, falls to where it begins, or it was only assumed."""
-    curve = CostCurve(dict.fromkeys(calibrated, 1.0), 1.0)
+    curve = CostCurve(dict.fromkeys(calibrated, 1.0), repeat(1.0))
     for tokens, seconds in seen:
         curve.observe(tokens, seconds)
     check(curve)

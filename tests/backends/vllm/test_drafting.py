@@ -341,6 +341,28 @@ def test_who_is_behind_its_latency_goal_is_served_first(
     assert drafted(early, free, at=5, to=6) == [0, 0]
 
 
+def test_drafts_that_were_thought_too_dear_are_tried_again(
+    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that repeats, and steps that take as long whatever they hold: the drafter has learned otherwise."""
+    clock = Clock(0.01, 0.0)
+    monkeypatch.setattr(drafting, "perf_counter", clock)
+    for _ in range(100):
+        drafter._cost.observe(1, 0.01)
+        drafter._cost.observe(9, 0.2)
+    client = Client(drafter, np.tile(TEXT, 3))
+    drafter.flush()
+    lengths, at = [], 0
+    for _ in range(120):
+        fresh = np.take(TEXT, range(at, at + 1 + client.state.chain.drafted), mode="wrap")
+        lengths.append(len(drafter.propose([client.turn(fresh, 8)], computed=len(fresh))[0]))
+        at += len(fresh)
+        clock.now += clock.seconds(1 + lengths[-1])
+        drafter.flush()
+    assert lengths[:5] == [0] * 5
+    assert lengths[-10:] == [8] * 10
+
+
 def test_what_fails_for_a_request_is_remembered_while_others_come_and_go(drafter: ServerDrafter) -> None:
     """A request that copies nothing, of which its text says otherwise, beside one that is new in every round."""
     client, rng = Client(drafter, np.tile(TEXT, 8)), np.random.default_rng(0)
