@@ -44,7 +44,7 @@ class EarlyToolHooks(RunHooks[Any]):
 
     What is learned belongs to `tenant` and `agent`, by default the name of the running agent. `identity` tells apart
     the credentials with which the tools run. Without `store` nothing is learned. Hooks of your own can be a subclass
-    whose methods call these.
+    whose methods call these. Tools also start once the model names them, if `hears` is told a streamed run's events.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class EarlyToolHooks(RunHooks[Any]):
         self._agent = agent
         self._caller = AgentCaller(tenant, agent or "", session, identity, store)
         self._seen: dict[AgentCaller, list[int]] = {}
+        self._speaking: ToolSession | None = None
         self._running: defaultdict[str, list[AbstractContextManager[None]]] = defaultdict(list)
 
     async def on_llm_start(
@@ -74,6 +75,7 @@ class EarlyToolHooks(RunHooks[Any]):
         with kept_from_agent("beginning a turn"):
             tools = {one.qualified_name: one for one in agent.tools if isinstance(one, FunctionTool)}
             session = self._following(agent, tools.values(), system_prompt, input_items)
+        self._speaking = session
         if session is not None:
             await session.abegin_turn(
                 lambda call: _started(tools[call.name], call),
@@ -90,6 +92,15 @@ class EarlyToolHooks(RunHooks[Any]):
             session.abandon_turn()
         else:
             session.end_turn(calls, store=current_policy().store is not False)
+
+    def hears(self, event: object) -> None:
+        """An event of `stream_events()` of a run with these hooks: a tool that the model names starts if it pays."""
+        data = _field(event, "data")
+        item = _field(data, "item")
+        if self._speaking is None or _field(data, "type") != "response.output_item.added":
+            return
+        if _kind(item) == "function_call":
+            self._speaking.names(_qualified(str(_field(item, "name")), _field(item, "namespace")))
 
     async def on_tool_start(self, context: RunContextWrapper[Any], agent: Agent[Any], tool: Tool) -> None:
         session = self._session(agent)

@@ -12,6 +12,7 @@ from agents import (
     Agent,
     FunctionTool,
     ModelResponse,
+    RawResponsesStreamEvent,
     RunConfig,
     RunContextWrapper,
     Runner,
@@ -25,11 +26,12 @@ from agents.tool_context import ToolContext
 from agents.tool_guardrails import ToolGuardrailFunctionOutput, tool_input_guardrail
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai.types.responses import ResponseFunctionToolCall
+from openai.types.responses import ResponseFunctionToolCall, ResponseOutputItemAddedEvent
 
 from agentspec.openai_agents import EarlyToolHooks, early_tools
-from agentspec.tools import AuditEvent, ToolCall, ToolPolicy, ToolSpeculator
+from agentspec.tools import AgentCaller, AuditEvent, ToolCall, ToolPolicy, ToolSpeculator
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.prediction.observation import NAMED
 
 pytestmark = pytest.mark.anyio
 
@@ -140,6 +142,40 @@ async def converse(
     async for _ in streamed.stream_events():
         pass
     return streamed.to_input_list()
+
+
+async def test_a_tool_starts_once_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is expected before the turn; the events of a streamed run tell the name."""
+    named = CallPrediction(ToolCall("look", {"order": "#W1"}), 0.9, 0.9, NAMED)
+    monkeypatch.setattr(CallModel, "predict", lambda *_: CallForecast((), ()))
+    monkeypatch.setattr(CallModel, "predict_named", lambda *told: [named] if told[-1] == "look" else [])
+    monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+    speculator, events = opened()
+    hooks = EarlyToolHooks(speculator, session="s")
+    script = (asks("look", order="#W1"), asks("buy", 1, order="#W2"), [assistant_message("done")])
+    agent: Agent[Any] = Agent(name="shop", model=Model(script), tools=early_tools(TOOLS))
+    streamed = Runner.run_streamed(agent, "look at #W1, please", hooks=hooks, run_config=QUIET)
+    hooks.hears(None)
+    async for event in streamed.stream_events():
+        hooks.hears(event)
+    assert {event.tool for event in events} <= {"look"} and all(event.named for event in events)
+    assert [tool for tool, _ in ran].count("buy") == 1
+    session = speculator.session(AgentCaller(agent="shop", session="s"))
+    await session.abegin_turn(_looked)
+    item = ResponseFunctionToolCall(name="look", arguments="", call_id="c", type="function_call")
+    added = ResponseOutputItemAddedEvent(
+        item=item, output_index=0, sequence_number=0, type="response.output_item.added"
+    )
+    hooks.hears(RawResponsesStreamEvent(data=added))
+    call = ToolCall("look", {"order": "#W1"})
+    session.end_turn([call])
+    assert await session.arun(call, _looked) == "looked"
+    assert [event.outcome for event in events][-2:] == ["launch", "hit"]
+    speculator.close()
+
+
+async def _looked(call: ToolCall) -> str:
+    return "looked"
 
 
 @pytest.fixture

@@ -93,6 +93,18 @@ class AgentTools:
             lambda call: None if inspect.iscoroutinefunction(self._known(call).function) else self._invoke,
         )
 
+    def hears(self, chunk: Any) -> None:
+        """A chunk of the model's streamed answer: a tool that it names starts if that pays still.
+
+        It is a dictionary or an object of the OpenAI client. Whoever does not stream leaves this out.
+        """
+        chunk = chunk if isinstance(chunk, Mapping) else chunk.model_dump()
+        for choice in chunk.get("choices") or ():
+            for call in (choice.get("delta") or {}).get("tool_calls") or ():
+                name = (call.get("function") or {}).get("name")
+                if name:
+                    self._session.names(name)
+
     def after_model(self, message: Any) -> list[tuple[str, ToolCall]]:
         """The calls that the model's message makes, each with its id.
 

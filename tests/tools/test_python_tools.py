@@ -13,6 +13,7 @@ import agentspec
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.tools import AuditEvent, LaunchLimits, ToolCall, ToolSpeculator
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.prediction.observation import NAMED
 from agentspec.tools.python_tools import AgentTools, PythonTool, agent_tools, tool
 
 ran: list[str] = []
@@ -196,3 +197,26 @@ def test_what_cannot_be_used_is_said() -> None:
         bad = {"tool_calls": [{"id": "c", "function": {"name": "look", "arguments": "[1"}}]}
         with pytest.raises(InvalidRequestError, match="look"):
             tools.after_model(bad)
+
+
+def test_a_tool_starts_once_a_streamed_chunk_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ToolCall("look", {"order": "#W1"})
+    monkeypatch.setattr(CallModel, "predict", lambda *_: CallForecast((), ()))
+    monkeypatch.setattr(CallModel, "predict_named", lambda *_: [CallPrediction(call, 0.9, 0.9, NAMED)])
+    monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(on_event=events.append)
+    with agent_tools([look, buy], session="s", speculator=speculator) as tools:
+        tools.before_model([{"role": "user", "content": "look"}])
+        for delta in ({"role": "assistant"}, *({"tool_calls": [one]} for one in _streamed("look", '{"order": "#W1"}'))):
+            tools.hears({"choices": [{"index": 0, "delta": delta}]})
+        tools.hears({"choices": [], "usage": None})
+        assert [event.outcome for event in events] == ["launch"] and events[0].named
+        tools.after_model(message(call))
+        assert tools.run(call) == {"order": "#W1", "full": False, "bought": 0} and ran == ["look"]
+    assert [event.outcome for event in events] == ["launch", "hit"]
+
+
+def _streamed(name: str, arguments: str) -> list[dict[str, Any]]:
+    head = {"index": 0, "id": "c0", "type": "function", "function": {"name": name, "arguments": ""}}
+    return [head, {"index": 0, "function": {"arguments": arguments}}]
