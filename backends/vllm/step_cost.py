@@ -13,13 +13,9 @@ from agentspec.speculation.cost_curve import KNOTS
 from agentspec.speculation.cost_model import CostModel
 
 _FAR = 16384  # tokens up to which the cost of a step is extrapolated
-_EARLY = 64  # the model learns from each of the first steps,
-_SELDOM = 8  # later from every eighth, since learning takes longer than drafting a token,
-_SURPRISE = 0.1  # and from steps whose predicted time was off by more than this share,
-_UNUSUAL = 2.0  # and by more than so many times the usual, or a noisy machine would have all steps learned from
-_USUAL_RATE = 0.05  # how fast the usual error is followed
-_WINDOW = 64  # the last steps, from which the model is learned anew after as many more
-_ANEW = (4, 8, 16, 32)  # and after so many first ones: a server's first steps take longer or shorter than later ones
+_WINDOW = 128  # the last steps, from which the cost is learned
+_EARLY, _OFTEN = 16, 64  # steps up to which that is done after each, and after every fourth; later after every eighth,
+_EVERY, _SELDOM = 4, 8  # since it takes as long as drafting a hundred tokens
 
 Floats = NDArray[np.float64]
 
@@ -27,18 +23,17 @@ _TOKENS: Floats = np.array([*KNOTS, _FAR], dtype=np.float64)
 
 
 class StepTimeModel:
-    """Seconds of one engine step by its tokens, learned from the steps themselves.
+    """Seconds of one engine step by its tokens, learned from the last steps alone.
 
-    Learned step by step, and from time to time anew from the last steps alone: a model that follows single steps may
-    settle on a wrong division of what it sees into the machine's speed and the sizes' cost. Sizes that have not come
-    for long are then guessed, and so tried again.
+    A model that follows single steps may settle on a wrong division of what it sees into the machine's speed and the
+    sizes' cost, if the first steps take longer or shorter than later ones. Sizes that have not come for long are
+    guessed, and so tried again.
     """
 
     def __init__(self) -> None:
         self._model = CostModel()
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._steps = 0
-        self._usual = _SURPRISE / _UNUSUAL
         self._use(self._read())
 
     @property
@@ -64,16 +59,9 @@ class StepTimeModel:
             return
         self._steps += 1
         self._recent.append((tokens, seconds))
-        off = abs(seconds / self.seconds(tokens) - 1.0)
-        surprising = off > max(_SURPRISE, _UNUSUAL * self._usual)
-        self._usual += _USUAL_RATE * (min(off, 1.0) - self._usual)
-        if self._steps in _ANEW or self._steps % _WINDOW == 0:
+        if self._steps % (1 if self._steps <= _EARLY else _EVERY if self._steps <= _OFTEN else _SELDOM) == 0:
             self._model.relearn(self._recent)
-        elif surprising or self._steps <= _EARLY or self._steps % _SELDOM == 0:
-            self._model.observe(tokens, 0, seconds)
-        else:
-            return
-        self._use(self._read())
+            self._use(self._read())
 
     def _use(self, curve: StepCurve) -> None:
         tokens: list[float] = curve.tokens.tolist()

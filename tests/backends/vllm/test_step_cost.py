@@ -95,11 +95,11 @@ def test_whatever_steps_come_first_there_is_a_cost_of_every_size(seed: int) -> N
 def test_a_noisy_machine_is_not_learned_from_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learning takes longer than drafting a token. A machine that changes is followed nevertheless."""
     random, cost, learned = Random(1), StepTimeModel(), []
-    observe = cost._model.observe
-    monkeypatch.setattr(cost._model, "observe", lambda *given: (learned.append(given), observe(*given)))
+    relearn = cost._model.relearn
+    monkeypatch.setattr(cost._model, "relearn", lambda steps: (learned.append(steps), relearn(steps)))
     for step in range(400):
         cost.observe(8 + step % 40, (0.02 + 0.001 * (step % 40)) * random.lognormvariate(0, 0.25))
-    assert len(learned) < 64 + 336 / 3
+    assert len(learned) < 16 + 48 / 4 + 336 / 7
     for step in range(200):
         cost.observe(8 + step % 40, 3 * (0.02 + 0.001 * (step % 40)) * random.lognormvariate(0, 0.25))
     assert cost.seconds(28) == pytest.approx(3 * 0.04, rel=0.25)
