@@ -345,8 +345,7 @@ def test_drafts_that_were_thought_too_dear_are_tried_again(
     drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text that repeats, and steps that take as long whatever they hold: the drafter has learned otherwise."""
-    clock = Clock(0.01, 0.0)
-    monkeypatch.setattr(drafting, "perf_counter", clock)
+    monkeypatch.setattr(drafting, "perf_counter", clock := Clock(0.01, 0.0))
     for _ in range(100):
         drafter._cost.observe(1, 0.01)
         drafter._cost.observe(9, 0.2)
@@ -361,6 +360,18 @@ def test_drafts_that_were_thought_too_dear_are_tried_again(
         drafter.flush()
     assert lengths[:5] == [0] * 5
     assert lengths[-10:] == [8] * 10
+
+
+def test_what_is_less_likely_than_pays_for_finding_it_is_not_searched_for(
+    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "perf_counter", clock := Clock(0.01, 0.0))
+    client = Client(drafter, TEXT)
+    for _ in range(150):
+        clock.now += clock.seconds(4)
+        drafter.propose([client.turn(TEXT[:4], 0)], computed=4)
+    monkeypatch.setattr(drafter._trials, "begin", lambda: False)
+    assert drafter._curve([])[1] == pytest.approx(drafting.FIND_SECONDS * 400, rel=0.01)  # tokens a second
 
 
 def test_what_fails_for_a_request_is_remembered_while_others_come_and_go(drafter: ServerDrafter) -> None:
