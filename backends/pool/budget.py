@@ -8,13 +8,14 @@ WINDOW = 10  # seconds
 
 
 class RetryBudget:
-    """Allows retries up to `share` of the calls of the last 10 seconds, and always `floor` a second.
+    """Allows as many retries in 10 seconds as `share` of their calls, or `floor` a second if those are more.
 
-    The scheme of Finagle's and Linkerd's retry budgets. Times are seconds of any clock that does not go back.
+    They may come at once, since a server that dies fails all of its calls in one moment. The scheme of Finagle's and
+    Linkerd's retry budgets. Times are seconds of any clock that does not go back.
     """
 
     def __init__(self, share: float, floor: float) -> None:
-        self._share, self._floor = share, floor
+        self._share, self._floor = share, floor * WINDOW
         self._seconds: deque[list[int]] = deque()  # [second, calls, retries]
         self._calls = self._retries = 0
 
@@ -26,7 +27,7 @@ class RetryBudget:
     def take(self, now: float) -> bool:
         """Whether a retry may be sent now; it is counted if so."""
         slot = self._slot(now)
-        if slot[2] >= self._floor and self._retries >= self._share * self._calls:
+        if self._retries >= max(self._floor, self._share * self._calls):
             return False
         slot[2] += 1
         self._retries += 1

@@ -31,7 +31,7 @@ class FleetSettings(BaseModel):
         default=0.2, ge=0, le=1, description="Most retries of a pool, as a share of its calls in the last 10 s"
     )
     retry_floor: float = Field(
-        default=10.0, ge=0, allow_inf_nan=False, description="Retries a second that are always allowed"
+        default=10.0, ge=0, allow_inf_nan=False, description="Retries a second, over 10 s, that are always allowed"
     )
     ejection_seconds: float = Field(
         default=30.0,
