@@ -31,12 +31,14 @@ LOCAL = EngineCosts(max_batched_tokens=256, max_running=16, kv_tokens=60_000, bl
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What is measured: `words` of the longest prompt that is timed, `load` of the servers, `sessions` in each run."""
+    """What is measured: `words` of the longest prompt that is timed, `sessions` in each run, `load` as a share of what
+    `least_loaded` sustains by the simulation.
+    """
 
     model: str
     policy: str = "workflow"
-    load: float = 0.5
-    sessions: int = 24
+    load: float = 0.8
+    sessions: int = 60
     runs: int = 5
     words: int = 64
     rounds: int = 1
@@ -64,7 +66,8 @@ class FleetReport:
     def show(self) -> Iterator[RenderableType]:
         plan = self.plan
         yield (
-            f"{plan.runs} runs of {plan.sessions} sessions, {self.rate:.3f} a second, placed by {plan.policy}; costs:"
+            f"{plan.runs} runs of {plan.sessions} sessions, {self.rate:.3f} a second ({plan.load:g} of what"
+            f" least_loaded sustains), placed by {plan.policy}; costs:"
             f" step {self.costs.step:.4g} s, sequence {self.costs.sequence:.4g} s,"
             f" context token {self.costs.context_token:.4g} s, prompt token {self.costs.prompt_token:.4g} s"
         )
@@ -108,8 +111,8 @@ async def _run(plan: FleetPlan, urls: Sequence[str], base: EngineCosts, progress
     async with _backends(urls) as servers:
         costs = await _calibrated(plan, list(servers.values()), base, progress)
         shapes = small_sessions(plan.seed)
-        rate = rate_for(plan.load, len(urls), shapes, costs)
-        found = FleetReport(plan, costs, rate)
+        found = FleetReport(plan, costs, rate=1.0)
+        found.rate = rate_for(plan.load, _scenario(found, len(urls), 0), shapes)
         for run in range(plan.runs):
             progress(f"run {run + 1} of {plan.runs}")
             drawn = simulated(_scenario(found, len(urls), run), shapes)

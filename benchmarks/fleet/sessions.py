@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentspec.fleet.costs import EngineCosts
+from agentspec.fleet.capacity import capacity
 from agentspec.fleet.scenario import Scenario
 from agentspec.fleet.session import SimulatedSession
 from agentspec.fleet.simulation import Simulation
@@ -67,7 +67,6 @@ def _session(draws: random.Random) -> SessionShape:
     return SessionShape("small", (), tuple(calls))
 
 
-def rate_for(load: float, servers: int, shapes: Sequence[SessionShape], costs: EngineCosts) -> float:
-    """Sessions a second that keep `servers` busy for `load` of the time, if none were served beside another."""
-    alone = [sum(costs.alone(call.prompt - call.keep, call.answer) for call in shape.calls) for shape in shapes]
-    return load * servers * len(shapes) / sum(alone)
+def rate_for(load: float, scenario: Scenario, shapes: Sequence[SessionShape]) -> float:
+    """Sessions a second that are `load` of what the servers of `scenario` sustain, placed by `least_loaded`."""
+    return load * capacity(scenario.model_copy(update={"policy": "least_loaded"}), shapes)

@@ -80,9 +80,12 @@ def test_a_server_that_stops_early_is_no_comparison():
         _played([_calls((50, 0, 5))], Servers(short=1))
 
 
-def test_load_is_the_share_of_the_time_that_sessions_alone_would_take():
-    shape = SessionShape("small", (), (CallShape(100, 0, 11),))
-    assert rate_for(0.5, 2, [shape], COSTS) == pytest.approx(0.5 * 2 / COSTS.alone(100, 11))
+def test_load_is_a_share_of_what_servers_sustain_in_batches():
+    shapes = [SessionShape("small", (), (CallShape(100, 0, 11),))]
+    scenario = Scenario(engines=2, sessions=2, rate=1.0, costs=COSTS, block_tokens=1 << 20, policy="workflow")
+    one_by_one = 2 / COSTS.alone(100, 11)
+    assert rate_for(0.5, scenario, shapes) * 2 == pytest.approx(rate_for(1.0, scenario, shapes))
+    assert one_by_one < rate_for(1.0, scenario, shapes) < COSTS.max_running * one_by_one
 
 
 def test_ratios_are_of_percentiles_and_the_median_of_runs_counts():
