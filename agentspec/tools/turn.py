@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from agentspec.tools.flights import Flight, Launch
@@ -41,8 +42,9 @@ class AgentTurn:
         """Do something in the turn's loop, where it has one: now, or soon if this is another thread."""
         if self.loop is None or self.loop is _running_loop():
             do()
-        elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(do)
+        else:
+            with suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(do)
 
     def started(self, launch: Launch) -> Flight:
         """Start a tool as at the turn's beginning. Raises `RuntimeError` where none may start any more."""
