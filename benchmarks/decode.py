@@ -159,8 +159,8 @@ class DecodeBench(EngineBench):
         self, tenant: str, sampling: SamplingParams, *, speculation: bool = True, backend: TorchBackend | None = None
     ) -> Variant:
         def variant(prompt: Sequence[int], index: int) -> Run:
-            options = {"speculation": speculation, "store": False}
-            answer = ask(backend or self.backend, prompt, sampling, tenant, labels=Labels(f"run-{index}"), **options)
+            labels, engine = Labels(f"run-{index}"), backend or self.backend
+            answer = ask(engine, prompt, sampling, tenant, labels=labels, speculation=speculation, store=False)
             return self.loop.run_until_complete(answer)
 
         return variant
