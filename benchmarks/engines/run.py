@@ -113,7 +113,8 @@ class EngineResults:
 
 
 def run_engines(plan: EnginePlan, *, progress: Progress) -> EngineResults:
-    """Run what is not in the results yet. A server that does not start is noted, and the others go on.
+    """Run what is not in the results yet, and last what failed before. A server that does not start is noted, and the
+    others go on.
 
     Raises `ConfigurationError` if the results are of another model, other prompts or commands, or cannot be read.
     """
@@ -123,9 +124,11 @@ def run_engines(plan: EnginePlan, *, progress: Progress) -> EngineResults:
         wanted[LOCAL] = partial(_local, plan, progress)
     for engine in plan.engines:
         wanted |= {variant.key: partial(_measured, variant, plan, progress) for variant in variants(engine)}
-    for key, measure in wanted.items():
-        if key not in results.measured and time.monotonic() < until:
-            results.measured[key] = measure()
+    missing = [key for key in wanted if key not in results.measured]
+    failed = [key for key in wanted if results.measured.get(key, {}).keys() == {"failed"}]
+    for key in missing + failed:
+        if time.monotonic() < until:
+            results.measured[key] = wanted[key]()
             write_results(results, plan.results)
     results.left = [key for key in wanted if key not in results.measured]
     return results
