@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote, unquote
@@ -102,13 +102,12 @@ def read_switch(headers: Mapping[str, str], name: str) -> bool:
 
 def read_policy(headers: Mapping[str, str]) -> StepPolicy:
     """The policy in a request's headers (lower case). Raises `InvalidRequestError` that names the wrong header."""
-    read: dict[str, Any] = {"strategy": _label(headers, "strategy")}
-    for name, kind in (("latency_ms_per_token", float), ("deadline_s", float), ("priority", int)):
-        if given := headers.get(_header(name), "").strip():
-            try:
-                read[name] = kind(given)
-            except ValueError:
-                raise InvalidRequestError(f"{_header(name)} must be a number", param=_header(name)) from None
+    read: dict[str, Any] = {
+        "strategy": _label(headers, "strategy"),
+        "latency_ms_per_token": _number(headers, "latency_ms_per_token", float),
+        "deadline_s": _deadline(headers),
+        "priority": _number(headers, "priority", int),
+    }
     if all(value is None for value in read.values()):
         return ANY
     try:
@@ -148,6 +147,27 @@ def _label(headers: Mapping[str, str], name: str) -> str | None:
     if len(value) > MAX_LABEL or not value.isprintable():
         raise InvalidRequestError(f"{header} must be at most {MAX_LABEL} printable characters", param=header)
     return value or None
+
+
+def _deadline(headers: Mapping[str, str]) -> float | None:
+    """Seconds from now, which a request may also give in milliseconds."""
+    seconds, milliseconds = _number(headers, "deadline_s", float), _number(headers, "deadline_ms", float)
+    if milliseconds is None:
+        return seconds
+    header = _header("deadline_ms")
+    if seconds is not None:
+        raise InvalidRequestError(f"give {header} or {_header('deadline_s')}, not both", param=header)
+    if not 0 < milliseconds / 1000 < math.inf:
+        raise InvalidRequestError(f"{header} must be a number above 0", param=header)
+    return milliseconds / 1000
+
+
+def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float | None:
+    given = headers.get(_header(name), "").strip()
+    try:
+        return kind(given) if given else None
+    except ValueError:
+        raise InvalidRequestError(f"{_header(name)} must be a number", param=_header(name)) from None
 
 
 def _header(name: str) -> str:

@@ -105,6 +105,11 @@ def test_a_policy_survives_its_headers(policy: StepPolicy) -> None:
         ("deadline-s", "nan"),
         ("deadline-s", "inf"),
         ("deadline-s", "tomorrow"),
+        ("deadline-ms", "0"),
+        ("deadline-ms", "nan"),
+        ("deadline-ms", "inf"),
+        ("deadline-ms", "5e-324"),
+        ("deadline-ms", "tomorrow"),
         ("latency-ms-per-token", "-5"),
         ("strategy", "x" * 257),
         ("strategy", "%ff"),
@@ -115,6 +120,12 @@ def test_a_wrong_policy_names_its_header(name: str, value: str) -> None:
     with pytest.raises(InvalidRequestError, match=header) as raised:
         read_policy({header: value})
     assert raised.value.param == header
+
+
+def test_a_deadline_in_milliseconds() -> None:
+    assert read_policy({"x-agentspec-deadline-ms": "2500"}) == StepPolicy(deadline_s=2.5)
+    with pytest.raises(InvalidRequestError, match="not both"):
+        read_policy({"x-agentspec-deadline-ms": "2500", "x-agentspec-deadline-s": "2.5"})
 
 
 def test_a_policy_inside_another() -> None:
