@@ -9,8 +9,8 @@ namespace agentspec {
 namespace {
 
 constexpr double kEdges[] = {0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0};
-constexpr double kPriorTries = 10.0;  // weight of there being nothing to correct
-constexpr double kMemory = 300.0;    // tries after which a cell halves
+constexpr double kNeutralTries = 10.0;  // weight of there being nothing to correct
+constexpr double kHalvingTries = 300.0;    // tries after which a cell halves
 
 int bin_of(double rate) {
     int bin = 0;
@@ -51,7 +51,7 @@ void DepthRates::record(int depth, double rate, bool hit) {
     c[0] += rate;
     c[1] += hit ? 1.0 : 0.0;
     c[2] += 1.0;
-    if (c[2] > kMemory) {
+    if (c[2] > kHalvingTries) {
         for (int i = 0; i < 3; ++i) c[i] *= 0.5;
     }
     update(row, bin);
@@ -59,7 +59,7 @@ void DepthRates::record(int depth, double rate, bool hit) {
 
 void DepthRates::update(double* row, int bin) {
     const double* c = row + 3 * bin;
-    const double yes = kPriorTries * middle_of(bin), no = kPriorTries - yes;
+    const double yes = kNeutralTries * middle_of(bin), no = kNeutralTries - yes;
     row[3 * kBins + bin] = (c[1] + yes) * (c[2] - c[0] + no) / ((c[2] - c[1] + no) * (c[0] + yes));
 }
 
@@ -74,7 +74,7 @@ void DepthRates::restore(std::span<const double> state) {
     if (state.size() != kStateSize) throw std::invalid_argument("learned state of another shape");
     for (std::size_t i = 0; i < state.size(); i += 3) {
         const double rates = state[i], hits = state[i + 1], tries = state[i + 2];
-        if (!(rates >= 0 && rates <= tries && hits >= 0 && hits <= tries && tries <= kMemory)) {
+        if (!(rates >= 0 && rates <= tries && hits >= 0 && hits <= tries && tries <= kHalvingTries)) {
             throw std::invalid_argument("learned state holds impossible corrections");
         }
     }

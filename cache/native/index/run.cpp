@@ -7,7 +7,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kPage = 1 << 14;  // a multiple of the pages of all systems
+constexpr std::size_t kLargestPage = 1 << 14;  // a multiple of the pages of all systems
 
 /// Give pages back to the system, but keep their addresses.
 void discard(std::uintptr_t begin, std::uintptr_t end) {
@@ -58,7 +58,7 @@ void RunStorage::give_back(std::size_t end) {
     if (!file_ && is_paged()) {
         const auto page = [&](std::size_t place) {
             const auto address = reinterpret_cast<std::uintptr_t>(data_ + place);
-            return std::max(reinterpret_cast<std::uintptr_t>(data_), address / kPage * kPage);
+            return std::max(reinterpret_cast<std::uintptr_t>(data_), address / kLargestPage * kLargestPage);
         };
         discard(page(given_back_), page(end));
     }

@@ -19,7 +19,7 @@ constexpr std::array<std::uint64_t, 4> kItemBytes = {sizeof(SequenceRecord), siz
                                                      sizeof(Token)};
 constexpr std::array kParts = {"sequences", "pieces", "run", "log"};
 
-void require(bool holds, const std::string& what) {
+void demand(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
@@ -32,19 +32,19 @@ void check_log(std::span<const Token> log, std::span<const PieceRecord> pieces) 
         least = std::min(least, token);
         most = std::max(most, token);
     }
-    require(least >= kBoundary, "a negative token");
-    require(most <= kMostToken, "a token above 2^31 - 2");
-    require(log.size() >= kPadding && std::count(log.begin(), log.begin() + kPadding, kBoundary) == kPadding,
-            "no padding");
-    require(boundaries == kPadding + pieces.size(), "boundaries and pieces differ");
+    demand(least >= kBoundary, "a negative token");
+    demand(most <= kMostToken, "a token above 2^31 - 2");
+    demand(log.size() >= kPadding && std::count(log.begin(), log.begin() + kPadding, kBoundary) == kPadding,
+           "no padding");
+    demand(boundaries == kPadding + pieces.size(), "boundaries and pieces differ");
     std::uint64_t end = kPadding;
     for (const PieceRecord& piece : pieces) {
-        require(piece.begin > end && piece.begin - end - 1 <= kDepth, "a piece out of place");
-        require(piece.begin <= piece.end && piece.end <= log.size(), "a piece outside the log");
-        require(log[end] == kBoundary, "a piece without a boundary");
+        demand(piece.begin > end && piece.begin - end - 1 <= kDepth, "a piece out of place");
+        demand(piece.begin <= piece.end && piece.end <= log.size(), "a piece outside the log");
+        demand(log[end] == kBoundary, "a piece without a boundary");
         end = piece.end;
     }
-    require(end == log.size(), "tokens of no piece");
+    demand(end == log.size(), "tokens of no piece");
 }
 
 /// Set the bits [begin, end).
@@ -69,7 +69,7 @@ void check_run(std::span<const Position> run, std::span<const PieceRecord> piece
         living += piece.end - piece.begin;
         fill(tokens, piece.begin, piece.end);
     }
-    require(run.size() == living, "positions and tokens differ");
+    demand(run.size() == living, "positions and tokens differ");
     std::size_t found = 0;
     for (const Position position : run) {
         const std::size_t place = std::min<std::size_t>(position, log_size);
@@ -78,21 +78,21 @@ void check_run(std::span<const Position> run, std::span<const PieceRecord> piece
         found += (word & bit) != 0;
         word &= ~bit;
     }
-    require(found == living, "a position of no token, or one twice");
+    demand(found == living, "a position of no token, or one twice");
 }
 
 /// The parts of a frozen index in a file that is as long as it should be, and whose checksums hold.
 struct Parts {
     Parts(int descriptor, const FrozenLayout& layout) {
         const std::uint64_t size = size_of(descriptor);
-        require(layout.offset <= size, "it is cut off");
+        demand(layout.offset <= size, "it is cut off");
         std::uint64_t end = layout.offset;
         for (int part = 0; part < 4; ++part) {
-            require(layout.counts[part] <= std::numeric_limits<Position>::max(), "more than 2^32 items");
+            demand(layout.counts[part] <= std::numeric_limits<Position>::max(), "more than 2^32 items");
             end += layout.counts[part] * kItemBytes[part];
         }
-        require(layout.offset % alignof(SequenceRecord) == 0 && layout.counts[3] >= kPadding && end == size,
-                "its size is not what its head says");
+        demand(layout.offset % alignof(SequenceRecord) == 0 && layout.counts[3] >= kPadding && end == size,
+               "its size is not what its head says");
         const std::size_t log_bytes = layout.counts[3] * sizeof(Token);
         file = std::make_shared<const Mapping>(descriptor, size);
         log_offset = size - log_bytes;
@@ -113,14 +113,14 @@ struct Parts {
 private:
     static std::uint64_t size_of(int descriptor) {
         struct stat status;
-        require(fstat(descriptor, &status) == 0, "it cannot be read");
+        demand(fstat(descriptor, &status) == 0, "it cannot be read");
         return static_cast<std::uint64_t>(status.st_size);
     }
 
     template <class Item>
     static std::span<const Item> part(const FrozenLayout& layout, int number, const std::byte*& at) {
         const std::span items(reinterpret_cast<const Item*>(at), layout.counts[number]);
-        require(checksum(std::as_bytes(items)) == layout.checksums[number], std::string(kParts[number]) + ": checksum");
+        demand(checksum(std::as_bytes(items)) == layout.checksums[number], std::string(kParts[number]) + ": checksum");
         at += items.size_bytes();
         return items;
     }
@@ -215,15 +215,15 @@ void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::spa
         sequence.last_used = record.last_used;
         taken.push_back(&sequence);
     }
-    require(sequences_.size() == records.size(), "a sequence twice");
+    demand(sequences_.size() == records.size(), "a sequence twice");
     pieces_.reserve(pieces.size());
     for (const PieceRecord& piece : pieces) {
-        require(piece.sequence < records.size(), "a piece of no sequence");
+        demand(piece.sequence < records.size(), "a piece of no sequence");
         taken[piece.sequence]->spans.push_back({piece.begin, piece.end});
         taken[piece.sequence]->length += piece.end - piece.begin;
         pieces_.push_back({piece.begin, piece.end, taken[piece.sequence]});
     }
-    for (const Sequence* sequence : taken) require(!sequence->spans.empty(), "a sequence without a place");
+    for (const Sequence* sequence : taken) demand(!sequence->spans.empty(), "a sequence without a place");
     std::sort(taken.begin(), taken.end(),
               [](const Sequence* a, const Sequence* b) { return a->last_used < b->last_used; });
     for (Sequence* sequence : taken) {
