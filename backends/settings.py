@@ -16,7 +16,7 @@ DrafterName = Literal["suffix", "prediction", "ngram", "model"]
 def _root(url: HttpUrl) -> HttpUrl:
     if url.query is not None or url.fragment is not None or "%20" in (url.path or ""):
         raise ValueError("must be the root of an API, such as http://host:8000/v1, without blanks, ? and #")
-    return url
+    return HttpUrl(str(url).rstrip("/"))  # one that ends with a slash is the same server
 
 
 ServerRoot = Annotated[HttpUrl, AfterValidator(_root)]
@@ -113,6 +113,7 @@ class OpenAISettings(BaseModel):
     weight: float = Field(
         default=1.0,
         gt=0,
+        le=1000,
         allow_inf_nan=False,
         description="What each of its servers takes of a pool's calls, relatively",
     )

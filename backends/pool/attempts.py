@@ -28,6 +28,7 @@ LATE = 504  # of a proxy before the server, which may be computing the answer
 RETRIED = UNAVAILABLE | {429}
 """Statuses of answers after which another server may be asked: the call was not begun, or is not being computed."""
 ELSEWHERE_SECONDS = 0.025  # before a try at another server, at most; doubled each time
+MOST_BUSY = 600.0  # seconds that a `Retry-After` spares a server at most: one of a caller's quota may be a day
 SAME_SECONDS = 0.2  # before another one at the same server, at most; doubled each time
 
 
@@ -206,7 +207,7 @@ class Attempt:
         else:
             member.succeeded()  # the request was wrong, or there are too many, but the server is well
         if status in (429, 503) and wait is not None:
-            member.asked_to_wait(now + wait)
+            member.asked_to_wait(now + min(wait, MOST_BUSY))
         may = error.retryable if status is None else status in RETRIED
         self._again = may and self._attempts.another(error)
 
@@ -222,5 +223,5 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
             return seconds
     try:
         return max(0.0, parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

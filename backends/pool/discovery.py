@@ -135,23 +135,33 @@ async def _addresses(url: HttpUrl, lookup: HostLookup) -> Found:
 
 
 async def _service_records(url: HttpUrl) -> Found:
-    """One server for each SRV record of the best priority, by its weight (RFC 2782)."""
+    """One server for each SRV record of the best priority, by its weight (RFC 2782).
+
+    The name is tried in the system's search domains too, as an address is: Kubernetes' short names need them.
+    """
     import dns.asyncresolver
     import dns.exception
 
     try:
-        answer = await dns.asyncresolver.resolve(url.host or "", "SRV")
+        answer = await dns.asyncresolver.resolve(url.host or "", "SRV", search=True)
     except dns.exception.DNSException as error:
         raise DiscoveryError(f"{url.host}: {type(error).__name__}") from None
-    records = [(int(one.priority), int(one.weight), str(one.target).rstrip("."), int(one.port)) for one in answer]
+    records = [(one.priority, one.weight, str(one.target).rstrip(".").lower(), one.port) for one in answer]
     best = min((priority for priority, *_ in records), default=0)
-    found = sorted({(host, port, weight) for priority, weight, host, port in records if priority == best})
-    return Found(tuple(_served(url, *one) for one in found), float(answer.rrset.ttl) if answer.rrset else None)
+    found = {(host, port): max(weight, 1) for priority, weight, host, port in records if priority == best and host}
+    mean = sum(found.values()) / max(len(found), 1)
+    served = tuple(_served(url, *one, weight / mean) for one, weight in sorted(found.items()))
+    return Found(served, float(answer.rrset.ttl) if answer.rrset else None)
 
 
-def _served(url: HttpUrl, host: str, port: int, weight: int) -> Address:
-    root = HttpUrl.build(scheme=url.scheme, host=host, port=port, path=(url.path or "").lstrip("/"))
-    return Address(f"{host}:{port}", root, weight=max(weight, 1))
+def _served(url: HttpUrl, host: str, port: int, weight: float) -> Address:
+    try:
+        root = HttpUrl.build(scheme=url.scheme, host=host, port=port, path=(url.path or "").lstrip("/"))
+    except ValidationError:
+        root = None
+    if root is None or root.host != host:  # names may hold any bytes, and a slash would end the host
+        raise DiscoveryError(f"{url.host}: a record names {host!r:.100}, which is no host")
+    return Address(f"{host}:{port}", root, weight=weight)
 
 
 def _read(path: Path) -> tuple[Address, ...]:

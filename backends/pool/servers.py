@@ -82,12 +82,15 @@ class Servers:
             self.look_at = now + min(max(found.fresh_seconds, 1.0), self._fleet.discovery_interval)
         known = {member.name: member for member in self.members}
         wanted = {self._named(address): address for address in found.addresses}
-        self.members = tuple(known.get(name) or self._member(address) for name, address in wanted.items())
+        kept = {
+            name: one for name, one in known.items() if name in wanted and one.backend.settings.url == wanted[name].url
+        }
+        self.members = tuple(kept.get(name) or self._member(address) for name, address in wanted.items())
         for member in self.members:
             member.reweigh(self.settings.weight * wanted[member.name].weight)
-        gone = [member for name, member in known.items() if name not in wanted]
-        if gone or len(wanted) > len(known):
-            logger.info("backends.%s: %d servers, %d of them new", self.name, len(wanted), len(wanted.keys() - known))
+        gone = [member for name, member in known.items() if name not in kept]
+        if gone or len(wanted) > len(kept):
+            logger.info("backends.%s: %d servers, %d of them new", self.name, len(wanted), len(wanted) - len(kept))
         for member in gone:
             self._tell_lost(member.name)
             await member.backend.aclose()  # its running calls go on to their ends

@@ -123,10 +123,15 @@ def with_servers(
     found = dict(current)
     for name, one in current.items():
         other = wanted.get(name)
-        several = isinstance(one, OpenAISettings) and one.has_several_servers
-        if several and isinstance(other, OpenAISettings) and other.has_several_servers:
+        if isinstance(one, OpenAISettings) and isinstance(other, OpenAISettings) and _found_alike(one, other):
             found[name] = one.model_copy(update={key: getattr(other, key) for key in RELOADABLE_SERVERS})
     return found
+
+
+def _found_alike(one: OpenAISettings, other: OpenAISettings) -> bool:
+    """Whether both have several servers, and find them by the same name or by none."""
+    several = one.has_several_servers and other.has_several_servers
+    return several and (one.resolve, one.base_url) == (other.resolve, other.base_url)
 
 
 def restart_needed(current: Settings, wanted: Settings) -> list[str]:

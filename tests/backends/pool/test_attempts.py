@@ -40,6 +40,24 @@ def test_a_busy_server_is_asked_again_when_it_wants_to_be(in_virtual_time: Any, 
     in_virtual_time(work())
 
 
+def test_a_quota_of_one_caller_does_not_keep_a_server_from_all_others_for_a_day(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        limited, other = server("a", 429, {"retry-after": "86400"}), server("b")
+        made = make_pool(limited, other)
+        for _ in range(10):
+            await ask(made.pool)
+        assert len(limited.times()) == 1
+        await asyncio.sleep(600)
+        limited.status = 200
+        for _ in range(10):
+            await ask(made.pool)
+        assert len(limited.times()) == 6
+
+    in_virtual_time(work())
+
+
 def test_no_wait_is_begun_that_the_deadline_cuts_off(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
         busy = server("a", 429, {"retry-after": "2"})

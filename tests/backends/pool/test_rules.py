@@ -158,5 +158,6 @@ def test_how_long_a_server_asks_to_wait() -> None:
     assert retry_after({"retry-after-ms": "250", "retry-after": "1"}) == 0.25
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     assert 25 < (retry_after({"retry-after": later}) or 0) <= 30
-    for wrong in ("", "soon", "-3", "inf", "nan"):
+    huge = "Fri, 01 Jan 2027 99999999999999999999:00:00 GMT"
+    for wrong in ("", "soon", "-3", "inf", "nan", huge):
         assert retry_after({"retry-after": wrong}) is None

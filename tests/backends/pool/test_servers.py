@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +33,15 @@ def test_listed_servers_are_named_by_host_and_port_and_by_path_if_need_be() -> N
     )
     expected = ["a:80", "b:443", "c:1/x/v1", "c:1/y/v1", "[::1]:2"]
     assert named(listed(urls.base_urls or ())) == expected
+
+
+def test_one_server_is_no_two_for_a_slash_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="twice"):
+        settings(base_urls=["http://a/v1", "http://A:80/v1/"])
+    file = tmp_path / "servers"
+    file.write_text("http://a/v1\nhttp://a/v1/\nhttp://b\nhttp://b/\n")
+    found = asyncio.run(discover(settings(base_urls_file=str(file))))
+    assert named(found.addresses) == ["a:80", "b:80"]
 
 
 @pytest.mark.parametrize("wrong", ["http://a/v1 # gpu 1", "http://a/v1?key=1", "http://a/v1#1"])
@@ -148,29 +156,6 @@ def test_a_lookup_that_fails_is_reported_once(
     assert servers.members == () and [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_service_records_give_ports_and_weights_by_the_best_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolver = pytest.importorskip("dns.asyncresolver")
-
-    class Records(list[Any]):
-        rrset = SimpleNamespace(ttl=3)
-
-    async def resolve(name: str, kind: str) -> Records:
-        assert (name, kind) == ("_http._tcp.vllm.test", "SRV")
-        found = [(0, 2, "n1.test.", 8001), (0, 0, "n2.test.", 8002), (5, 1, "spare.test.", 8000)]
-        return Records(SimpleNamespace(priority=p, weight=w, target=t, port=port) for p, w, t, port in found)
-
-    monkeypatch.setattr(resolver, "resolve", resolve)
-
-    async def work() -> None:
-        own = settings(base_url="http://_http._tcp.vllm.test/v1", resolve="srv", weight=2.0)
-        servers = Servers("a", own, FleetSettings())
-        await servers.refresh(0.0)
-        assert [(one.name, one.weight) for one in servers.members] == [("a/n1.test:8001", 4.0), ("a/n2.test:8002", 2.0)]
-        assert servers.look_at == 3.0  # when the records are stale
-
-    asyncio.run(work())
-
-
 def test_service_records_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.backends.pool.discovery.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"agentspec\[dns\]"):
@@ -219,6 +204,18 @@ def test_a_reload_changes_which_servers_there_are() -> None:
     asyncio.run(servers.refresh(0.0))
     assert named(servers.members) == ["a/b:1", "a/c:1"] and servers.members[0] is before
     assert [one.seen().weight for one in servers.members] == [3.0, 3.0] and not servers.is_due(1e9)
+
+
+def test_a_server_at_another_path_or_scheme_is_another_one() -> None:
+    made = fleet("http://a:1/v1", "http://b:1/v1")
+    servers, lost = made.servers["a"], list[str]()
+    servers.lost.append(lost.append)
+    made.drain("a/a:1", on=True)
+    kept = servers.members[1]
+    made.reload({"a": settings(base_urls=["https://a:1/v2", "http://b:1/v1"])})
+    asyncio.run(servers.refresh(0.0))
+    assert [str(one.backend.settings.url) for one in servers.members] == ["https://a:1/v2", "http://b:1/v1"]
+    assert servers.members[1] is kept and lost == ["a/a:1"] and made.drained() == ["a/a:1"]
 
 
 def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() -> None:

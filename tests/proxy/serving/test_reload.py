@@ -18,7 +18,7 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
-from agentspec.proxy.serving.reload import RELOADABLE, Reloader, restart_needed
+from agentspec.proxy.serving.reload import RELOADABLE, Reloader, restart_needed, with_servers
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
@@ -126,6 +126,24 @@ def test_what_needs_a_restart() -> None:
     assert restart_needed(before, before) == []
     assert restart_needed(before, after) == ["server.port", "server.max_connections", "backends"]
     assert set(ServerSettings.model_fields) >= RELOADABLE
+
+
+@pytest.mark.parametrize(
+    ("now", "wanted", "taken"),
+    [
+        ({"base_urls": ["http://a/v1"]}, {"base_urls": ["http://b/v1"], "weight": 2.0}, True),
+        ({"base_urls": ["http://a/v1"]}, {"base_urls_file": "servers"}, True),
+        ({"base_urls": ["http://a/v1"]}, {"base_url": "http://a/v1"}, False),
+        ({"base_urls": ["http://a/v1"]}, {"base_url": "http://a/v1", "resolve": "a"}, False),
+        ({"base_url": "http://a/v1", "resolve": "a"}, {"base_urls": ["http://a/v1"]}, False),
+        ({"base_url": "http://a/v1", "resolve": "a"}, {"base_url": "http://b/v1", "resolve": "a"}, False),
+    ],
+)
+def test_servers_are_reloaded_only_if_they_are_found_in_the_same_way(now: Any, wanted: Any, taken: bool) -> None:
+    """Else they would be looked for where neither the old settings nor the new ones say; that takes a restart."""
+    before, after = OpenAISettings(**now), OpenAISettings(**wanted)
+    found = with_servers({"a": before}, {"a": after})
+    assert found == {"a": after if taken else before}
 
 
 def test_a_signal_without_a_file_is_no_end(keyed: Any) -> None:
