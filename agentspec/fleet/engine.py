@@ -14,9 +14,8 @@ from math import inf
 from agentspec.fleet.costs import EngineCosts
 from agentspec.fleet.prefix_cache import SimulatedPrefixCache
 from agentspec.fleet.session import SimulatedSession
+from agentspec.placement import PRESSED
 from agentspec.placement.ordering import CallQueue
-
-PRESSED = 0.9  # share of the KV cache in use from which programs that have begun go first
 
 OnSession = Callable[[SimulatedSession, float], None]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from agentspec.placement.policy import Call, LeastLoaded, Member, PlacementPolicy, RoundRobin
+from agentspec.placement.policy import PRESSED, Call, LeastLoaded, Member, PlacementPolicy, RoundRobin
 from agentspec.placement.prefix import PrefixAffinity
 from agentspec.placement.roster import Roster
 from agentspec.placement.workflow import WorkflowAffinity
@@ -19,6 +19,7 @@ DEFAULT_POLICY = "workflow"
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
+    "PRESSED",
     "Call",
     "LeastLoaded",
     "Member",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+PRESSED = 0.9  # share of a KV cache in use from which a server may preempt what it has begun
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -24,6 +26,11 @@ class Member:
     def load(self) -> float:
         """Calls per unit of weight."""
         return (self.in_flight + self.waiting) / self.weight
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether its KV cache is nearly full."""
+        return self.kv_use > PRESSED
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,8 @@ def create_app(
     settings = settings or runtime.settings
     server = settings.server
     process = process or ProcessContext(ConcurrencyLimiter(server), server.max_body_memory)
+    if server.order == "workflow":
+        process.limiter.pressed = lambda: runtime.fleet is not None and runtime.fleet.is_pressed()
     _warn_of_unpaced(settings)
     budget = BodyBudget(process.body_memory, server.parsing_threads, shared=bool(server.api_keys))
     places, deadlines = EnginePlaces(server, settings.backends), Deadlines()

@@ -109,6 +109,10 @@ class Fleet:
             if isinstance(wanted, OpenAISettings) and wanted.has_several_servers:
                 servers.reload(wanted)
 
+    def is_pressed(self) -> bool:
+        """Whether some pool's servers have hardly any room left in their KV caches."""
+        return any(pool.is_pressed() for pool in self.pools.values())
+
     def drained(self) -> list[str]:
         """The members that get no new calls."""
         return [member.name for member in self._members() if member.draining]

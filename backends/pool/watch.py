@@ -77,7 +77,12 @@ class Watch:
                     self._look_after(member, now)
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS
+            self._forget_gone()
             sweep([[member for member, _ in pool.members()] for pool in self._pools], now)
+
+    def _forget_gone(self) -> None:
+        there = {member.name for servers in self._servers for member in servers.members}
+        self._due = {key: at for key, at in self._due.items() if key[1] in there}
 
     def _look_after(self, member: PoolMember, now: float) -> None:
         settings = self._settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,6 +25,8 @@ LONGEST_RETRY = 60.0  # seconds that a refused client is told to wait at most
 
 class Admission(Protocol):
     """Admits requests: `ConcurrencyLimiter` says what each of these does."""
+
+    pressed: Callable[[], bool]
 
     @property
     def running(self) -> int: ...
@@ -52,6 +54,8 @@ class ConcurrencyLimiter:
     while a place is free that the tenant may use. A request is refused at once if it would wait longer than
     `server.queue_timeout` by the rate at which the tenant's requests get places.
 
+    `pressed` tells whether the servers' KV caches are nearly full, which the order may heed.
+
     Use it in one event loop; only `close` may be called from other threads and from signal handlers. Errors call what
     bounds the places `setting`.
     """
@@ -59,6 +63,7 @@ class ConcurrencyLimiter:
     def __init__(self, settings: ServerSettings, *, setting: str = "server.max_concurrent") -> None:
         self.running = 0
         self.closed = False
+        self.pressed: Callable[[], bool] = unpressed
         self._settings = settings
         self._setting = setting
         self._tenants: dict[str, TenantPlaces] = {}
@@ -220,7 +225,7 @@ class ConcurrencyLimiter:
             if not ready:
                 return
             tenant = min(ready, key=lambda one: max(self._virtual_time, one.finish))
-            turn = tenant.waiting.pop(now)
+            turn = tenant.waiting.pop(now, pressed=self.pressed())
             self._waiting -= 1
             if not turn.done():
                 self._take(tenant, in_turn=True)
@@ -302,6 +307,11 @@ class Place:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._limiter.release(self._tenant, self._visit)
+
+
+def unpressed() -> bool:
+    """What is assumed of KV caches that nobody has looked at."""
+    return False
 
 
 def closed() -> ShuttingDownError:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.errors import AgentSpecError, AuthenticationError, ConfigurationError
 from agentspec.proxy.admission.auth import Identity
+from agentspec.proxy.admission.concurrency import unpressed
 from agentspec.proxy.admission.turns import ProgramCall
 from agentspec.proxy.app import VERSION, ProcessContext, backend_samples, create_app, index_size
 from agentspec.proxy.forwarding.engine_link import TENANT_HEADER, noted
@@ -48,6 +49,7 @@ class Unlimited:
     def __init__(self) -> None:
         self.running = 0
         self.closed = False
+        self.pressed = unpressed
 
     def enter(
         self, tenant: str, receive: Receive, call: ProgramCall | None = None

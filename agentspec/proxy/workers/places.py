@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Receive
 
 from agentspec.errors import AgentSpecError, OverloadedError
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter, Visit, closed
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter, Visit, closed, unpressed
 from agentspec.proxy.admission.early_messages import EarlyMessages
 from agentspec.proxy.admission.tenant_places import TenantPlaces
 from agentspec.proxy.admission.turns import ProgramCall
@@ -34,11 +34,12 @@ class WorkerPlaces:
     """What one worker's requests hold and wait for, in the parent. `send` sends a message to the worker.
 
     Requests have numbers, which the worker gives them. The answer to `take` is "go", "no" or "closed", or "wait" and
-    one of them later.
+    one of them later. `pressed` is what the worker last said of the servers' KV caches.
     """
 
     limiter: ConcurrencyLimiter
     send: Send
+    pressed: bool = False
     _held: dict[int, tuple[TenantPlaces, Visit]] = field(default_factory=dict)
     _waiting: dict[int, _InLine] = field(default_factory=dict)
 
@@ -73,9 +74,13 @@ class WorkerPlaces:
             self.limiter.leave(waiting.tenant, waiting.turn)
             self.limiter.forget(waiting.tenant, waiting.visit)
 
+    def press(self, on: bool) -> None:
+        """The servers' KV caches are nearly full now, or no longer."""
+        self.pressed = on
+
     def leave_all(self) -> None:
         """Take everything back from a worker that is gone."""
-        self.send = lambda *message: None
+        self.send, self.pressed = (lambda *message: None), False
         for number in [*self._waiting, *self._held]:
             self.leave(number)
 
@@ -117,6 +122,8 @@ class SharedLimiter:
         self.running = 0
         self.closed = False
         self.send: Send = lambda *message: None
+        self.pressed: Callable[[], bool] = unpressed
+        self._told_pressed = False
         self._asked: dict[int, _Question] = {}
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,6 +136,7 @@ class SharedLimiter:
         if self.closed:
             raise closed()
         self._loop = loop = asyncio.get_running_loop()
+        self._tell_pressed()
         self._number += 1
         turn = self._asked[self._number] = _Question(self._number, loop.create_future(), loop.create_future())
         self.send("take", self._number, tenant, *(() if call is None else (call.fields,)))
@@ -159,7 +167,13 @@ class SharedLimiter:
         if turn.place.done() and not turn.place.cancelled():
             turn.place.exception()  # seen, or the loop would report it
         turn.place.cancel()
+        self._tell_pressed()  # before: a place that is given back goes to another request
         self.send("leave", turn.number)
+
+    def _tell_pressed(self) -> None:
+        if (pressed := self.pressed()) != self._told_pressed:
+            self._told_pressed = pressed
+            self.send("press", pressed)
 
     def close(self) -> None:
         """Refuse all requests that have no place yet."""

@@ -84,6 +84,7 @@ class Supervisor:
         self._secret = SecretStr(_secret(server))
         self._sockets = listen(server.host, server.port)
         self._limiter, self._key_limits = ConcurrencyLimiter(server), KeyLimits()
+        self._limiter.pressed = self._pressed
         self._key_limits.update(server)
         capacity = connection_capacity(server)
         self._handover = Handover(Connections(server, capacity), secure=self.tls is not None)
@@ -222,16 +223,19 @@ class Supervisor:
     def _places(self, send: Callable[..., None]) -> tuple[WorkerPlaces, WorkerKeyLimits]:
         return WorkerPlaces(self._limiter, send), WorkerKeyLimits(self._key_limits, send)
 
+    def _pressed(self) -> bool:
+        """Whether some worker has seen that the servers' KV caches are nearly full."""
+        lives = (worker.life for worker in self._workers)
+        return any(life.places.pressed for life in lives if life is not None and life.places is not None)
+
     def _received(self, child: Child, message: Message) -> None:
         """Take a message of a process."""
         life = child.life
         if life is None:
             return
         match message:
-            case ["take", *told] if life.places is not None:
-                life.places.take(*told)
-            case ["leave", *told] if life.places is not None:
-                life.places.leave(*told)
+            case ["take" | "leave" | "press" as name, *told] if life.places is not None:
+                getattr(life.places, name)(*told)
             case ["admit" | "settle" | "recorded" as name, *told] if life.key_limits is not None:
                 getattr(life.key_limits, name)(*told)
             case ["opened", *told] if life.recipient is not None:

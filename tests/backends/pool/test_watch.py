@@ -54,6 +54,27 @@ def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
     in_virtual_time(work())
 
 
+def test_a_pool_is_pressed_when_all_of_its_servers_that_take_calls_say_so(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    async def work() -> None:
+        made = make_pool(server("a"), server("b"))
+        full, other = (one.members[0] for one in made.servers)
+        full.measured(ServerLoad(8, 2, 0.95))
+        assert not made.pool.is_pressed()  # of the other nothing is known
+        other.measured(ServerLoad(8, 2, 0.85))
+        assert not made.pool.is_pressed()
+        other.measured(ServerLoad(8, 2, 0.95))
+        assert made.pool.is_pressed()
+        other.measured(None)
+        other.draining = True
+        assert made.pool.is_pressed()
+        full.draining = True
+        assert not made.pool.is_pressed()
+
+    in_virtual_time(work())
+
+
 def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_once(
     in_virtual_time: Any, make_pool: Any, server: Any
 ) -> None:
@@ -82,6 +103,25 @@ def test_a_server_without_metrics_is_seldom_asked_for_them(in_virtual_time: Any,
         watch.ensure()
         await asyncio.sleep(59)
         assert len(one.times("/metrics")) == 1
+        await watch.aclose()
+
+    in_virtual_time(work())
+
+
+def test_servers_that_are_gone_leave_nothing_behind(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    """Pods come and go under new addresses for months."""
+
+    async def work() -> None:
+        made = make_pool(server("a", paths={"/metrics": lambda: answering(METRICS)}), kind="on", probe=True)
+        watch, [servers] = watching(made), made.servers
+        watch.ensure()
+        members = servers.members
+        for number in range(10):
+            copy = PoolMember(f"pod-{number}", "a", members[0].backend, made.pool.fleet)
+            servers.members = (copy,)
+            await asyncio.sleep(15)
+        assert {name for _, name in watch._due} == {"pod-9"}
+        servers.members = members
         await watch.aclose()
 
     in_virtual_time(work())

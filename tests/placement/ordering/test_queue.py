@@ -73,6 +73,36 @@ def test_programs_with_less_service_go_first_but_waiting_makes_up_for_it():
     assert [queue.pop(6.0) for _ in range(3)] == ["served briefly", "served for long", "new, later"]
 
 
+@given(STEPS)
+def test_under_pressure_no_new_program_passes_one_that_has_begun_unless_it_waited_long(steps):
+    queue, waiting, now = UrgencyOrder(PATIENCE), {}, 0.0
+    for number, (what, urgency, passed, _) in enumerate(steps):
+        now += passed
+        if what != "pop":
+            queue.push(number, urgency, now)
+            waiting[number] = (urgency.attained > 0, now)
+        elif waiting:
+            begun, came = waiting.pop(queue.pop(now, pressed=True))
+            others_begun = [one for one, _ in waiting.values() if one]
+            assert begun or not others_begun or now - came >= PATIENCE - 1e-9
+
+
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_under_pressure_a_new_program_is_served_within_a_bounded_number_of_services(came_a_second, start):
+    """However many calls of running programs keep coming: as many as come within twice the patience, and no more."""
+    queue, served = UrgencyOrder(PATIENCE), 0
+    queue.push("new", Urgency(), 0.0)
+    for second in range(start, 100):
+        for number in range(came_a_second):
+            queue.push((second, number), Urgency(1.0), float(second))
+        for _ in range(came_a_second):  # what comes is served, so that some call is always there
+            served += 1
+            if queue.pop(float(second), pressed=True) == "new":
+                assert served <= 2 * PATIENCE * came_a_second + 1
+                return
+    raise AssertionError("never served")
+
+
 def test_under_pressure_what_has_begun_goes_first():
     for pressed, first in ((False, "new"), (True, "begun")):
         queue = UrgencyOrder(PATIENCE)

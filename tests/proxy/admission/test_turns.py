@@ -84,6 +84,36 @@ async def test_programs_that_had_much_service_let_others_pass() -> None:
     assert line.served == ["long, first", "another", "new", "long, second"]
 
 
+@pytest.mark.parametrize(("pressed", "expected"), [(False, ["new", "begun"]), (True, ["begun", "new"])])
+async def test_programs_that_have_begun_go_first_where_kv_caches_are_nearly_full(
+    pressed: bool, expected: list[str]
+) -> None:
+    line = Line()
+    line.limiter.pressed = lambda: pressed
+    await line.come("first", ProgramCall("s"))
+    await line.end(seconds=5.0)
+    await line.come("running")
+    await line.come("new", ProgramCall("other"))
+    await line.come("begun", ProgramCall("s"))
+    for _ in range(3):
+        await line.end()
+    assert line.served == ["first", "running", *expected]
+
+
+async def test_under_pressure_nobody_starves() -> None:
+    line = Line()
+    line.limiter.pressed = lambda: True
+    line.limiter.update(line.settings.model_copy(update={"queue_timeout": 20.0}))
+    await line.come("first", ProgramCall("s"))
+    await line.end(seconds=1.0)
+    await line.come("running", ProgramCall("s"))
+    await line.come("new", ProgramCall("other"))
+    for number in range(30):  # one program's calls keep coming, one a second
+        await line.come(f"begun {number}", ProgramCall("s"))
+        await line.end(seconds=1.0)
+    assert line.served.index("new") <= 2 + 20
+
+
 async def test_the_time_that_a_workflow_still_takes_is_learned() -> None:
     line = Line()
     for number in range(3):

@@ -91,6 +91,40 @@ def test_limits_are_those_of_all_workers() -> None:
     run(main())
 
 
+def test_what_workers_see_of_kv_caches_reaches_the_parent_before_it_gives_a_place() -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=1, queue_timeout=60, order="workflow")
+        full = [False, False]
+        for number, worker in enumerate(parent.workers):
+            worker.pressed = lambda number=number: full[number]  # type: ignore[misc]
+        seen: list[bool] = []
+
+        def pressed() -> bool:
+            seen.append(any(one.pressed for one in parent.places))
+            return seen[-1]
+
+        parent.limiter.pressed = pressed
+        over = [asyncio.Event() for _ in range(3)]
+        tasks = [asyncio.create_task(hold(parent.workers[number % 2], one)) for number, one in enumerate(over)]
+        await turns()
+        full[0] = True
+        over[0].set()
+        await turns()
+        full[0] = False
+        over[1].set()
+        await turns()
+        over[2].set()
+        await asyncio.gather(*tasks)
+        await turns()
+        assert seen == [True, True]  # a worker tells with its own requests
+        assert parent.messages.count(("press", True)) == 1 == parent.messages.count(("press", False))
+        parent.places[0].press(True)
+        parent.places[0].leave_all()
+        assert not parent.places[0].pressed
+
+    run(main())
+
+
 def test_a_worker_that_is_gone_gives_everything_back() -> None:
     async def main() -> None:
         parent = Parent(max_concurrent=2, queue_timeout=60)
