@@ -63,8 +63,9 @@ def test_calibration_takes_the_worst_file() -> None:
 
 def test_costs_are_judged_in_their_units() -> None:
     found = verdicts()
-    assert found["drafting a tree of 32, 1 M cached tokens, median"] == "met"
-    assert found["drafting a tree of 32, 1 M cached tokens, p99"] == "met"
+    assert found["drafting a tree of 32, 1 M cached tokens, median"] == "aim met"
+    assert found["drafting a tree of 32, 1 M cached tokens, p99"] == "aim met"
+    assert found["commit per token, 1 M cached tokens"] == "missed"
     assert found["insert per token, merges included"] == "met"
     assert found["request start per prompt token"] == "aim met"
     assert found["bytes per cached token, memory"] == "aim met"
@@ -72,6 +73,19 @@ def test_costs_are_judged_in_their_units() -> None:
     assert verdicts(replace(COSTS, segment_bytes=8.7))["bytes per cached token, segment"] == "aim met"
     large = replace(COSTS, large=replace(LATENCY, cached_tokens=100_000_000))
     assert verdicts(large)["drafting a tree of 32, 100 M cached tokens, median"] == "aim met"
+
+
+def test_the_bounds_of_the_costs_of_drafting() -> None:
+    goals = judged(CacheReport([], [8, 32], "", COSTS))
+    bounds = {
+        "drafting a tree of 32, 1 M cached tokens, median": (45, 35),
+        "drafting a tree of 32, 1 M cached tokens, p99": (150, 120),
+        "drafting a tree of 32, 100 M cached tokens, median": (200, 150),
+        "drafting a tree of 32, 100 M cached tokens, p99": (600, 500),
+        "commit per token, 1 M cached tokens": (4.3, 3.0),
+        "16 requests in one call vs one by one": (1.7, 1.9),
+    }
+    assert {name: (goals[name].required, goals[name].aim) for name in bounds} == bounds
 
 
 def test_a_smaller_cache_on_disk_can_only_miss() -> None:
