@@ -12,9 +12,15 @@ import sqlalchemy as sa
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.partition import without_ends
 from agentspec.cache.storage import codec
-from agentspec.cache.storage.schema import deletions, is_older, learned, namespaces, sequences
+from agentspec.cache.storage.schema import Kinds, deletions, is_older, is_sound, learned, namespaces, sequences
 
 _SOME = 500  # values in one statement
+_TIME: Kinds = (("created_at", float | int),)
+_KINDS: Kinds = (
+    ("salt", str),
+    *((name, str | None) for name in ("tenant", "session", "tokenizer")),
+    ("before", float | int | None),
+)
 
 Holds = Callable[[sa.Row[Any], Selection], bool]
 
@@ -41,11 +47,14 @@ def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
 def after(connection: sa.Connection, time_: float) -> list[tuple[float, Scope]]:
     """When deletions were made since a time, in seconds since 1970, and their scopes."""
     query = sa.select(deletions).where(deletions.c.created_at >= time_)
-    return [(row.created_at, _scope(row)) for row in connection.execute(query)]
+    return [(row.created_at, _scope(row)) for row in connection.execute(query) if is_sound(row, _TIME)]
 
 
 def _scope(row: sa.Row[Any]) -> Scope:
-    return Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, row.searched)
+    """What a deletion covers; everything where that is damaged: more is looked at then, and nothing of it is kept."""
+    if not is_sound(row, _KINDS):
+        return Scope("")
+    return Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, bool(row.searched))
 
 
 def search(

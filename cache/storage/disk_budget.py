@@ -77,7 +77,7 @@ class DiskBudget:
             with connection.execute(query.execution_options(yield_per=1024)) as rows:
                 for row in rows:
                     last = row.id
-                    size -= row.size + _ROW
+                    size -= (row.size if isinstance(row.size, int) else 0) + _ROW  # SQLite keeps any value
                     if size <= 0:
                         break
             return connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount > 0

@@ -111,7 +111,7 @@ deletions = sa.Table(
     sa.Column("salt", sa.String, nullable=False),
     sa.Column("tenant", sa.String),  # tenant and session are salted hashes
     sa.Column("session", sa.String),
-    sa.Column("tokenizer", sa.String),
+    sa.Column("tokenizer", Name),
     sa.Column("before", sa.Float),
     sa.Column("searched", sa.Boolean, nullable=False),
     sqlite_autoincrement=True,

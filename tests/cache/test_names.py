@@ -26,7 +26,7 @@ def test_any_string_is_a_name(location: str | Path, name: str) -> None:
         assert cache.stats().sequences == 3
         assert cache.stats().segment_error is None
         assert cache.forget(session=f"{name}0") == 1
-        assert cache.forget(tenant=name) == 2
+        assert cache.forget(tenant=name, tokenizer=name) == 2
     with SuffixCache.open(location, mode="writer") as cache:
         assert cache.stats().sequences == 0
 

@@ -207,7 +207,11 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
 void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::span<const PieceRecord> pieces) {
     std::vector<Sequence*> taken;
     sequences_.reserve(records.size());
+    constexpr std::int64_t kMost = std::int64_t{1} << 62;  // counted up from, never beyond
     for (const SequenceRecord& record : records) {
+        const bool possible =
+            std::min(record.hits, record.last_used) >= 0 && std::max(record.hits, record.last_used) < kMost;
+        require(possible, "impossible counts");
         Sequence& sequence = sequences_[record.number];
         sequence.id = record.number;
         sequence.closed = record.closed != 0;

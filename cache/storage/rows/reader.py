@@ -148,7 +148,7 @@ class SequenceReader:
         chosen: list[int] = []
         with self._reading() as connection:
             for id_, count in connection.execute(ranked.order_by(sequences.c.hits.desc(), sequences.c.id.desc())):
-                limit -= count
+                limit -= max(0, count) if isinstance(count, int) else 0  # a damaged row is left out below
                 if limit < 0:
                     break
                 chosen.append(id_)

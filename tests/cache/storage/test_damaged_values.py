@@ -11,6 +11,7 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.responses import StoredResponse
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tool_turns import new_turn
 from agentspec.errors import CacheFormatError
@@ -86,3 +87,55 @@ def test_a_damaged_answer_is_told(tmp_path: Path) -> None:
         with pytest.raises(CacheFormatError, match="r0 is damaged"):
             cache.responses.get("default", "r0")
         assert cache.responses.get("default", "r1") is not None
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("before", "soon")]
+    + [
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in [("before", BYTES), ("salt", BYTES), ("session", 5), ("searched", "maybe"), ("created_at", "then")]
+    ],
+)
+def test_a_damaged_deletion_holds_up_nothing(tmp_path: Path, column: str, value: object) -> None:
+    """Neither the process that learns of it nor one that opens a segment of the time before."""
+    fill(tmp_path)
+    with SuffixCache.open(tmp_path, mode="writer") as cache:
+        cache.compact()
+        segment = next(tmp_path.glob("*.segment"))
+        kept = segment.read_bytes()
+        cache.forget(session="s3")
+    segment.write_bytes(kept)  # as by a process that was killed in between
+    with SuffixCache.open(tmp_path, mode="follower") as follower:
+        assert follower._store is not None
+        follower._store.last_deletion = 0
+        damage(tmp_path, "deletions", column, value)
+        for first in (71, 81):  # the first may be what was deleted, for all that is known
+            with follower.request([1, 2]) as request:
+                request.extend([first, first + 1, first + 2])
+            follower.flush()
+            follower._deleter.apply_deletions()
+        assert follower.stats().store_error is None
+        follower.tool_turns.put(new_turn("default", "agent", "s1", "{}"))
+        follower.tool_turns.flush()
+    assert count(tmp_path, "sequences") in (4, 5) and count(tmp_path, "tool_turns") == 3
+    with SuffixCache.open(tmp_path) as cache, cache.request([1, 2], store=False) as request:
+        drafted = request.draft(8).tokens.tolist()
+        assert 81 in drafted and 31 not in drafted
+
+
+def test_a_damaged_size_is_no_reason_to_keep_more_than_the_budget(tmp_path: Path) -> None:
+    fill(tmp_path)
+    damage(tmp_path, "sequences", "size", "small")
+    store = SequenceStore.open(tmp_path, disk_bytes=None, tenant_disk_bytes=1100, mode="writer")
+    store.enforce_budget()
+    store.close()
+    assert 0 < count(tmp_path, "sequences") <= 2
+
+
+def test_a_damaged_count_leaves_the_other_outputs_the_most_used(tmp_path: Path) -> None:
+    fill(tmp_path)
+    damage(tmp_path, "sequences", "token_count", "three")
+    store = SequenceStore.open(tmp_path, disk_bytes=None, mode="follower")
+    assert len(store.hottest("default", "", 100)) == 3
+    store.close()

@@ -196,6 +196,8 @@ def patched(data: bytes, part: int, item: int, field: int, value: int) -> bytes:
         ((1, 0, 2, 99), "no sequence"),
         ((1, 0, 2, 1), "without a place"),
         ((0, 1, 0, 0), "twice"),
+        ((0, 1, 3, 2**31), "impossible counts"),
+        ((0, 1, 5, 2**31 - 1), "impossible counts"),
     ],
 )
 def test_forged_indexes(change: tuple[int, int, int, int], reason: str) -> None:
