@@ -6,6 +6,7 @@ the native code releases the interpreter lock.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -119,6 +120,9 @@ def quiesce() -> None:
     For the end of the process: a thread that asks for that lock while the interpreter ends would abort the process.
     """
     _native.quiesce()
+
+
+atexit.register(quiesce)  # after what is registered later, such as the closing of caches
 
 
 class SuffixIndex:

@@ -17,6 +17,7 @@
 #include "drafting/chains.hpp"
 #include "drafting/draft_batch.hpp"
 #include "drafting/drafter.hpp"
+#include "drafting/workers.hpp"
 #include "index/suffix_index.hpp"
 #include "storage/checksum.hpp"
 #include "unlocked.hpp"
@@ -69,10 +70,58 @@ std::vector<SourcedIndex> sourced(const Indexes& indexes) {
 
 using Arrays = std::tuple<Output<Token>, Output<Token>, Output<float>, Output<Token>, Output<std::uint8_t>>;
 
-Arrays arrays_of(DraftTree tree) {
-    return {array_of(std::move(tree.tokens)), array_of(std::move(tree.parents)),
-            array_of(std::move(tree.probabilities)), array_of(std::move(tree.match_length)),
-            array_of(std::move(tree.sources))};
+/// Items `begin` to `end` of an array that Python holds. A fifth of the time of a new array.
+nb::object part(const nb::object& array, std::size_t begin, std::size_t end) {
+    PyObject* found = PySequence_GetSlice(array.ptr(), static_cast<Py_ssize_t>(begin), static_cast<Py_ssize_t>(end));
+    if (found == nullptr) throw nb::python_error();
+    return nb::steal(found);
+}
+
+/// The columns of all trees, one tree behind the other: three of numbers, probabilities, sources.
+class Columns {
+public:
+    explicit Columns(std::span<const DraftTree> trees) {
+        std::size_t nodes = 0;
+        for (const DraftTree& tree : trees) nodes += tree.tokens.size();
+        std::vector<Token> numbers;
+        std::vector<float> probabilities;
+        std::vector<std::uint8_t> sources;
+        numbers.reserve(3 * nodes), probabilities.reserve(nodes), sources.reserve(nodes);
+        for (const DraftTree& tree : trees) {
+            for (const auto* column : {&tree.tokens, &tree.parents, &tree.match_length}) add(numbers, *column);
+            add(probabilities, tree.probabilities);
+            add(sources, tree.sources);
+        }
+        numbers_ = nb::cast(array_of(std::move(numbers)));
+        probabilities_ = nb::cast(array_of(std::move(probabilities)));
+        sources_ = nb::cast(array_of(std::move(sources)));
+    }
+
+    /// The arrays of the next tree, which has `nodes` nodes.
+    nb::object next(std::size_t nodes) {
+        const std::size_t begin = begin_, end = begin_ += nodes;
+        const auto number = [&](std::size_t column) {
+            return part(numbers_, 3 * begin + column * nodes, 3 * begin + (column + 1) * nodes);
+        };
+        return nb::make_tuple(number(0), number(1), part(probabilities_, begin, end), number(2),
+                              part(sources_, begin, end));
+    }
+
+private:
+    template <class Item>
+    static void add(std::vector<Item>& all, const std::vector<Item>& more) {
+        all.insert(all.end(), more.begin(), more.end());
+    }
+
+    nb::object numbers_, probabilities_, sources_;
+    std::size_t begin_ = 0;  // of the next tree
+};
+
+nb::typed<nb::list, Arrays> arrays_of(std::span<const DraftTree> trees) {
+    Columns columns(trees);
+    nb::list out;
+    for (const DraftTree& tree : trees) out.append(columns.next(tree.tokens.size()));
+    return nb::borrow<nb::typed<nb::list, Arrays>>(out);
 }
 
 using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double, bool>;
@@ -84,15 +133,12 @@ Deadline within(std::optional<double> patience) {
     return steady_clock::now() + duration_cast<steady_clock::duration>(std::chrono::duration<double>(*patience));
 }
 
-std::vector<Arrays> drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
+nb::typed<nb::list, Arrays> drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
     std::vector<DraftJob> jobs;
     for (const auto& [drafter, indexes, context, max_tokens, min_probability, chain] : asked) {
         jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability, chain});
     }
-    std::vector<DraftTree> trees = unlocked([&] { return draft_batch(jobs, within(patience)); });
-    std::vector<Arrays> out;
-    for (DraftTree& tree : trees) out.push_back(arrays_of(std::move(tree)));
-    return out;
+    return arrays_of(unlocked([&] { return draft_batch(jobs, within(patience)); }));
 }
 
 using Extension = std::tuple<std::optional<Drafter*>, Indexes, Input<Token>, Input<Token>, std::optional<SuffixIndex*>,
@@ -219,8 +265,9 @@ void bind_drafter(nb::module_& m) {
             "draft",
             [](const Drafter& self, const Indexes& indexes, const Input<Token>& context, std::size_t max_tokens,
                double min_probability, bool chain) {
-                return arrays_of(unlocked(
-                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability, chain); }));
+                const DraftTree tree = unlocked(
+                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability, chain); });
+                return nb::borrow<nb::typed<nb::object, Arrays>>(Columns({&tree, 1}).next(tree.tokens.size()));
             },
             "indexes"_a, "context"_a.noconvert(), "max_tokens"_a, "min_probability"_a, "chain"_a = false)
         .def(
@@ -276,6 +323,7 @@ NB_MODULE(_native, m) {
     Released::forget_at_fork();
     m.def("quiesce", [] {
         Released::quiesce();
+        end_workers();
         nb::set_leak_warnings(false);  // daemon threads keep what their frames hold; the process ends with them
     });
     bind_index(m);

@@ -8,8 +8,6 @@ import os
 import weakref
 from typing import Protocol
 
-from agentspec.cache.index import quiesce
-
 _log = logging.getLogger(__name__)
 
 
@@ -36,13 +34,12 @@ def unregister(cache: OpenCache) -> None:
 
 
 def _close_all() -> None:
-    """Daemon threads may be drafting still: they find their cache closed, and none stays inside native code."""
+    """Daemon threads may be drafting still: they find their cache closed, and then none stays inside native code."""
     for cache in list(_open):
         try:
             cache.close()
         except Exception as error:
             _log.warning("a cache could not be closed at exit: %s", error)
-    quiesce()
 
 
 def _leave_all_behind() -> None:

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <queue>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace agentspec {
@@ -67,27 +68,37 @@ struct Learned {
     const EndRates& ends;
 };
 
-/// Walks own memory, so they are kept from one draft to the next, whichever thread makes it.
+/// Walks own memory, so they are kept from one draft to the next. A thread gets its own back if it can: they are in the
+/// cache of its core.
 class KeptWalks {
 public:
     using Walks = std::deque<LevelWalk>;
 
+    KeptWalks() { kept_.reserve(kKeptSets); }
+
     std::unique_ptr<Walks> take() {
         const std::unique_lock lock(mutex_, std::try_to_lock);  // as in a child of a fork: it may never be free
         if (!lock || kept_.empty()) return std::make_unique<Walks>();
-        auto walks = std::move(kept_.back());
+        const auto mine = std::ranges::find(kept_, std::this_thread::get_id(), &Kept::thread);
+        if (mine != kept_.end()) std::swap(*mine, kept_.back());
+        auto walks = std::move(kept_.back().walks);
         kept_.pop_back();
         return walks;
     }
     void give_back(std::unique_ptr<Walks> walks) {
         if (walks->size() > kKeptWalks) walks->resize(kKeptWalks);
         const std::unique_lock lock(mutex_, std::try_to_lock);
-        if (lock && kept_.size() < kKeptSets) kept_.push_back(std::move(walks));
+        if (lock && kept_.size() < kKeptSets) kept_.push_back({std::this_thread::get_id(), std::move(walks)});
     }
 
 private:
+    struct Kept {
+        std::thread::id thread;
+        std::unique_ptr<Walks> walks;
+    };
+
     std::mutex mutex_;
-    std::vector<std::unique_ptr<Walks>> kept_;
+    std::vector<Kept> kept_;
 };
 
 KeptWalks& kept_walks() {
