@@ -25,7 +25,7 @@ class PredictedText:
         self._at: int | None = 0
         self._reached = 0
         self._last: deque[int] = deque(maxlen=ALIGN_LENGTHS[0])
-        self._places = _places(self.tokens)
+        self._places: dict[tuple[int, ...], list[int]] | None = None  # only once they are needed: it takes a while
 
     @property
     def rejected(self) -> int:
@@ -54,6 +54,8 @@ class PredictedText:
         self._at = self._aligned()
 
     def _aligned(self) -> int | None:
+        if self._places is None:
+            self._places = _places(self.tokens)
         last = tuple(self._last)
         for length in ALIGN_LENGTHS:
             places = self._places.get(last[-length:]) if length <= len(last) else None

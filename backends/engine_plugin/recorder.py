@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
 from agentspec.cache.tokens import Tokens
-from agentspec.telemetry.safe_errors import safe_message
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
 
@@ -44,7 +44,7 @@ class CacheRecorder:
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[object, ...], int] | None] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
-        self._failed = False
+        self._failures = FailureLog(logger, "a request goes on without the token cache")
         self.dropped = 0  # requests without a cache because too many tokens were waiting
         self._thread = threading.Thread(target=self._work, name="agentspec-recorder", daemon=True)
         self._thread.start()
@@ -65,10 +65,14 @@ class CacheRecorder:
         """Close the request's cache: its output is complete."""
         self._put(self._end, state)
 
+    def abandon(self, state: RequestState) -> None:
+        """Close the request's cache, of which nothing is kept for others: the output will go on in another."""
+        self._put(self._abandon, state)
+
     def flush(self, timeout: float) -> bool:
         """Wait until all calls so far are carried out; false if that took longer than `timeout` seconds."""
         done = threading.Event()
-        self._put(lambda: done.set())
+        self._put(done.set)
         return done.wait(timeout)
 
     def close(self) -> None:
@@ -89,15 +93,14 @@ class CacheRecorder:
                 self._do(*asked)
 
     def _do(self, act: Callable[..., None], args: tuple[object, ...], tokens: int) -> None:
-        act(*args)
+        with self._failures.caught():
+            act(*args)
         with self._lock:
             self._waiting -= tokens
 
     def _begin(self, state: RequestState, prompt: Tokens) -> None:
-        try:
+        with self._failures.caught():
             state.cache = self._open(state, prompt)
-        except Exception as error:
-            self._report(error)
         state.ready.set()
 
     def _extend(self, updates: Sequence[OutputUpdate]) -> None:
@@ -110,29 +113,20 @@ class CacheRecorder:
                     cache.count_draft(drafted, accepted)
                 cache.extend(tokens)
             except Exception as error:
-                self._abandon(state, cache, error)
+                self._failures.report(error)
+                self._abandon(state)
 
     def _end(self, state: RequestState) -> None:
         cache, state.cache = state.cache, None
-        if cache is None:
-            return
-        try:
-            cache.close()
-        except Exception as error:
-            self._report(error)
+        if cache is not None:
+            with self._failures.caught():
+                cache.close()
 
-    def _abandon(self, state: RequestState, cache: RequestCache, error: Exception) -> None:
-        state.cache = None
-        self._report(error)
-        try:
-            cache.abandon()
-        except Exception as further:
-            self._report(further)
-
-    def _report(self, error: Exception) -> None:
-        level = logging.DEBUG if self._failed else logging.WARNING
-        self._failed = True
-        logger.log(level, "agentspec: a request goes on without the token cache: %s", safe_message(error))
+    def _abandon(self, state: RequestState) -> None:
+        cache, state.cache = state.cache, None
+        if cache is not None:
+            with self._failures.caught():
+                cache.abandon()
 
 
 def wait_ready(states: Sequence[RequestState], seconds: float) -> None:

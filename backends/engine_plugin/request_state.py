@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,9 +21,11 @@ _TRANSCRIPT = 0
 SURE = 0.8  # no new search is needed if the next token has at least this probability
 PREDICTION = "agentspec_prediction"
 """The field for extensions that holds the predicted answer's token ids."""
+LONGEST_TIME = 1e12  # milliseconds per token: nobody waits longer, and no number below is too large to compute with
 LATENCY = "agentspec_latency_ms_per_token"
 """The field for extensions that holds the milliseconds per token that the answer should keep after its first token."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from
+MOST_PREDICTED = 16384  # tokens of a prediction that are followed: taking in so many holds the server up for 30 ms
 
 
 class RequestCache(Protocol):
@@ -95,19 +96,23 @@ def labels_in(fields: Mapping[str, object]) -> Labels:
 
 
 def prediction_in(fields: Mapping[str, object]) -> tuple[int, ...]:
-    """The token ids of the answer that the client predicts; empty if they cannot be token ids."""
+    """The first token ids of the answer that the client predicts; empty if they cannot be token ids."""
     given = fields.get(PREDICTION)
-    if not isinstance(given, list) or not all(type(token) is int and 0 <= token <= MOST_TOKEN for token in given):
+    if not isinstance(given, list):
         return ()
-    return tuple(given)
+    first = given[:MOST_PREDICTED]
+    return tuple(first) if all(type(token) is int and 0 <= token <= MOST_TOKEN for token in first) else ()
 
 
 def seconds_per_token_in(fields: Mapping[str, object]) -> float | None:
-    """The time per token that the client asks for; None if there is none, or if it is no number above 0."""
+    """The time per token that the client asks for; None if there is none, or if it is no number above 0.
+
+    Less than a nanosecond asks for no more than a nanosecond does, and can be divided by.
+    """
     given = fields.get(LATENCY)
-    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given < math.inf:
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given < LONGEST_TIME:
         return None
-    return given / 1000.0
+    return max(1e-9, given / 1000.0)
 
 
 class RequestState:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,7 +26,7 @@ class DrafterSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tenant: str = Field(default="default", min_length=1, description="Whom the server belongs to; `AGENTSPEC_TENANT`")
-    salts: dict[str, str] = Field(
+    salts: dict[str, Annotated[str, Field(min_length=1)]] = Field(
         default={}, description="Tenant of each `cache_salt` that is known, as JSON; `AGENTSPEC_<engine>_SALTS`"
     )
     cache: CacheSettings = Field(default=CacheSettings(), description="`AGENTSPEC_CACHE__KEY`, and the location")
@@ -52,8 +52,9 @@ def read_settings(engine: str, environment: Mapping[str, str] = os.environ) -> D
         return DrafterSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["loc"][0] == "salts":  # the place of the error is a salt, which stays out of logs
+            raise ConfigurationError(f"{PREFIX}{engine}_SALTS: a tenant is wrong: {first['msg']}") from None
         name = "__".join(str(part).upper() for part in first["loc"])
-        name = name.replace("SALTS", f"{engine}_SALTS", 1) if first["loc"][0] == "salts" else name
         raise ConfigurationError(f"{PREFIX}{name}: {first['msg']}") from None
 
 

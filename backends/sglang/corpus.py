@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import Open
 from agentspec.backends.engine_plugin.request_state import RequestInfo, labels_in, prediction_in
 from agentspec.backends.sglang.drafting import TreeDrafter, TreeRequest, TreeTurn
@@ -18,7 +18,6 @@ from agentspec.backends.sglang.external_text import ExternalTexts
 from agentspec.backends.sglang.tree_layout import EMPTY_TREE, Int64s, TokenTree, to_arrays
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
-from agentspec.telemetry.safe_errors import safe_message
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class TokenCacheCorpus:
         self.draft_token_num = draft_token_num
         self._group = group
         self._live: dict[str, _Live] = {}
-        self._failed = False
+        self._failures = FailureLog(logger, "a request goes without drafts")
         self._external = ExternalTexts(external_corpus_max_tokens)
         self._drafter = place and TreeDrafter(
             place.open_cache, place.vocabulary, shared=[self._external.sourced], on_close=place.close
@@ -83,7 +82,7 @@ class TokenCacheCorpus:
         if self._drafter is None:
             return
         for req in reqs:
-            with self._errors_logged():
+            with self._failures.caught():
                 live = self._live.get(req.rid)
                 if live is None or live.req is not req:
                     self._begin(req)
@@ -95,7 +94,7 @@ class TokenCacheCorpus:
         live = self._live.pop(rid, None)
         if live is None or self._drafter is None:
             return
-        with self._errors_logged():
+        with self._failures.caught():
             if live.req is not None:
                 self._record(live, live.req.output_ids_through_stop)
         self._drafter.end(live.request)
@@ -152,18 +151,6 @@ class TokenCacheCorpus:
     def list_external_corpora(self) -> dict[str, int]:
         return self._external.sizes()
 
-    @contextmanager
-    def _errors_logged(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            logger.log(
-                logging.DEBUG if self._failed else logging.WARNING,
-                "agentspec: a request goes without drafts: %s",
-                safe_message(error),
-            )
-            self._failed = True
-
     def _begin(self, req: Any) -> None:
         if self._drafter is None or req.input_embeds is not None:
             return  # a prompt without token ids
@@ -186,7 +173,7 @@ class TokenCacheCorpus:
         turns: dict[int, TreeTurn] = {}
         for row, (rid, tail, total) in enumerate(zip(req_ids, batch_tokens, total_lens, strict=True)):
             if (live := self._live.get(rid)) is not None:
-                with self._errors_logged():
+                with self._failures.caught():
                     turns[row] = _turn(live, tail, total)
         drafted = self._drafter.draft(list(turns.values()), self.draft_token_num - 1) if turns else []
         found = dict(zip(turns, drafted, strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
+from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.engine_plugin.round_stats import RoundStats
@@ -14,7 +15,6 @@ from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, accepte
 from agentspec.cache.index import DraftJob, Sourced, propose_batch
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.speculation.governor import RequestStats
-from agentspec.telemetry.safe_errors import safe_message
 
 PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
 
@@ -53,7 +53,7 @@ class TreeDrafter:
         self._vocabulary = vocabulary
         self._shared = shared
         self._on_close = on_close
-        self._failed = False
+        self._failures = FailureLog(logger, "a round went without drafts")
         self._stats = RoundStats()
 
     def begin(self, prompt: Tokens, info: RequestInfo) -> TreeRequest:
@@ -86,7 +86,7 @@ class TreeDrafter:
             wait_ready([turn.request.state for turn in turns if not turn.request.state.ready.is_set()], PATIENCE)
             trees = self._search(turns, nodes)
         except Exception as error:
-            self._report(error)
+            self._failures.report(error)
             trees = [EMPTY_TREE for _ in turns]
         for turn, tree in zip(turns, trees, strict=True):
             turn.request.tree = tree
@@ -117,8 +117,3 @@ class TreeDrafter:
         for row, draft in zip(searched, propose_batch(jobs, PATIENCE) if jobs else (), strict=True):
             trees[row] = TokenTree(draft.tokens.tolist(), draft.parents.tolist())
         return [within(tree, self._vocabulary) for tree in trees]
-
-    def _report(self, error: Exception) -> None:
-        if not self._failed:
-            logger.warning("agentspec: a round went without drafts: %s", safe_message(error))
-        self._failed = True

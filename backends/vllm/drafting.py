@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.engine_plugin.round_stats import RoundStats
@@ -20,7 +21,6 @@ from agentspec.backends.vllm.trial_steps import LIKELY, TrialSteps
 from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
-from agentspec.telemetry.safe_errors import safe_message
 
 ANY = RequestInfo()
 PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
@@ -70,7 +70,7 @@ class ServerDrafter:
         self._gained, self._seconds = 0.0, 1.0  # tokens and seconds of recent steps, later ones counting more
         self._last: list[RequestState] = []  # the requests of the last round
         self._last_end = 0.0
-        self._failed = False
+        self._failures = FailureLog(logger, "a round went without drafts")
         self.stats = RoundStats()
 
     def begin(self, prompt: Tokens, request: RequestInfo = ANY) -> RequestState:
@@ -102,18 +102,19 @@ class ServerDrafter:
         started = perf_counter()
         updates: list[OutputUpdate] = []
         try:
-            updates = self._learn(turns, started, computed)
+            updates = [self._update(turn.state, turn.fresh) for turn in turns]
+            self._learn(turns, started, computed)
             chains = self._draft(turns, started)
         except Exception as error:
-            self._report(error)
+            self._failures.report(error)
             chains = [[] for _ in turns]
         self._recorder.extend(updates)  # last: the recorder's thread would compete with drafting for the interpreter
         self._last, self._last_end = [turn.state for turn in turns], perf_counter()
         self.stats.add(self._last_end - started, sum(map(len, chains)))
         return chains
 
-    def _learn(self, turns: Sequence[DraftTurn], now: float, computed: int | None) -> list[OutputUpdate]:
-        updates = [self._update(turn.state, turn.fresh) for turn in turns]
+    def _learn(self, turns: Sequence[DraftTurn], now: float, computed: int | None) -> None:
+        """Learn from the step that ended `now`."""
         states = [turn.state for turn in turns]
         same = states == self._last
         if computed is None and same:
@@ -127,7 +128,6 @@ class ServerDrafter:
             self._judge(kept, seconds, gained)
             self._gained += RATE * (gained - self._gained)
             self._seconds += RATE * (seconds - self._seconds)
-        return updates
 
     def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
         tokens = state.advance(fresh)
@@ -206,8 +206,3 @@ class ServerDrafter:
         elif cache is not None and not state.is_certain(math.ceil(min(limit, max(1.0, required - 1.0)))):
             return ChainTurn(state.chain, cache.drafter, cache.indexes, context, limit, factor, required)
         return ChainTurn(state.chain, None, (), context, limit, factor, required)
-
-    def _report(self, error: Exception) -> None:
-        if not self._failed:
-            logger.warning("agentspec: a round went without drafts: %s", safe_message(error))
-        self._failed = True

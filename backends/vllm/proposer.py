@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.request_state import (
     RequestInfo,
     RequestState,
@@ -24,6 +26,8 @@ SALT = "agentspec_cache_salt"
 
 _UNKNOWN = "?"  # a salt that belongs to no tenant
 
+logger = logging.getLogger(__name__)
+
 
 class SuffixDecodingProposer:
     """Drafts for a vLLM worker, which passes request ids. Its runner reports ended and new requests by `finished` and
@@ -33,6 +37,7 @@ class SuffixDecodingProposer:
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
         self._states: dict[str, RequestState] = {}
+        self._failures = FailureLog(logger, "a request goes without drafts")
         self._skip = False  # the scheduler wants no drafts after the step that runs now
         self._computed: int | None = None  # tokens of the step that runs now; 0 if steps passed without a round
         listen_to_scheduler()
@@ -49,8 +54,9 @@ class SuffixDecodingProposer:
         for identity in output.finished_req_ids:
             row, state = batch.req_id_to_index.get(identity), self._states.get(identity)
             if self._drafter and state and row is not None:
-                length = int(batch.num_tokens_no_spec[row])
-                self._drafter.record(state, _copy(batch.token_ids_cpu[row, state.length : length]))
+                with self._failures.caught():
+                    length = int(batch.num_tokens_no_spec[row])
+                    self._drafter.record(state, _copy(batch.token_ids_cpu[row, state.length : length]))
             self._end(identity)
 
     def scheduled(self, output: Any, batch: Any) -> None:
@@ -61,12 +67,13 @@ class SuffixDecodingProposer:
         if self._drafter is None:
             return
         for new in output.scheduled_new_reqs:
+            self._end(new.req_id)
             row = batch.req_id_to_index.get(new.req_id)
             if row is None or new.prompt_embeds is not None or new.sampling_params is None:
                 continue  # a prompt without token ids, or a request that generates no tokens
-            self._end(new.req_id)
-            prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
-            self._states[new.req_id] = self._drafter.begin(prompt, request_info(new))
+            with self._failures.caught():
+                prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
+                self._states[new.req_id] = self._drafter.begin(prompt, request_info(new))
 
     def propose(
         self,

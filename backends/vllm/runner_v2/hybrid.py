@@ -17,7 +17,7 @@ from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageR
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledStep, shared_by_ranks
 from agentspec.cache.tokens import Tokens
 
-_NOTES = 5  # columns before a step's tokens: their number, and what `_noted` says
+_NOTES = 6  # columns before a step's tokens: their number, and what `_noted` says
 _NO_TOKEN = -1
 
 
@@ -38,6 +38,7 @@ class HybridSpeculator(PassageSpeculator):
         self._last_model = self._last_ours.clone()
         self._last_match = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
         self._last_used = torch.zeros_like(self._last_match)
+        self._last_count = torch.zeros_like(self._last_match)  # tokens that the model drafted
 
     def propose(
         self,
@@ -59,16 +60,28 @@ class HybridSpeculator(PassageSpeculator):
         rows = input_batch.idx_mapping[: input_batch.num_reqs].long()
         ours = torch.full_like(model, _NO_TOKEN)
         if self._retriever is not None:
-            ours = self._better(self._retriever, input_batch, num_sampled, rows, model)
+            count = how.get("num_speculative_tokens")
+            with self._failures.caught():
+                ours = self._better(self._retriever, input_batch, num_sampled, rows, model, count)
         ours = shared_by_ranks(ours)
         used = ours[:, :1] >= 0
         self._make_certain(rows, ours, used)
         return torch.where(used, ours, model)
 
     def _better(
-        self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, rows: torch.Tensor, model: torch.Tensor
+        self,
+        retriever: PassageRetriever,
+        batch: Any,
+        sampled: torch.Tensor,
+        rows: torch.Tensor,
+        model: torch.Tensor,
+        count: int | None,
     ) -> torch.Tensor:
-        """Our drafts (requests, tokens) where they should gain more than the `model`'s, else -1."""
+        """Our drafts (requests, tokens) where they should gain more than the `model`'s, else -1.
+
+        The model drafted the first `count` tokens of its rows; None: all.
+        """
+        drafted = torch.full_like(rows, model.shape[1] if count is None else count)
         self._read_arrived()
         requests = [self._requests.get(identity) for identity in batch.req_ids]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
@@ -83,6 +96,7 @@ class HybridSpeculator(PassageSpeculator):
             (self._last_model, model),
             (self._last_match, match),
             (self._last_used, used),
+            (self._last_count, drafted),
         ):
             kept.index_copy_(0, rows, new.to(kept.dtype))
         self._send(packed, requests)
@@ -98,8 +112,8 @@ class HybridSpeculator(PassageSpeculator):
         return 2**31 - 1 if self._model.draft_logits is None else self._model.draft_logits.shape[-1]
 
     def _noted(self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor) -> Any:
-        """Of each request: the number of new tokens, the last match, whether it was used, how many of both drafts came
-        true; then the new tokens.
+        """Of each request: the number of new tokens, the last match, whether it was used, how many tokens the model
+        drafted, how many of both drafts came true; then the new tokens.
         """
         tokens = self._sampled(own, lengths, rows, sampled)
         count = tokens[:, :1].long()
@@ -108,7 +122,8 @@ class HybridSpeculator(PassageSpeculator):
         came = torch.where(steps < count, own.take(rows[:, None] * own.shape[1] + places).long(), _NO_TOKEN - 1)
         drafts = (self._last_ours.index_select(0, rows), self._last_model.index_select(0, rows))
         right = [(draft == came).long().cumprod(dim=1).sum(dim=1, keepdim=True) for draft in drafts]
-        notes = (kept.index_select(0, rows)[:, None] for kept in (self._last_match, self._last_used))
+        noted = (self._last_match, self._last_used, self._last_count)
+        notes = (kept.index_select(0, rows)[:, None] for kept in noted)
         return torch.cat((count, *notes, *right, tokens[:, 1:]), dim=1).int()
 
     def _take(self, retriever: PassageRetriever, step: SampledStep) -> None:
@@ -116,12 +131,12 @@ class HybridSpeculator(PassageSpeculator):
         verified: list[tuple[PassageRequest, Tokens]] = []
         others: list[tuple[PassageRequest, Tokens]] = []
         news = zip(step.requests, step.sampled.rows(), step.sampled.notes(_NOTES), strict=True)
-        for request, tokens, (known, match, used, ours, model) in news:
+        for request, tokens, (known, match, used, drafted, ours, model) in news:
             if request is None:
                 continue
             record = self._records.get(request)
             if record is not None and known and request.drafted:
-                self._choice.observe(record, match, ours, model, known)
+                self._choice.observe(record, match, ours, model, min(known, drafted))
             (verified if used and request.drafted else others).append((request, tokens))
             request.drafted = request.drafted or known > 0
         retriever.advance(others)

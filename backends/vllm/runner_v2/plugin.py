@@ -172,4 +172,4 @@ def _begin(speculator: Any, output: Any) -> None:
 
 
 def _finish(speculator: Any, output: Any) -> None:
-    speculator.finish({*output.finished_req_ids, *(output.preempted_req_ids or ())})
+    speculator.finish(output.finished_req_ids, output.preempted_req_ids or ())

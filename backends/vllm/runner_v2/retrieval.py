@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
+from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.engine_plugin.round_stats import RoundStats
@@ -15,7 +16,6 @@ from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, R
 from agentspec.cache.index import DEPTH, DraftJob, propose_batch
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
-from agentspec.telemetry.safe_errors import safe_message
 
 PATIENCE = 0.0004  # seconds that a round waits at most for the indexes' locks
 
@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 class PassageRequest:
     """A request: its state, and the last tokens of its text as far as the host knows it."""
 
-    __slots__ = ("context", "drafted", "state")
+    __slots__ = ("context", "drafted", "preempted", "state")
 
     def __init__(self, state: RequestState, text: Tokens) -> None:
         self.state, self.context = state, text[-DEPTH:]
         self.drafted = False  # whether a draft came before its newest tokens
+        self.preempted = False  # it ends here and begins anew, with its output so far
 
 
 class PassageRetriever:
@@ -50,7 +51,7 @@ class PassageRetriever:
         self._vocabulary = vocabulary
         self._shape = shape
         self._on_close = on_close
-        self._failed = False
+        self._failures = FailureLog(logger, "a round went without passages")
         self.stats = RoundStats()
 
     def begin(self, prompt: Tokens, info: RequestInfo) -> PassageRequest:
@@ -73,17 +74,15 @@ class PassageRetriever:
             self._recorder.extend(updates)
 
     def end(self, request: PassageRequest) -> None:
-        """End a request and keep its output."""
-        self._recorder.end(request.state)
+        """End a request and keep its output, unless that goes on later."""
+        (self._recorder.abandon if request.preempted else self._recorder.end)(request.state)
 
     def retrieve(self, requests: Sequence[PassageRequest | None]) -> Rows:
         """Passages for each request, as an int32 array (requests, count, width), filled up with -1."""
         started = perf_counter()
         found = np.full((len(requests), self._shape.rows, self._shape.width), NO_TOKEN, dtype=np.int32)
-        try:
+        with self._failures.caught():
             self._fill(found, requests)
-        except Exception as error:
-            self._report(error)
         self.stats.add(perf_counter() - started, int(np.count_nonzero(found[:, :, self._shape.overlap :] >= 0)))
         return found
 
@@ -116,8 +115,3 @@ class PassageRetriever:
     def _legal(self, path: list[int]) -> list[int]:
         """The path up to the first token that is not in the model's vocabulary."""
         return path[: next((i for i, token in enumerate(path) if token >= self._vocabulary), len(path))]
-
-    def _report(self, error: Exception) -> None:
-        if not self._failed:
-            logger.warning("agentspec: a round went without passages: %s", safe_message(error))
-        self._failed = True

@@ -6,6 +6,7 @@ device: what a step sampled is copied to the host and read once the copy has arr
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.vllm.proposer import request_info
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import PassageShape, shape_for
@@ -21,6 +23,8 @@ from agentspec.cache.tokens import Tokens
 
 OpenRetriever = Callable[[Any, PassageShape], "PassageRetriever | None"]
 """Opens the retriever for a `VllmConfig`; None where another rank drafts."""
+
+logger = logging.getLogger(__name__)
 
 
 class SampledTokens:
@@ -79,6 +83,7 @@ class PassageSpeculator:
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
         self._requests: dict[str, PassageRequest] = {}
+        self._failures = FailureLog(logger, "a request goes without drafts")
         self._under_way: deque[SampledStep | PassageRequest] = deque()  # a request ends when steps before it arrived
         self._match = _matcher(self, self._shape)
 
@@ -92,13 +97,18 @@ class PassageSpeculator:
             prompt, text = new.prompt_token_ids, new.prefill_token_ids
             if prompt is None or new.prompt_embeds is not None or new.sampling_params is None:
                 continue  # a prompt without token ids, or a request that generates no tokens
-            request = self._retriever.begin(_int32(prompt), request_info(new))
-            self._requests[new.req_id] = request
-            self._retriever.advance([(request, _int32(text[len(prompt) :]))])  # output from before it was preempted
+            with self._failures.caught():
+                output = _int32(text[len(prompt) :])  # from before it was preempted
+                request = self._retriever.begin(_int32(prompt), request_info(new))
+                self._requests[new.req_id] = request
+                self._retriever.advance([(request, output)])
 
-    def finish(self, identities: Iterable[str]) -> None:
-        """End requests that are over or preempted, once all their tokens have arrived."""
-        for identity in identities:
+    def finish(self, identities: Iterable[str], preempted: Iterable[str] = ()) -> None:
+        """End requests that are over, or `preempted`, which begin anew later, once all their tokens have arrived."""
+        for identity in preempted:
+            if (request := self._requests.get(identity)) is not None:
+                request.preempted = identity not in identities
+        for identity in {*identities, *preempted}:
             self._end(identity)
         self._read_arrived()
 
@@ -119,7 +129,11 @@ class PassageSpeculator:
         if dummy_run:
             return drafts
         if self._retriever is not None:
-            self._draft(self._retriever, input_batch, num_sampled, drafts)
+            try:
+                self._draft(self._retriever, input_batch, num_sampled, drafts)
+            except Exception as error:
+                self._failures.report(error)
+                drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
         return shared_by_ranks(drafts)
 
     def close(self) -> None:
@@ -168,7 +182,8 @@ class PassageSpeculator:
                 self._retriever.end(entry)
                 self._finished(entry)
             elif entry.sampled.arrived():
-                self._take(self._retriever, entry)
+                with self._failures.caught():
+                    self._take(self._retriever, entry)
             else:
                 return
             self._under_way.popleft()

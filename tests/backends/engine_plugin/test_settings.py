@@ -57,12 +57,14 @@ def test_a_database_by_its_address() -> None:
         ({"AGENTSPEC_STORE_URL": "mysql://db/b"}, "postgresql://"),
         ({"AGENTSPEC_VLLM_SALTS": "pepper"}, "AGENTSPEC_VLLM_SALTS"),
         ({"AGENTSPEC_VLLM_SALTS": '["pepper"]'}, "JSON object"),
-        ({"AGENTSPEC_VLLM_SALTS": '{"pepper": 1}'}, "AGENTSPEC_VLLM_SALTS__PEPPER"),
+        ({"AGENTSPEC_VLLM_SALTS": '{"pepper": 1}'}, "AGENTSPEC_VLLM_SALTS: a tenant"),
+        ({"AGENTSPEC_VLLM_SALTS": '{"pepper": ""}'}, "AGENTSPEC_VLLM_SALTS: a tenant"),
     ],
 )
 def test_what_cannot_work_is_named(environment: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")):
+    with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")) as raised:
         read_settings("VLLM", environment)
+    assert "pepper" not in str(raised.value).lower(), "a salt is a secret"
 
 
 def test_it_can_be_switched_off() -> None:

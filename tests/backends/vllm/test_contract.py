@@ -34,6 +34,13 @@ def test_the_runner_calls_the_proposer_as_ours_can_be_called(vllm: Path) -> None
     assert len(suffix) == 1 and all(keyword.arg for keyword in suffix[0].keywords)
 
 
+def test_new_requests_take_an_attribute(vllm: Path) -> None:
+    """Their salt: a class without room for it would fail in the scheduler."""
+    tree = ast.parse((vllm / "v1/core/sched/output.py").read_bytes())
+    (made,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "NewRequestData"]
+    assert [ast.unparse(decorator) for decorator in made.decorator_list] == ["dataclass"] and not made.bases
+
+
 def _of_suffix(call: ast.Call) -> bool:
     given = {keyword.arg for keyword in call.keywords}
     return ast.unparse(call.func) == "self.drafter.propose" and len(call.args) == 3 and given == {"slot_mappings"}

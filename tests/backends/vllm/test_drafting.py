@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestCache, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.request_state import RequestCache, RequestInfo, RequestState
 from agentspec.backends.vllm import drafting
-from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
+from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.cache import SuffixCache
 from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
-from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Labels
+from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client, tokens
 
-VOCABULARY = 1000
 STEP = 0.01  # seconds that a step of the server takes: next to less no draft pays
-TEXT = np.arange(100, 160, dtype=np.int32)
-
-
-def tokens(*ids: int) -> Tokens:
-    return np.array(ids, dtype=np.int32)
-
-
-class Client:
-    """A request and all of its text."""
-
-    def __init__(
-        self, drafter: ServerDrafter, prompt: Tokens, prediction: Tokens | None = None, goal: float | None = None
-    ) -> None:
-        told = () if prediction is None else tuple(prediction.tolist())
-        info = RequestInfo(prediction=told, seconds_per_token=goal)
-        self.state, self.tokens = drafter.begin(prompt, info), prompt
-
-    def turn(self, fresh: Tokens, limit: int) -> DraftTurn:
-        self.tokens = np.concatenate((self.tokens, fresh))
-        return DraftTurn(self.state, fresh, self.tokens[-DEPTH:], limit)
-
-
-@pytest.fixture
-def cache() -> Iterator[SuffixCache]:
-    with SuffixCache.open() as cache:
-        yield cache
-
-
-@pytest.fixture
-def drafter(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerDrafter]:
-    """One that gives up no search, however busy the machine."""
-    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
-    drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY)
-    yield drafter
-    drafter.close()
 
 
 def answer(
@@ -170,92 +133,6 @@ def test_a_text_that_does_not_repeat_is_soon_left_alone(
     assert sum(asked[100:]) < 60
 
 
-class Broken:
-    """A memory that fails, or takes its time."""
-
-    def __init__(self, memory: RequestCache, act: Callable[[], None]) -> None:
-        self.drafter, self.indexes, self._act = memory.drafter, memory.indexes, act
-        self.abandoned = False
-
-    def extend(self, tokens: Tokens) -> None:
-        self._act()
-
-    def count_draft(self, drafted: int, accepted: int) -> None:
-        self._act()
-
-    def close(self) -> None:
-        self._act()
-
-    def abandon(self) -> None:
-        self.abandoned = True
-
-
-def test_a_memory_that_fails_costs_drafts_only(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
-        raise ValueError("secret text of a prompt")
-
-    memory = Broken(PrivateCache(TEXT), fail)
-    drafter = ServerDrafter(lambda state, prompt: memory, VOCABULARY)
-    client = Client(drafter, TEXT)
-    for _ in range(3):
-        (chain,) = drafter.propose([client.turn(TEXT[:3], 4)])
-        drafter.flush()
-    assert chain == []
-    assert memory.abandoned
-    assert caplog.text.count("without the token cache") == 1
-    assert "secret" not in caplog.text
-    drafter.end(client.state)
-    drafter.close()
-
-
-def test_a_memory_that_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(state: RequestState, prompt: Tokens) -> RequestCache:
-        raise RuntimeError("closed")
-
-    drafter = ServerDrafter(refuse, VOCABULARY)
-    client = Client(drafter, TEXT)
-    assert drafter.propose([client.turn(TEXT[:3], 4)]) == [[]]
-    drafter.end(client.state)
-    drafter.close()
-    assert "without the token cache" in caplog.text
-
-
-def test_a_memory_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that does not answer: drafts go on from what is in memory, and no round waits for it."""
-    times = itertools.accumulate(itertools.cycle((0.001, 0.0002)))
-    monkeypatch.setattr(drafting, "perf_counter", lambda: next(times))
-    monkeypatch.setattr(drafting, "PATIENCE", 0.1)  # on a busy machine
-    go = threading.Event()
-
-    def stand_still() -> None:
-        go.wait(600)
-
-    memory = Broken(PrivateCache(np.tile(TEXT, 2)), stand_still)
-    drafter = ServerDrafter(lambda state, prompt: memory, VOCABULARY)
-    client = Client(drafter, TEXT)
-    drafter.flush()
-    chains = []
-    for start in range(0, 40, 2):
-        chains += drafter.propose([client.turn(TEXT[start : start + 3], 4)])
-    late = Client(drafter, TEXT)
-    drafter.propose([late.turn(TEXT[:2], 4)])
-    go.set()
-    assert sum(map(bool, chains)) > 3
-    drafter.close()
-
-
-def test_an_error_of_ours_is_logged_once_and_nothing_is_proposed(caplog: pytest.LogCaptureFixture) -> None:
-    with SuffixCache.open() as cache:
-        drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY)
-        client = Client(drafter, TEXT)
-        drafter.flush()
-        client.state.length = None  # type: ignore[assignment]
-        for _ in range(2):
-            assert drafter.propose([client.turn(TEXT[:2], 4)]) == [[]]
-        assert caplog.text.count("went without drafts") == 1
-        drafter.close()
-
-
 def test_labels_reach_the_cache(cache: SuffixCache) -> None:
     seen = []
 
@@ -312,8 +189,8 @@ def test_what_a_step_costs_is_learned_while_requests_come_and_go(
         running = [(client, at + 4) for client, at in running if at < 8] + [(Client(drafter, TEXT[: 30 + step % 7]), 0)]
         drafter.flush()
         drafter.propose([client.turn(TEXT[at : at + 4], 16) for client, at in running], computed=computed)
-    for tokens in (24, 40, 64):
-        assert drafter._cost.seconds(tokens) == pytest.approx(clock.seconds(tokens), rel=0.1)
+    for size in (24, 40, 64):
+        assert drafter._cost.seconds(size) == pytest.approx(clock.seconds(size), rel=0.1)
 
 
 @pytest.mark.parametrize("predicted", [None, np.tile(TEXT, 2)])

@@ -190,12 +190,12 @@ def test_a_speculator_for_the_second_runner(vllm: dict[str, ModuleType], monkeyp
     made = vllm[NGRAM].NgramGPUSpeculator(SimpleNamespace(parallel_config=parallel), torch.device("cpu"), None)
     told: list[object] = []
     monkeypatch.setattr(made, "begin", told.append)
-    monkeypatch.setattr(made, "finish", told.append)
+    monkeypatch.setattr(made, "finish", lambda over, preempted: told.append((over, preempted)))
     runner = RunnerV2(made)
     runner.finish_requests(SimpleNamespace(finished_req_ids={"a"}, preempted_req_ids=None))
-    runner.finish_requests(SimpleNamespace(finished_req_ids=set(), preempted_req_ids={"b"}))
+    runner.finish_requests(SimpleNamespace(finished_req_ids={"a"}, preempted_req_ids={"b"}))
     runner.add_requests(SimpleNamespace(scheduled_new_reqs=["c"]))
-    assert isinstance(made, Speculator) and told == [{"a"}, {"b"}, ["c"]] and runner.handled == 3
+    assert isinstance(made, Speculator) and told == [({"a"}, ()), ({"a"}, {"b"}), ["c"]] and runner.handled == 3
     parallel.prefill_context_parallel_size = 2
     theirs = vllm[NGRAM].NgramGPUSpeculator(SimpleNamespace(parallel_config=parallel), torch.device("cpu"), None)
     RunnerV2(theirs).add_requests(SimpleNamespace())

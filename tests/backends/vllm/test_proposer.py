@@ -327,6 +327,29 @@ def test_requests_without_tokens_to_go_by(bench: Bench) -> None:
     assert runner.step(a=TEXT[:4].tolist()) == {"a": []}
 
 
+def test_a_request_that_cannot_be_read_costs_its_own_drafts_only(
+    runner: Runner, bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        bench.server.add(name, TEXT)
+        strange = new(name, TEXT)
+        strange.sampling_params.extra_args = "no fields"
+        runner.proposer.scheduled(scheduled(strange), bench.server)
+    runner.begin("c", TEXT)
+    drafts = runner.step(**dict.fromkeys("abc", TEXT[:4].tolist()))
+    assert drafts["a"] == drafts["b"] == [] and drafts["c"]
+    runner.finish("a")
+    assert caplog.text.count("goes without drafts") == 1
+
+
+def test_a_goal_that_no_server_keeps_costs_the_others_no_drafts(runner: Runner) -> None:
+    runner.begin("a", TEXT, agentspec_latency_ms_per_token=5e-324)
+    runner.begin("b", TEXT)
+    runner.step(a=TEXT[:4].tolist(), b=TEXT[:4].tolist())
+    drafts = runner.step(a=TEXT[4:6].tolist(), b=TEXT[4:6].tolist())
+    assert drafts["a"] and drafts["b"]
+
+
 def test_the_latency_goal_of_a_request(runner: Runner) -> None:
     runner.begin("a", TEXT, agentspec_latency_ms_per_token=20)
     runner.begin("b", TEXT)

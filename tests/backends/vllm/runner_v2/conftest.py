@@ -68,6 +68,11 @@ class Runner:
         for identity in identities:
             del self.rows[identity]
 
+    def preempt(self, identity: str) -> None:
+        """Its blocks are needed: it begins anew later."""
+        self.speculator.finish((), (identity,))
+        del self.rows[identity]
+
     def step(self) -> None:
         """Verify each request's draft, sample one token more, and draft."""
         self.steps += 1

@@ -119,6 +119,22 @@ def test_short_matches_that_mislead_leave_the_model_to_draft(join: Callable[...,
     assert steps(join(right=2), answer) <= 1.2 * len(answer) / 3
 
 
+def test_a_model_is_judged_by_the_tokens_that_it_was_asked_for(join: Callable[..., Runner], late: Late) -> None:
+    """vLLM may ask for fewer than the draft holds, by the size of the batch: what is behind them means nothing."""
+    runner = join(right=2)
+    propose = runner.speculator.propose
+
+    def two_tokens(*arguments: Any) -> torch.Tensor:
+        drafts = propose(*arguments, num_speculative_tokens=2)
+        drafts[:, 2:] = -1
+        return drafts
+
+    runner.speculator.propose = two_tokens  # type: ignore[method-assign, assignment]
+    steps(runner, NOVEL)
+    runner.speculator.begin([])
+    assert runner.speculator._choice._model.rate(0.5) > 0.9  # type: ignore[attr-defined]
+
+
 def test_a_text_that_the_model_knows_nothing_of(join: Callable[..., Runner], late: Late) -> None:
     runner = join(right=0)
     first, second = steps(runner, ANSWER), steps(runner, ANSWER)

@@ -85,11 +85,46 @@ def test_a_preempted_request_goes_on_where_it_was(runner: Runner, late: Late) ->
     runner.step()
     runner.step()
     done = len(runner.outputs["a"])
-    runner.finish("a")
+    runner.preempt("a")
     runner.begin("a", PROMPT, ANSWER, done=done)
     before = runner.steps
     assert runner.run() == {"a": ANSWER}
     assert runner.steps - before <= (len(ANSWER) - done) // (DRAFTED + 1) + 2
+
+
+def test_the_output_of_a_preempted_request_is_kept_once_and_whole(
+    runner: Runner, late: Late, cache: SuffixCache
+) -> None:
+    runner.begin("a", PROMPT, ANSWER)
+    for _ in range(3):
+        for _ in range(5):
+            runner.step()
+        runner.preempt("a")
+        runner.begin("a", PROMPT, ANSWER, done=len(runner.outputs["a"]))
+    runner.run()
+    runner.speculator.close()
+    with cache.request([1], namespace=Namespace("default", "m", "t")) as request:
+        index = request.indexes[-1][0]
+    assert [index.tokens(number).tolist() for number in index.usage().sequences.tolist()] == [ANSWER]
+
+
+def test_a_request_that_cannot_be_read_costs_its_own_drafts_only(runner: Runner, late: Late) -> None:
+    learn(runner, late)
+    runner.begin("strange", text(5, 9), text(6, 40), xargs="no fields")
+    runner.begin("a", PROMPT, ANSWER)
+    while len(runner.outputs["a"]) < len(ANSWER):
+        runner.step()
+    assert runner.steps - len(ANSWER) <= len(ANSWER) // (DRAFTED + 1) + 2
+
+
+def test_a_failing_step_drafts_tokens(runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner writes -1 where it verifies nothing, into what it was given."""
+    learn(runner, late)
+    runner.speculator.drafts.fill_(-1)
+    monkeypatch.setattr(runner.speculator, "_match", lambda *_: 1 / 0)
+    runner.begin("a", PROMPT, ANSWER)
+    runner.step()
+    assert runner.drafts["a"] == [0] * DRAFTED
 
 
 def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
