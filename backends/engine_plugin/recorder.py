@@ -69,6 +69,10 @@ class CacheRecorder:
         """Close the request's cache, of which nothing is kept for others: the output will go on in another."""
         self._put(self._abandon, state)
 
+    def run(self, act: Callable[[], None]) -> None:
+        """Do something else that would hold the server's thread up."""
+        self._put(act)
+
     def flush(self, timeout: float) -> bool:
         """Wait until all calls so far are carried out; false if that took longer than `timeout` seconds."""
         done = threading.Event()

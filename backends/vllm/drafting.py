@@ -62,7 +62,8 @@ class ServerDrafter:
         """`padding` is asked once, in the first round."""
         self._recorder = CacheRecorder(open_cache)
         self._on_close = on_close
-        self._cost = StepTimeModel()
+        self._later: list[Callable[[], None]] = []  # what the recorder's thread learns after this round
+        self._cost = StepTimeModel(self._later.append)
         self._trials = TrialSteps()
         self._padding = cache(padding)
         self._padded = False  # the last round's chains were filled
@@ -109,6 +110,9 @@ class ServerDrafter:
             self._failures.report(error)
             chains = [[] for _ in turns]
         self._recorder.extend(updates)  # last: the recorder's thread would compete with drafting for the interpreter
+        for learn in self._later:
+            self._recorder.run(learn)
+        self._later.clear()
         self._last, self._last_end = [turn.state for turn in turns], perf_counter()
         self.stats.add(self._last_end - started, sum(map(len, chains)))
         return chains

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ _FAR = 16384  # tokens up to which the cost of a step is extrapolated
 _WINDOW = 128  # the last steps, from which the cost is learned
 _EARLY, _OFTEN = 16, 64  # steps up to which that is done after each, and after every fourth; later after every eighth,
 _EVERY, _SELDOM = 4, 8  # since it takes as long as drafting a hundred tokens
+
+Later = Callable[[Callable[[], None]], None]
+"""Has what it is given done soon, by one thread, in order."""
 
 Floats = NDArray[np.float64]
 
@@ -30,7 +34,9 @@ class StepTimeModel:
     guessed, and so tried again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, later: Later = lambda learn: learn()) -> None:
+        """Learning is handed to `later`, or done at once. One thread calls all methods."""
+        self._later = later
         self._model = CostModel()
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._steps = 0
@@ -60,8 +66,12 @@ class StepTimeModel:
         self._steps += 1
         self._recent.append((tokens, seconds))
         if self._steps % (1 if self._steps <= _EARLY else _EVERY if self._steps <= _OFTEN else _SELDOM) == 0:
-            self._model.relearn(self._recent)
-            self._use(self._read())
+            recent = tuple(self._recent)
+            self._later(lambda: self._learn(recent))
+
+    def _learn(self, recent: tuple[tuple[int, float], ...]) -> None:
+        self._model.relearn(recent)
+        self._use(self._read())
 
     def _use(self, curve: StepCurve) -> None:
         tokens: list[float] = curve.tokens.tolist()

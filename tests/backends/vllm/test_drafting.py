@@ -189,6 +189,7 @@ def test_what_a_step_costs_is_learned_while_requests_come_and_go(
         running = [(client, at + 4) for client, at in running if at < 8] + [(Client(drafter, TEXT[: 30 + step % 7]), 0)]
         drafter.flush()
         drafter.propose([client.turn(TEXT[at : at + 4], 16) for client, at in running], computed=computed)
+    drafter.flush()
     for size in (24, 40, 64):
         assert drafter._cost.seconds(size) == pytest.approx(clock.seconds(size), rel=0.1)
 
@@ -226,6 +227,7 @@ def test_drafts_that_were_thought_too_dear_are_tried_again(
     for _ in range(100):
         drafter._cost.observe(1, 0.01)
         drafter._cost.observe(9, 0.2)
+    drafter.propose([])
     client = Client(drafter, np.tile(TEXT, 3))
     drafter.flush()
     lengths, at = [], 0
