@@ -16,6 +16,7 @@ Int32s = NDArray[np.int32]
 _KEY = 4  # int32 in a key; those beyond the pair are -1
 _PAIR = 2
 _AT_ONCE = 4 << 20  # tokens that are counted together
+_MOST_COUNT = (2**31 - 1) // 100  # llama.cpp computes 100 times a count in 32 bits
 
 
 def write_lookup(path: Path, rows: Iterable[SequenceRecord]) -> tuple[int, int]:
@@ -72,5 +73,5 @@ def _encoded(table: NDArray[np.int64]) -> tuple[bytes, int]:
     heads = (_KEY + 1) * np.arange(len(pairs)) + 2 * pairs
     items = (_KEY + 1) * (owner + 1) + 2 * np.arange(len(table))
     out[heads], out[heads + 1], out[heads + _KEY] = table[pairs, 0], table[pairs, 1], sizes
-    out[items], out[items + 1] = table[:, 2], np.minimum(table[:, 3], 2**31 - 1)
+    out[items], out[items + 1] = table[:, 2], np.minimum(table[:, 3], _MOST_COUNT)
     return out.tobytes(), len(pairs)

@@ -55,3 +55,11 @@ def test_without_sequences_the_file_is_empty(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot write"):
         llama_cpp.write_lookup(tmp_path / "nowhere" / "file", [])
+
+
+def test_counts_stay_within_what_llama_cpp_computes_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes percentages of a count in 32 bits."""
+    assert 100 * llama_cpp._MOST_COUNT < 2**31
+    monkeypatch.setattr(llama_cpp, "_MOST_COUNT", 3)
+    llama_cpp.write_lookup(tmp_path / "file", [record(np.array([1] * 9), np.array([2]))])
+    assert read(tmp_path / "file") == {(1, 1, -1, -1): {1: 3}, (2, 1, -1, -1): {1: 1}}

@@ -106,7 +106,7 @@ def export(
     """Write the sequences of the cache to a file that only you can read, for `agentspec cache import`.
 
     It holds what was said, as token ids at least: keep it as you keep the cache. `--format llama-cpp-lookup` writes
-    the file that llama.cpp takes as --lookup-cache-static.
+    the file that llama.cpp takes as --lookup-cache-static, with --spec-type ngram-cache.
     """
     from agentspec.cache.storage.sequence_store import SequenceStore
 
