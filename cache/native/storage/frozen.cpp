@@ -211,7 +211,7 @@ void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::spa
     for (const SequenceRecord& record : records) {
         const bool possible =
             std::min(record.hits, record.last_used) >= 0 && std::max(record.hits, record.last_used) < kMost;
-        require(possible, "impossible counts");
+        demand(possible, "impossible counts");
         Sequence& sequence = sequences_[record.number];
         sequence.id = record.number;
         sequence.closed = record.closed != 0;
