@@ -314,7 +314,7 @@ class IndexDrafter:
     ) -> Draft:
         """Like `draft`, for a context and a budget that the caller has checked."""
         try:
-            tree = self.native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability, chain)
+            tree = self.native.draft(_natives(indexes), context, max_tokens, min_probability, chain)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         return Draft(*tree)
@@ -326,7 +326,7 @@ class IndexDrafter:
     def learn(self, indexes: Sequence[Sourced], context: Tokens, tokens: Tokens) -> None:
         """Like `observe`, for tokens that the caller has checked."""
         try:
-            self.native.observe(_natives(indexes), context[-DEPTH:], tokens)
+            self.native.observe(_natives(indexes), context, tokens)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
 
@@ -364,7 +364,10 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     A draft that is not complete after `patience` seconds is what there is of it then: its likeliest part.
     """
     patience = None if patience is None else min(patience, 1e6)  # the native clock knows no infinity
-    native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
+    native = [
+        (drafter.native, _natives(indexes), context, max_tokens, min_probability, chain)
+        for drafter, indexes, context, max_tokens, min_probability, chain in jobs
+    ]
     try:
         return [Draft(*tree) for tree in _native.draft_batch(native, patience)]
     except ValueError as error:
@@ -382,7 +385,7 @@ def extend_batch(jobs: Sequence[ExtendJob]) -> None:
     before anything is done unless a sequence is closed.
     """
     native = [
-        (drafter and drafter.native, _natives(indexes), context[-DEPTH:], tokens, into and into.native, *sequence)
+        (drafter and drafter.native, _natives(indexes), context, tokens, into and into.native, *sequence)
         for drafter, indexes, context, tokens, into, *sequence in jobs
     ]
     try:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -15,6 +16,8 @@
 
 namespace agentspec {
 namespace {
+
+constexpr int kSpin = 20;  // microseconds
 
 using Work = std::function<void(std::size_t)>;
 
@@ -41,7 +44,7 @@ public:
 
     // Under the lock of the workers.
     std::size_t wanted = 0;  // workers that may still come
-    std::size_t present = 0;  // workers that take items
+    std::atomic<std::size_t> present{0};  // workers that take items
     std::condition_variable left;
 
 private:
@@ -67,14 +70,26 @@ private:
     sigset_t before_;
 };
 
+/// Wait for what comes within an item's time, most often: to sleep and be woken takes as long.
+template <class Condition>
+void spin(Condition&& met) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(kSpin);
+    while (!met() && std::chrono::steady_clock::now() < until) {
+    }
+}
+
 class Workers {
 public:
     /// Have up to `others` workers take items of `batch` beside this thread, and return when all items are done.
     void run(Batch& batch, std::size_t others) {
         invite(batch, others);
         batch.take();
+        {
+            const std::lock_guard lock(mutex_);
+            std::erase(open_, &batch);
+        }
+        spin([&] { return batch.present == 0; });
         std::unique_lock lock(mutex_);
-        std::erase(open_, &batch);
         batch.left.wait(lock, [&] { return batch.present == 0; });
     }
 
