@@ -67,27 +67,27 @@ class SequenceNumbers:
 
     def __next__(self) -> int:
         if self._numbers is None:
-            self.claim()
+            self.claim(anyhow=True)
         assert self._numbers is not None
         return next(self._numbers)
 
-    def claim(self) -> None:
-        """Get the upper half now. Raises `DBAPIError`, where trying later would not help."""
+    def claim(self, *, anyhow: bool = False) -> None:
+        """Get the upper half now. Unless `anyhow`, raises `DBAPIError` where trying later would not help."""
         with self._lock:
             if self._numbers is None:
-                self.process = -self._hand_out()
+                self.process = -self._hand_out(anyhow)
                 # A server that lost its last transactions hands a number out twice: begin elsewhere each time.
                 self._numbers = count((self.process << 32) + secrets.randbits(31))
 
-    def _hand_out(self) -> int:
-        """A number that no other process has; where nothing can be written now, a random one beyond all of them."""
+    def _hand_out(self, anyhow: bool) -> int:
+        """A number that no other process has; where nothing can be written, a random one beyond all of them."""
         try:
             with self._database.writing() as connection:
                 number = int(connection.execute(processes.insert().returning(processes.c.id)).scalar_one())
                 connection.execute(processes.delete().where(processes.c.id < number))
                 return number
         except exc.DBAPIError as error:
-            if not self._database.is_transient(error):
+            if not (anyhow or self._database.is_transient(error)):
                 raise
             return secrets.randbits(30) + (1 << 30)
 

@@ -236,6 +236,23 @@ def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest
     assert len(caplog.records) == 1
 
 
+def test_a_follower_that_may_only_read_goes_on_in_memory(location: str | Path) -> None:
+    SuffixCache.open(location).close()
+    statements = BREAK["postgres" if isinstance(location, str) else "sqlite"]
+    execute(
+        location,
+        *statements,
+        statements[-1].replace("broken BEFORE INSERT ON sequences", "no BEFORE INSERT ON processes"),
+    )
+    with SuffixCache.open(location, mode="follower") as cache:
+        for turn in range(2):
+            with cache.request([1]) as request:
+                request.extend([40 + turn, 50 + turn])
+        with pytest.raises(CacheError, match="disk is gone"):
+            cache.flush()
+        assert cache.stats().sequences == 2 and cache.stats().store_error
+
+
 def test_a_missing_table_is_damage(location: str | Path) -> None:
     SuffixCache.open(location).close()
     execute(location, "DROP TABLE learned")
