@@ -28,7 +28,7 @@ RunTable::RunTable(LogView log, std::span<const Position> run) {
         const Token last = log[run[std::size_t{begin} * stride_] - 1];
         for (end = begin + 1; end < keys_.size() && keys_[end] >> 32 == keys_[begin] >> 32; ++end) {
         }
-        const Places around{begin == 0 ? 0 : (begin - 1) * stride_, std::min(end * stride_, count_)};
+        const Places around{begin == 0 ? 0 : (begin - 1) * stride_, beginning(end)};
         if (last >= 0 && around.size() > kWide) add_wide(log, run, last, around);
     }
     wide_.shrink_to_fit();
@@ -61,11 +61,11 @@ Places RunTable::around(std::uint64_t key) const {
         size -= half;
     }
     const auto block = static_cast<std::uint32_t>(first - keys_.data());
-    return {block == 0 ? 0 : (block - 1) * stride_ + 1, std::min(block * stride_, count_)};
+    return {block == 0 ? 0 : (block - 1) * stride_ + 1, beginning(block)};
 }
 
 std::uint32_t RunTable::after(std::uint64_t key, const Places& first) const {
-    const std::size_t block = (first.high + stride_ - 1) / stride_;
+    const std::size_t block = (std::size_t{first.high} + stride_ - 1) / stride_;
     if (block >= keys_.size() || keys_[block] > key) return first.high;
     return around(key + 1).high;
 }

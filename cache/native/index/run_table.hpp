@@ -1,6 +1,7 @@
 // Small tables over one sorted run: they narrow a search, and hold samples of what follows the commonest tokens.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -66,6 +67,10 @@ public:
 
 private:
     void add_wide(LogView log, std::span<const Position> run, Token last, Places around);
+    /// The place where a block begins, or the run ends. In 64 bits: the last block may end behind the last position.
+    std::uint32_t beginning(std::size_t block) const {
+        return static_cast<std::uint32_t>(std::min<std::size_t>(block * stride_, count_));
+    }
 
     std::uint32_t stride_ = 0, count_ = 0;
     std::vector<std::uint64_t> keys_;  // of every stride_-th place
