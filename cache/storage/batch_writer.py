@@ -132,7 +132,7 @@ class BatchWriter(Generic[Job]):
             jobs = list(self._jobs)
             self._jobs.clear()
             self._waiting = 0
-            self._busy = True
+            self._busy = bool(jobs)  # without any the thread ends
             return jobs
 
     def _is_urgent(self) -> bool:

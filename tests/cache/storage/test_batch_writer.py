@@ -160,6 +160,16 @@ def test_what_waits_can_be_revised_but_not_what_is_being_committed() -> None:
     assert disk.written == [1, 3, 5, 7, 9]
 
 
+def test_who_revises_after_the_end_does_not_wait() -> None:
+    """As one who forgets while another closes the cache."""
+    writer = Disk().writer()
+    writer.close()
+    thread = threading.Thread(target=writer.revise, args=(list,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize(("failure", "error"), [(OSError("full"), None), (ValueError("gone"), "gone")])
 def test_a_failure_that_passes_is_over_once_nothing_waits(failure: Exception, error: str | None) -> None:
     """Where what could not be written is not to be written any more, no later commit would end it."""
