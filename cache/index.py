@@ -114,15 +114,9 @@ def checksum(data: bytes | NDArray[np.uint8]) -> int:
     return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
-def quiesce() -> None:
-    """Wait until no thread is inside the native code; from now on it keeps the interpreter's lock.
-
-    For the end of the process: a thread that asks for that lock while the interpreter ends would abort the process.
-    """
-    _native.quiesce()
-
-
-atexit.register(quiesce)  # after what is registered later, such as the closing of caches
+# No thread may be inside the native code when the interpreter ends: one that asks for its lock then would abort the
+# process. What is registered later, such as the closing of caches, is done before.
+atexit.register(_native.quiesce)
 
 
 class SuffixIndex:
