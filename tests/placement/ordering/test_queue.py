@@ -76,7 +76,8 @@ def test_programs_with_less_service_go_first_but_waiting_makes_up_for_it():
 @given(STEPS)
 def test_under_pressure_no_new_program_passes_one_that_has_begun_unless_it_waited_long(steps):
     queue, waiting, now = UrgencyOrder(PATIENCE), {}, 0.0
-    for number, (what, urgency, passed, _) in enumerate(steps):
+    rest = [("pop", None, 0.5, True)] * len(steps)  # all that are left
+    for number, (what, urgency, passed, _) in enumerate([*steps, *rest]):
         now += passed
         if what != "pop":
             queue.push(number, urgency, now)
