@@ -27,6 +27,7 @@ PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches
 FREE_STEP = StepCurve(np.array([1.0]), np.array([1.0]))  # in which every token of a chain pays
 FIND_SECONDS = 2e-6  # what a search takes for each token that it finds: 1.2 to 2.3 us measured, by the cache's size
 RATE = 0.1  # how fast the server's tokens a second are followed
+LARGE = 512  # tokens of a step
 FREE = 0.005  # drafting time up to this share of a step is not counted as cost
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class ServerDrafter:
         kept = states if same else list(set(self._last).intersection(states))
         if computed and kept:
             seconds = now - self._last_end
-            self._learn_cost(len(turns), computed, seconds, same=same)
+            self._learn_cost(states, computed, seconds, same=same)
             gained = sum(len(turn.fresh) for turn in turns)
             self._judge(kept, seconds, gained)
             self._gained += RATE * (gained - self._gained)
@@ -139,12 +140,13 @@ class ServerDrafter:
         self.stats.accepted += accepted
         return OutputUpdate(state, tokens, state.chain.drafted, accepted)
 
-    def _learn_cost(self, requests: int, computed: int, seconds: float, *, same: bool) -> None:
-        padding = self._padding()
+    def _learn_cost(self, states: Sequence[RequestState], computed: int, seconds: float, *, same: bool) -> None:
+        """Large steps that read prompts tell little of those that verify drafts."""
+        padding, requests = self._padding(), len(states)
         if padding and self._padded:
             if same and padding.holds(requests, computed):
                 padding.observe(requests, seconds)
-        else:
+        elif computed <= LARGE or computed <= requests + sum(state.chain.drafted for state in states):
             self._trials.measured(self._cost.seconds(computed), seconds)
             self._cost.observe(computed, seconds)
 

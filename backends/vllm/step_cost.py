@@ -13,6 +13,7 @@ from agentspec.cache.drafting.chains import StepCurve
 from agentspec.speculation.cost_curve import KNOTS
 from agentspec.speculation.cost_model import CostModel
 
+_FINEST = (KNOTS[-1] - 1).bit_length()
 _FAR = 16384  # tokens up to which the cost of a step is extrapolated
 _WINDOW = 128  # the last steps, from which the cost is learned
 _EARLY, _OFTEN = 16, 64  # steps up to which that is done after each, and after every fourth; later after every eighth,
@@ -31,7 +32,7 @@ class StepTimeModel:
 
     A model that follows single steps may settle on a wrong division of what it sees into the machine's speed and the
     sizes' cost, if the first steps take longer or shorter than later ones. Sizes that have not come for long are
-    guessed, and so tried again.
+    guessed, and so tried again. Sizes are told apart less finely if some of them are beyond the model's largest knot.
     """
 
     def __init__(self, later: Later = lambda learn: learn()) -> None:
@@ -60,9 +61,7 @@ class StepTimeModel:
         return np.asarray(np.interp(tokens, *self._curve))
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from one step. Steps that mostly read long prompts tell little of those that verify drafts."""
-        if tokens > KNOTS[-1]:
-            return
+        """Learn from one step."""
         self._steps += 1
         self._recent.append((tokens, seconds))
         if self._steps % (1 if self._steps <= _EARLY else _EVERY if self._steps <= _OFTEN else _SELDOM) == 0:
@@ -70,16 +69,18 @@ class StepTimeModel:
             self._later(lambda: self._learn(recent))
 
     def _learn(self, recent: tuple[tuple[int, float], ...]) -> None:
-        self._model.relearn(recent)
-        self._use(self._read())
+        most = max(tokens for tokens, _ in recent)
+        unit = 1 << max(0, (most - 1).bit_length() - _FINEST)
+        self._model.relearn((max(1, round(tokens / unit)), seconds) for tokens, seconds in recent)
+        self._use(self._read(unit))
 
     def _use(self, curve: StepCurve) -> None:
         tokens: list[float] = curve.tokens.tolist()
         seconds: list[float] = curve.seconds.tolist()
         self._curve, self._points = curve, (tokens, seconds)
 
-    def _read(self) -> StepCurve:
-        return StepCurve(_TOKENS, self._model.many(_TOKENS.astype(np.int64)))
+    def _read(self, unit: int = 1) -> StepCurve:
+        return StepCurve(unit * _TOKENS, self._model.many(_TOKENS.astype(np.int64)))
 
     def least_acceptance(self, requests: int) -> float:
         """The acceptance probability below which no draft token pays in a step of `requests` requests."""

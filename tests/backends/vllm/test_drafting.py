@@ -194,6 +194,19 @@ def test_what_a_step_costs_is_learned_while_requests_come_and_go(
         assert drafter._cost.seconds(size) == pytest.approx(clock.seconds(size), rel=0.1)
 
 
+def test_of_large_steps_those_that_read_no_prompt_are_learned_from(
+    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[int] = []
+    monkeypatch.setattr(drafting, "LARGE", 2)
+    monkeypatch.setattr(drafter._cost, "observe", lambda tokens, seconds: learned.append(tokens))
+    clients = [Client(drafter, TEXT) for _ in range(3)]
+    drafter.flush()
+    for computed, drafted in ((3, 0), (3, 0), (4, 0), (2, 8), (4, 0)):
+        drafter.propose([client.turn(tokens(100), drafted) for client in clients], computed=computed)
+    assert learned == [3, 2, 4]  # the first round knows no step before it; in the last step drafts were verified
+
+
 @pytest.mark.parametrize("predicted", [None, np.tile(TEXT, 2)])
 def test_who_is_behind_its_latency_goal_is_served_first(
     drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch, predicted: Tokens | None
