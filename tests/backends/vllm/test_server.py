@@ -15,11 +15,13 @@ from typing import Any
 import anyio
 import pytest
 from starlette.testclient import TestClient
+from transformers import AutoTokenizer
 
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.vllm.bench import ask
 from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer, find_environment
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cli.doctor.checks import Check, check_upstream
 from agentspec.proxy import create_app
@@ -55,10 +57,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
         pytest.skip("the default model is not there: run agentspec model fetch smollm2-135m")
     folder, started = tmp_path_factory.mktemp("vllm"), list[VllmServer]()
 
-    def launch(name: str, speculative: object = SUFFIX, **variables: str) -> VllmServer:
+    def launch(name: str, speculative: object = SUFFIX, options: Sequence[str] = (), **variables: str) -> VllmServer:
         assert ENVIRONMENT is not None
         log = folder / f"{len(started)}-{name}.log"
-        server = VllmServer(ENVIRONMENT, model.folder, log, speculative, variables, EAGER)  # type: ignore[arg-type]
+        chosen = (*EAGER, *options)
+        server = VllmServer(ENVIRONMENT, model.folder, log, speculative, variables, chosen)  # type: ignore[arg-type]
         started.append(server)
         return server.start()
 
@@ -179,6 +182,32 @@ def test_what_clients_may_ask_for(launch: Launch, plain: list[list[Token]]) -> N
     long = [ask(server, "word " * 1900, max_tokens=2048 - 1950, ignore_eos=True) for _ in range(2)]
     assert long[0].tokens == long[1].tokens > 50
     server.stop()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--num-gpu-blocks-override", "17"), ("--tensor-parallel-size", "3"), ("--data-parallel-size", "2")],
+    ids=["preempted", "ranks", "engines"],
+)
+def test_every_output_is_recorded_once_and_whole(
+    launch: Launch, plain: list[list[Token]], tmp_path: Path, options: Sequence[str]
+) -> None:
+    """Requests that begin anew for want of memory, ranks of which one drafts, and engines that share a folder."""
+    where = {"AGENTSPEC_CACHE_PATH": str(tmp_path / "cache"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    server = launch("whole", options=options, **where)
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(lambda prompt: ask(server, prompt, max_tokens=300, ignore_eos=True).text, PROMPTS * 2))
+    assert exact(server, plain)
+    assert server.metric("vllm:num_preemptions_total") > 0 or "--num-gpu-blocks-override" not in options
+    server.stop()
+    model = locate("smollm2-135m")
+    assert model is not None
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    store = SequenceStore.open(tmp_path / "cache", disk_bytes=None, mode="follower")
+    kept = [row.tokens.tolist() for row in store.records()]
+    store.close()
+    long = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in kept if len(tokens) == 300]
+    assert sorted(long) == sorted(said)
 
 
 def as_upstream(server: VllmServer) -> Settings:
