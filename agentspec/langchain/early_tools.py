@@ -17,7 +17,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
 from agentspec.langchain.injected_arguments import by_model, takes_more
-from agentspec.langchain.labels import is_replayed
+from agentspec.langchain.labels import asked_by, branch_of_agent, config_of_tool, is_replayed
 from agentspec.langchain.name_listener import listening
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
@@ -28,6 +28,11 @@ R = TypeVar("R")
 
 _MOST = 1024  # sessions and tools that are remembered
 _APPROVAL = ("needs_approval", "requires_approval")  # in a tool's metadata
+_ID = "early"  # of the call that an early start answers
+_SILENT = (  # blocks of an answer by which its provider did nothing
+    *("text", "text-plain", "refusal", "reasoning", "reasoning_content", "thinking", "redacted_thinking"),
+    *("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call", "input_json_delta"),
+)
 _QUIET: Any = {"callbacks": [], "tags": ["nostream"]}
 
 
@@ -78,7 +83,7 @@ class EarlyTools:
         with kept_from_agent("beginning a turn"):
             session = self._following(request)
         if session is not None:
-            tools = self._offered[session.caller]
+            tools = self._offered.get(session.caller, {})
             session.begin_turn(lambda call: _started(tools[call.name], call))
         return session
 
@@ -88,7 +93,7 @@ class EarlyTools:
         with kept_from_agent("beginning a turn"):
             session = self._following(request)
         if session is not None:
-            tools = self._offered[session.caller]
+            tools = self._offered.get(session.caller, {})
             await session.abegin_turn(
                 lambda call: _astarted(tools[call.name], call),
                 lambda call: (lambda call: _started(tools[call.name], call)) if blocks(tools[call.name]) else None,
@@ -107,7 +112,7 @@ class EarlyTools:
         store, calls = current_policy().store is not False, None
         with kept_from_agent("ending a turn"):
             messages = [message for message in response.result if isinstance(message, AIMessage)]
-            calls = [call for message in messages for call in _calls(message)]
+            calls = [call for message in messages for call in (*_by_provider(message), *_calls(message))]
         if calls is None:
             session.abandon_turn()
         else:
@@ -146,12 +151,21 @@ class EarlyTools:
         name = labels.session or (messages[0].id if messages else None)
         if not name:
             return None
-        caller = AgentCaller(self._tenant, self._agent or labels.workflow or "agent", name, self._identity)
-        return self._speculator.session(caller)
+        agent = self._agent or labels.workflow or "agent"
+        try:
+            identity = self._identity + asked_by()
+        except (ValueError, TypeError, RecursionError):  # one that knows no tools: all may change something
+            return ToolSession(self._speculator, AgentCaller(self._tenant, agent, name))
+        return self._speculator.session(AgentCaller(self._tenant, agent, name, identity, branch=branch_of_agent()))
 
     def _following(self, request: ModelRequest[Any]) -> ToolSession | None:
-        session = None if is_replayed() else self._session_of(request.messages)
+        asked_by()  # raises, and is logged, where nobody can tell who asks
+        # As in the node of the tools: other middleware may give the model other messages.
+        session = self._session_of(_messages(request.state) or request.messages)
         if session is None:
+            return None
+        if is_replayed():
+            session.abandon_turn()
             return None
         offered = {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}
         session.offers([self._spec(tool) for tool in offered.values()], offered)
@@ -240,13 +254,13 @@ def _answered(request: ToolCallRequest, result: _EarlyResult) -> ToolCallRequest
 
 def _started(tool: BaseTool, call: ToolCall) -> _EarlyResult:
     """Run a tool outside of the graph's run. Raises for what could not be handed over just as it is."""
-    var_child_runnable_config.set(None)
-    return _usable(tool.invoke(_input(call), _QUIET))
+    var_child_runnable_config.set(config_of_tool())
+    return _usable(tool, tool.invoke(_input(call), _QUIET))
 
 
 async def _astarted(tool: BaseTool, call: ToolCall) -> _EarlyResult:
-    var_child_runnable_config.set(None)
-    return _usable(await tool.ainvoke(_input(call), _QUIET))
+    var_child_runnable_config.set(config_of_tool())
+    return _usable(tool, await tool.ainvoke(_input(call), _QUIET))
 
 
 def blocks(tool: BaseTool) -> bool:
@@ -259,12 +273,14 @@ def blocks(tool: BaseTool) -> bool:
 
 
 def _input(call: ToolCall) -> Any:
-    return {"type": "tool_call", "id": "early", "name": call.name, "args": dict(call.arguments)}
+    return {"type": "tool_call", "id": _ID, "name": call.name, "args": dict(call.arguments)}
 
 
-def _usable(message: Any) -> _EarlyResult:
-    """A plain result. Raises `ValueError` for a `Command`, a failure, or a message with more than content."""
-    if not isinstance(message, ToolMessage) or message.status == "error" or message.additional_kwargs or message.id:
+def _usable(tool: BaseTool, message: Any) -> _EarlyResult:
+    """A plain result. Raises `ValueError` for a `Command`, a failure, or a message that the tool itself has made."""
+    if not isinstance(message, ToolMessage) or (message.tool_call_id, message.name) != (_ID, tool.name):
+        raise ValueError("not a plain result")
+    if message.status == "error" or message.additional_kwargs or message.response_metadata or message.id:
         raise ValueError("not a plain result")
     parts = message.content if isinstance(message.content, list) else []
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
@@ -290,6 +306,14 @@ def _mark(message: AnyMessage) -> str:
 
 def _calls(message: AIMessage) -> list[ToolCall]:
     return [ToolCall(call["name"], call["args"]) for call in message.tool_calls]
+
+
+def _by_provider(message: AIMessage) -> list[ToolCall]:
+    """What the provider ran itself while it answered, tools of other servers among it: it may change something."""
+    parts = message.content if isinstance(message.content, list) else []
+    parts = [*parts, *message.additional_kwargs.get("tool_outputs", ())]
+    kinds = [str(part.get("type", "text")) for part in parts if isinstance(part, dict)]
+    return [ToolCall(f"({kind})", {}) for kind in kinds if kind not in _SILENT]
 
 
 def _call(request: ToolCallRequest) -> ToolCall:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from langchain_core.runnables import ensure_config
+from langchain_core.runnables import RunnableConfig, ensure_config
 
 from agentspec.step.decorator import WORKFLOW_KEY
 from agentspec.step.scope import current_labels
+from agentspec.tools.prediction.values import canonical
 from agentspec.types import Labels
 
 _RESUMING = "__pregel_resuming"  # what LangGraph sets for the first nodes that it runs after an interrupt
+_SAVER = "__pregel_checkpointer"  # where LangGraph tells graphs inside a node which checkpoints to write
+_OF_THE_PLACE = (  # in `configurable`: says nothing of who asks, or the same as `langgraph_auth_user_id`
+    *("thread_id", "run_id", "langgraph_request_id"),
+    "langgraph_auth_user",
+)
 
 
 def labels_of_call(session: str | None, metadata: Mapping[str, Any] | None) -> Labels:
@@ -48,7 +55,7 @@ def labels_of_agent(workflow: str | None, session: str | None, *, node: str | No
 
 def _agent_name(run: Mapping[str, Any]) -> str | None:
     """The agent's name, else the name of the node in which its graph runs, else of the deployed graph."""
-    around = str(run.get("langgraph_checkpoint_ns") or "").split("|")[:-1]
+    around = [place for place in _around(run) if ":" in place]  # a node's second graph has a number besides
     standing = around[-1].partition(":")[0] if around else None
     return _text(run.get("lc_agent_name")) or _text(standing) or _text(run.get("graph_id"))
 
@@ -71,3 +78,35 @@ def is_replayed() -> bool:
     config = ensure_config()
     addressed = config.get("metadata", {}).get("checkpoint_id") is not None
     return addressed or bool(config.get("configurable", {}).get(_RESUMING))
+
+
+def branch_of_agent() -> str:
+    """Tells apart the agents, and the branches of one, that run in a session at the same time."""
+    return "|".join(_around(_run_metadata()))
+
+
+def asked_by() -> str:
+    """The same for runs with the same `configurable`, such as the user on whose behalf tools run; "" without any.
+
+    Raises `ValueError` or `TypeError` for what JSON cannot hold: two secrets may look the same.
+    """
+    given = {name: value for name, value in _configurable() if name not in _OF_THE_PLACE}
+    return hashlib.sha256(canonical(given).encode("utf-8", "surrogatepass")).hexdigest() if given else ""
+
+
+def config_of_tool() -> RunnableConfig:
+    """What a tool that runs outside of the graph's run may learn of it: what the caller configured.
+
+    It can neither interrupt the run nor write its checkpoints.
+    """
+    return RunnableConfig(configurable={**dict(_configurable()), _SAVER: None})
+
+
+def _configurable() -> list[tuple[str, Any]]:
+    given = ensure_config().get("configurable", {})
+    return [(name, value) for name, value in given.items() if not name.startswith(("__", "checkpoint_"))]
+
+
+def _around(run: Mapping[str, Any]) -> list[str]:
+    """The nodes, each with the id of its task, in which the graph of the present node runs."""
+    return str(run.get("langgraph_checkpoint_ns") or "").split("|")[:-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ _DEEPEST = 16  # levels of nested objects whose defaults are filled
 class AgentCaller:
     """Who an agent works for. `identity` tells apart the credentials with which its tools run, such as a user's id.
 
-    Nothing is shared between tenants or identities. What is learned belongs to a tenant's `agent`.
+    Nothing is shared between tenants or identities. What is learned belongs to a tenant's `agent`. `branch` tells apart
+    conversations of one session at the same time: what may change something in one voids what was read in all.
     """
 
     tenant: str = "default"
@@ -25,14 +27,17 @@ class AgentCaller:
     session: str = ""
     identity: str = ""
     store: bool = True
+    branch: str = ""
 
 
 def call_key(caller: AgentCaller, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
     """A hash, equal where the same call by the same caller is meant: arguments in any order, defaults left out or not.
 
-    Raises `ValueError` or `TypeError` for arguments that JSON cannot hold.
+    Raises `ValueError` or `TypeError` for arguments that JSON cannot hold, or would turn into others.
     """
     filled = with_defaults(dict(arguments), spec.schema)
+    if json.loads(canonical(filled)) != filled:  # a tuple is no list, nor 1 as a key "1"
+        raise ValueError("arguments that are no JSON")
     who = [caller.tenant, caller.identity, caller.session]
     what = [spec.server, spec.name, canonical(spec.schema), canonical(filled)]
     return hashlib.sha256(canonical(who + what).encode("utf-8", "surrogatepass")).hexdigest()

@@ -10,9 +10,12 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.runnables import ensure_config
 from langchain_core.tools import BaseTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import InjectedState
+from pydantic import SecretStr
 
 from agentspec.errors import ConfigurationError
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
@@ -306,3 +309,83 @@ def test_a_step_that_stores_nothing_teaches_nothing() -> None:
     for number in range(6):
         session(middleware, number)
     assert not events
+
+
+def asked(graph: Any, **configurable: Any) -> list[BaseMessage]:
+    config: Any = {"configurable": {"thread_id": "t", **configurable}}
+    return list(graph.invoke({"messages": [HumanMessage("look at #W1, please")]}, config)["messages"])
+
+
+@tool
+def whose(order: str) -> str:
+    """Read an order for the user of the run."""
+    ran.append("whose")
+    return f"{order} of {ensure_config().get('configurable', {}).get('user', 'nobody')}"
+
+
+def test_an_early_run_knows_what_the_caller_configured_and_no_other_caller_gets_its_result() -> None:
+    middleware, events = opened("whose")
+    turns = [asks("whose", order="#W1"), AIMessage("done")]
+    for _ in range(8):
+        found = asked(agent(middleware, *turns, tools=[whose]), user="ann")
+    assert found[-2].content == "#W1 of ann" and any(event.outcome == "hit" for event in events)
+    events.clear()
+    late = agent(middleware, AIMessage("hello"), *turns, tools=[whose])
+    asked(late, user="ann")
+    assert asked(late, user="bob")[-2].content == "#W1 of bob"
+    assert "launch" in {event.outcome for event in events}
+
+
+def test_nothing_starts_where_two_callers_may_look_the_same() -> None:
+    middleware, events = opened("whose")
+    turns = [asks("whose", order="#W1"), AIMessage("done")]
+    for _ in range(8):
+        found = asked(agent(middleware, *turns, tools=[whose]), user=SecretStr("ann"))
+    assert found[-2].content == "#W1 of **********" and not events
+
+
+def test_a_call_by_nobody_knows_whom_voids_what_was_read_before() -> None:
+    middleware, _ = opened("look")
+    epoch = ToolSpeculator().epochs.of("default", "t")
+    before = epoch.number
+    asked(agent(middleware, asks("buy", order="#W1"), AIMessage("done")), user=SecretStr("ann"))
+    assert epoch.number > before
+
+
+@pytest.mark.parametrize("answer", [
+    {"content": [{"type": "mcp_call", "name": "buy"}, {"type": "text", "text": "bought"}]},
+    {"content": "bought", "additional_kwargs": {"tool_outputs": [{"type": "code_interpreter_call"}]}},
+])  # fmt: skip
+def test_what_the_provider_ran_voids_what_was_read_before(answer: dict[str, Any]) -> None:
+    middleware, events = taught()
+    graph = agent(middleware, AIMessage(**answer), asks("look", order="#W1"), AIMessage("done"))
+    ask(graph, "t9", "look at #W1, please")
+    assert [event.outcome for event in events if event.tool == "look"][:2] == ["launch", "stale"]
+    events.clear()
+    quiet = agent(middleware, AIMessage([{"type": "text", "text": "wait"}]), *SCRIPT)
+    ask(quiet, "t10", "look at #W1, please")
+    assert "stale" not in {event.outcome for event in events}
+
+
+def test_branches_of_a_session_have_turns_of_their_own_and_void_each_others_results() -> None:
+    middleware, events = taught()
+    assert middleware.early_tools is not None
+    reading = agent(middleware, AIMessage("wait"), asks("look", order="#W1"), AIMessage("done"))
+    writing = agent(middleware, asks("buy", order="#W1"), AIMessage("done"))
+
+    def both(state: dict[str, Any]) -> dict[str, Any]:
+        reading.invoke({"messages": [HumanMessage("look at #W1, please")]})
+        writing.invoke({"messages": [HumanMessage("buy #W1")]})
+        return {}
+
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("both", both)
+    graph.set_entry_point("both")
+    ask(graph.compile(checkpointer=InMemorySaver()), "t9", "go")
+    started = next(event for event in events if event.outcome == "launch" and event.tool == "look")
+    ended = next(event for event in events if event.key == started.key and event.outcome != "launch")
+    assert stock["#W1"] == 0 and ended.outcome == "stale"
+    sessions = [
+        one.caller for one in middleware.early_tools._speculator._sessions.values() if one.caller.session == "t9"
+    ]
+    assert len({caller.branch for caller in sessions}) == 2

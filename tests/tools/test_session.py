@@ -712,3 +712,22 @@ def test_a_fifth_of_the_time_is_saved_at_a_hit_rate_of_60_percent(expect: Any) -
         took[early] = time.monotonic() - began
     assert outcomes(events).count("hit") == 6
     assert took[True] <= 0.8 * took[False]
+
+
+@pytest.mark.parametrize("arguments", [{"id": ("A1",)}, {"id": {1: "A1"}}, {"id": {"A1"}}])
+def test_arguments_that_json_would_turn_into_others_start_nothing(expect: Any, arguments: dict[str, Any]) -> None:
+    expect(ToolCall("read", arguments))
+    session, events = opened()
+    assert session.begin_turn(pytest.fail) == [] and not events
+
+
+def test_a_write_in_one_branch_voids_what_was_read_in_another(expect: Any) -> None:
+    expect(CALL)
+    speculator, world = ToolSpeculator(ToolPolicy(READ_ONLY)), World()
+    reading, writing = (speculator.session(AgentCaller(session="s", branch=name)) for name in "ab")
+    for session in (reading, writing):
+        session.offers([READ, WRITE])
+    assert reading is not writing and reading.begin_turn(world.run) == [CALL]
+    writing.run(ToolCall("write", {"id": "A1"}), world.run)
+    reading.end_turn([CALL])
+    assert json.loads(reading.run(CALL, world.run))["value"] == 11
