@@ -27,7 +27,7 @@ from agentspec.types import GenerateRequest, Message, SamplingParams
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
 
-TOOL_SECONDS = (0.2, 0.5, 1.0, 2.0)
+TOOL_SECONDS = (1.0,)
 KV_BYTES = 256 << 20
 STANDSTILL = 0.5  # seconds in which a process that computes gets some processor time
 EXTENDS, REWRITTEN, NODE, EVICTED = "extends", "rewritten", "another node", "evicted"
@@ -39,7 +39,7 @@ CASES = {
 }
 GOALS = {EXTENDS: 0.98, REWRITTEN: 1.5, NODE: 1.5, EVICTED: 1.5}
 BUSY = 0.98  # goal for the throughput
-AT_ONCE, ROUNDS = 4, 7  # sessions without tools' time, for the throughput
+AT_ONCE = 4  # sessions without tools' time, for the throughput
 FIRST, NEXT = SamplingParams(temperature=0, max_tokens=16), SamplingParams(temperature=0, max_tokens=4)
 OTHER_TOKENS = 512
 OTHERS = SamplingParams(temperature=0, max_tokens=OTHER_TOKENS)
@@ -138,16 +138,18 @@ def run_agent_prefill(
     *,
     tool_seconds: Sequence[float] = TOOL_SECONDS,
     cases: Sequence[str] = tuple(CASES),
+    rounds: int = MIN_PAIRS,
     processor_time: bool = False,
     progress: Progress,
 ) -> AgentPrefillReport:
-    """Measure all cases. Raises what the backend raises."""
+    """Measure all cases, each with `rounds` pairs, of which there are 7 or more. Raises what the backend raises."""
     from agentspec.backends.torch import TorchBackend
 
     progress(f"loading {model}")
     backend = TorchBackend.load(TorchSettings(model=model, kv_bytes=ByteSize(KV_BYTES), prefill_next_turn=False))
     clock = time.process_time if processor_time else time.perf_counter
-    return asyncio.run(AgentPrefillBench(backend, progress, clock=clock).measure(tool_seconds, cases))
+    bench = AgentPrefillBench(backend, progress, rounds=rounds, clock=clock)
+    return asyncio.run(bench.measure(tool_seconds, cases))
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class AgentPrefillBench:
 
     backend: TorchBackend
     progress: Progress
+    rounds: int = MIN_PAIRS
     workflows: list[Workflow] = field(default_factory=lambda: measured_workflows(MIN_PAIRS))
     clock: Callable[[], float] = time.perf_counter
 
@@ -165,7 +168,7 @@ class AgentPrefillBench:
             found = AgentPrefillReport()
             for case in cases:
                 found.pairs += [await self._pairs(case, seconds) for seconds in tool_seconds]
-            for number in range(ROUNDS):
+            for number in range(self.rounds):
                 await self._busy(found, number)
             return found
         finally:
@@ -173,8 +176,8 @@ class AgentPrefillBench:
 
     async def _pairs(self, case: str, tool_seconds: float) -> TurnPairs:
         pairs = TurnPairs(case, tool_seconds)
-        for number in range(MIN_PAIRS):
-            self.progress(f"{case}, tools of {tool_seconds:g} s: session {number + 1} of {MIN_PAIRS}")
+        for number in range(self.rounds):
+            self.progress(f"{case}, tools of {tool_seconds:g} s: session {number + 1} of {self.rounds}")
             sides = report.rotated({"off": pairs.off, "on": pairs.on}, number)
             for side, turns in sides:
                 tenant = f"{case}/{tool_seconds}/{number}/{side}"
@@ -225,7 +228,7 @@ class AgentPrefillBench:
     async def _busy(self, found: AgentPrefillReport, round: int) -> None:
         """A round of sessions at once whose tools take no time, without and with reading ahead."""
         for side, seconds in report.rotated(found.busy, round):
-            self.progress(f"throughput: round {round + 1} of {ROUNDS}, {side}")
+            self.progress(f"throughput: round {round + 1} of {self.rounds}, {side}")
             began = _clocks()
             tenants = [f"busy/{round}/{number}/{side}" for number in range(AT_ONCE)]
             sessions = (self._hurried(number, tenant, side == "on") for number, tenant in enumerate(tenants))
@@ -242,17 +245,17 @@ class AgentPrefillBench:
         await self._ask([*known, self._unknown(REWRITTEN, number)], tenant, FIRST)
 
     def _started(self, number: int) -> list[Message]:
-        return self.workflows[number].messages(0)
+        return self.workflows[number % len(self.workflows)].messages(0)
 
     def _known(self, case: str, number: int, said: str) -> list[Message]:
         """What is known of the next prompt when the first answer has `said` something."""
         if case == NODE:
             return [{"role": "system", "content": REVIEWER}]
-        sent = said if case in (EXTENDS, EVICTED) else self.workflows[number].turns[0].answer
+        sent = said if case in (EXTENDS, EVICTED) else self.workflows[number % len(self.workflows)].turns[0].answer
         return [*self._started(number), {"role": "assistant", "content": sent}]
 
     def _unknown(self, case: str, number: int) -> Message:
-        answer = self.workflows[number].turns[0].answer.splitlines()[1]
+        answer = self.workflows[number % len(self.workflows)].turns[0].answer.splitlines()[1]
         return {"role": "user", "content": f"Review: {answer}" if case == NODE else RESULT.format(number + 5)}
 
 

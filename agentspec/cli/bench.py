@@ -134,8 +134,15 @@ def agent(
     ] = False,
     tool_seconds: Annotated[
         list[float] | None,
-        typer.Option(help="How long tools take: with --prefill, several times, with --timed", min=0.0, max=60.0),
+        typer.Option(
+            help="How long tools take: with --timed, or with --prefill, several times and 1 by default",
+            min=0.0,
+            max=60.0,
+        ),
     ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="With --prefill: pairs of each case and length of tools, 7 for an interval", min=7)
+    ] = 7,
     processor_time: Annotated[
         bool,
         typer.Option("--processor-time", help="With --prefill: tools take that time of this process on the processor"),
@@ -147,7 +154,7 @@ def agent(
     else:
         _refuse(context, "without --tools", "timed", "read_only", "share")
     _refuse(context, "with --prefill", *(("off", "kept", "warm") if prefill else ()))
-    _refuse(context, "without --prefill", *(() if prefill else ("processor_time",)))
+    _refuse(context, "without --prefill", *(() if prefill else ("processor_time", "rounds")))
     _refuse(context, "without --prefill or --timed", *(() if prefill or timed else ("tool_seconds",)))
     _refuse(context, "with --tool-seconds", *(("share",) if tool_seconds and timed else ()))
     _refuse(
@@ -169,7 +176,7 @@ def agent(
         from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
 
         seconds = tool_seconds or TOOL_SECONDS
-        ahead = partial(run_agent_prefill, model, tool_seconds=seconds, processor_time=processor_time)
+        ahead = partial(run_agent_prefill, model, tool_seconds=seconds, rounds=rounds, processor_time=processor_time)
         publish(ahead, json, packages=TORCH, subject={"model": model})
         return
     from agentspec.benchmarks.agent import run_agent

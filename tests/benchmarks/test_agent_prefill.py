@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from agentspec.benchmarks import agent_prefill
 from agentspec.benchmarks.agent_prefill import CASES, EVICTED, NODE, AgentPrefillBench, AgentPrefillReport
 from agentspec.benchmarks.report import MIN_PAIRS, print_report, write_json
 from agentspec.types import Delta, GenerateRequest, Usage
@@ -98,4 +97,10 @@ def test_the_report(measured: tuple[AgentPrefillReport, Reading], tmp_path: Path
     assert "rewritten" in shown and "1.5x" in shown and "throughput" in shown
     write_json(found, tmp_path / "out.json", {})
     data = json.loads((tmp_path / "out.json").read_text())
-    assert len(data["pairs"]) == len(CASES) and len(data["busy"]["on"]) == agent_prefill.ROUNDS
+    assert len(data["pairs"]) == len(CASES) and len(data["busy"]["on"]) == MIN_PAIRS
+
+
+def test_more_rounds_than_there_are_workflows() -> None:
+    bench = AgentPrefillBench(cast(Any, Reading()), lambda text: None, rounds=MIN_PAIRS + 1)
+    found = asyncio.run(bench.measure((0.0,), (NODE,)))
+    assert [len(one.on) for one in found.pairs] == [MIN_PAIRS + 1] == [len(found.busy["on"])]
