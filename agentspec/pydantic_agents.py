@@ -16,6 +16,7 @@ from pydantic_ai.messages import (
     ModelRequest,
     ModelResponse,
     NativeToolCallPart,
+    PartStartEvent,
     SystemPromptPart,
     ToolCallPart,
     ToolReturnPart,
@@ -52,6 +53,7 @@ class EarlyToolCapability(AbstractCapability[Any]):  # type: ignore[misc]  # Pyd
     name which toolset is its own: their tools may start early if the policy trusts the server and the tool's metadata
     has `readOnlyHint`. Functions that take a `RunContext`, need approval, run alone (`sequential`), or have a validator
     or a `prepare` of their own do not start early, nor does a tool with `needs_approval` in its metadata.
+    With `stream` models stream in every run, and tools also start once the model has written their names.
     """
 
     def __init__(
@@ -62,14 +64,26 @@ class EarlyToolCapability(AbstractCapability[Any]):  # type: ignore[misc]  # Pyd
         agent: str | None = None,
         identity: str = "",
         servers: Mapping[str, AbstractToolset[Any]] | None = None,
+        stream: bool = False,
     ) -> None:
         self._speculator = speculator
         self._tenant, self._agent, self._identity = tenant, agent, identity
         self._servers = dict(servers or {})
+        self._stream = stream
         self._conversations: OrderedDict[AgentCaller, _Conversation] = OrderedDict()
 
     def get_wrapper_toolset(self, toolset: AbstractToolset[Any]) -> AbstractToolset[Any]:
         return _EarlyToolset(toolset, self)
+
+    @property
+    def has_on_event(self) -> bool:
+        """Whether Pydantic AI is to stream every model, so that `on_event` is told what comes."""
+        return self._stream
+
+    async def on_event(self, ctx: RunContext[Any], *, event: Any) -> None:
+        """The model has written the name of a tool."""
+        if isinstance(event, PartStartEvent) and isinstance(event.part, ToolCallPart):
+            self.of(ctx).session.names(event.part.tool_name)
 
     async def wrap_model_request(self, ctx: RunContext[Any], *, request_context: Any, handler: Any) -> ModelResponse:
         """Start what is likely to be called, and drop or keep it by what is."""

@@ -292,3 +292,33 @@ async def test_calls_are_learned_from_earlier_conversations(monkeypatch: pytest.
         await agent.run(f"where is #W{100 + number}")
     speculator.close()
     assert sum(event.outcome == "hit" for event in events) >= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_starts_once_it_is_named(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = CallPrediction(LOOK, 0.9, 0.9, 0)
+    monkeypatch.setattr(CallModel, "predict", lambda *_: CallForecast((), ()))
+    monkeypatch.setattr(CallModel, "predict_named", lambda *_: [named] if _[-1] == "look" else [])
+    monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+    events: list[AuditEvent] = []
+    written: list[int] = []
+
+    async def answer(messages: list[ModelMessage], info: AgentInfo) -> Any:
+        if isinstance(messages[-1].parts[-1], UserPromptPart):
+            yield {0: DeltaToolCall(name="look", json_args="", tool_call_id="1")}
+            await asyncio.sleep(0.01)
+            written.append(len(events))
+            yield {0: DeltaToolCall(json_args=json.dumps(LOOK.arguments))}
+        else:
+            yield "there"
+
+    def whole(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
+        asked = isinstance(messages[-1].parts[-1], UserPromptPart)
+        return ModelResponse(parts=[ToolCallPart("look", dict(LOOK.arguments)) if asked else TextPart("there")])
+
+    speculator = ToolSpeculator(ToolPolicy(EARLY), on_event=events.append)
+    capability = EarlyToolCapability(speculator, stream=stream)
+    agent = Agent(FunctionModel(whole, stream_function=answer), tools=[look], capabilities=[capability])
+    assert (await agent.run("where is #W1?")).output == "there"
+    speculator.close()
+    assert [event.outcome for event in events] == (["launch", "hit"] if stream else []) and written == [1] * stream
