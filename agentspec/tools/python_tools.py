@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
@@ -58,6 +58,7 @@ def tool(function: Any = None, /, *, read_only: bool = False, max_age: float | N
     """Mark a function as a tool. `read_only=True` says that it changes nothing, so that it may be started early.
 
     Its result may wait `max_age` seconds for the model's call, by default 30. The function may be a coroutine function.
+    Raises `TypeError` for a generator, which would run when its result is read, and for what takes unnamed arguments.
     """
 
     def decorate(function: Callable[P, R]) -> PythonTool[P, R]:
@@ -83,14 +84,14 @@ class AgentTools:
     def before_model(self, messages: Sequence[Message]) -> None:
         """Start the tools that the model is likely to call next. `messages` are those that it is given, all of them."""
         self._hear(messages)
-        self._session.begin_turn(self._invoke)
+        self._session.begin_turn(self._start)
 
     async def abefore_model(self, messages: Sequence[Message]) -> None:
         """`before_model` in an event loop."""
         self._hear(messages)
         await self._session.abegin_turn(
             self._ainvoke,
-            lambda call: None if inspect.iscoroutinefunction(self._known(call).function) else self._invoke,
+            lambda call: None if inspect.iscoroutinefunction(self._known(call).function) else self._start,
         )
 
     def hears(self, chunk: Any) -> None:
@@ -117,8 +118,12 @@ class AgentTools:
         return calls
 
     def run(self, call: ToolCall) -> Any:
-        """What the tool returns for a call of the model. Raises what the tool raises, `KeyError` for no tool."""
-        self._known(call)
+        """What the tool returns for a call of the model. Raises what the tool raises, `KeyError` for no tool.
+
+        Raises `InvalidRequestError` for a tool that is to be awaited: it runs by `arun`.
+        """
+        if inspect.iscoroutinefunction(self._known(call).function):
+            raise InvalidRequestError(f"{call.name} is a coroutine function: run it by arun")
         return self._session.run(call, self._invoke)
 
     async def arun(self, call: ToolCall) -> Any:
@@ -134,11 +139,21 @@ class AgentTools:
     def _invoke(self, call: ToolCall) -> Any:
         return self._known(call)(**call.arguments)
 
+    def _start(self, call: ToolCall) -> Any:
+        """Run early. Raises `TypeError` for a tool that has not run when it returns, and runs when it is called."""
+        if inspect.iscoroutinefunction(self._known(call).function):
+            raise TypeError(call.name)
+        result = self._invoke(call)
+        if inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator):
+            raise TypeError(call.name)
+        return result
+
     async def _ainvoke(self, call: ToolCall) -> Any:
         function = self._known(call).function
         if inspect.iscoroutinefunction(function):
             return await function(**call.arguments)
-        return await asyncio.to_thread(self._in_thread, call)
+        result = await asyncio.to_thread(self._in_thread, call)
+        return await result if inspect.isawaitable(result) else result  # of a function around a coroutine function
 
     def _in_thread(self, call: ToolCall) -> Any:
         with self._session.changing(call):  # it goes on where `arun` is cancelled
@@ -204,6 +219,8 @@ def agent_tools(
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a function's parameters. Raises `TypeError` for those that a model cannot name."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"a tool returns its result, and {function.__name__} is a generator")
     parameters = inspect.signature(function).parameters.values()
     for one in parameters:
         if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):

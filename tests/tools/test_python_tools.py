@@ -220,3 +220,43 @@ def test_a_tool_starts_once_a_streamed_chunk_names_it(monkeypatch: pytest.Monkey
 def _streamed(name: str, arguments: str) -> list[dict[str, Any]]:
     head = {"index": 0, "id": "c0", "type": "function", "function": {"name": name, "arguments": ""}}
     return [head, {"index": 0, "function": {"arguments": arguments}}]
+
+
+def test_what_runs_only_when_its_result_is_read_is_no_tool() -> None:
+    def lines(order: str) -> Any:
+        yield order
+
+    async def parts(order: str) -> Any:
+        yield order
+
+    for function in (lines, parts):
+        with pytest.raises(TypeError, match="is a generator"):
+            agentspec.tool(function)
+
+
+def test_a_function_around_a_coroutine_function_has_written_before_another_read_starts() -> None:
+    quiet: list[bool] = []
+
+    async def later(order: str) -> str:
+        quiet.append(epoch.quiet)
+        return order
+
+    @agentspec.tool
+    def sell(order: str) -> Any:
+        return later(order)
+
+    epoch = ToolSpeculator().epochs.of("default", "around")
+    with agentspec.agent_tools([sell], session="around") as tools:
+        assert asyncio.run(tools.arun(ToolCall("sell", {"order": "A"}))) == "A"
+    assert quiet == [False]
+
+
+def test_a_coroutine_function_is_run_by_arun() -> None:
+    @agentspec.tool
+    async def sell(order: str) -> str:
+        return order
+
+    with agentspec.agent_tools([sell], session="awaited") as tools:
+        with pytest.raises(InvalidRequestError, match="arun"):
+            tools.run(ToolCall("sell", {"order": "A"}))
+        assert asyncio.run(tools.arun(ToolCall("sell", {"order": "A"}))) == "A"
