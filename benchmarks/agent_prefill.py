@@ -135,11 +135,11 @@ class AgentPrefillReport:
 
 def run_agent_prefill(
     model: str,
-    *,
     tool_seconds: Sequence[float] = TOOL_SECONDS,
-    cases: Sequence[str] = tuple(CASES),
     rounds: int = MIN_PAIRS,
     processor_time: bool = False,
+    *,
+    cases: Sequence[str] = tuple(CASES),
     progress: Progress,
 ) -> AgentPrefillReport:
     """Measure all cases, each with `rounds` pairs, of which there are 7 or more. Raises what the backend raises."""

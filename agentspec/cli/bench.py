@@ -134,18 +134,14 @@ def agent(
     ] = False,
     tool_seconds: Annotated[
         list[float] | None,
-        typer.Option(
-            help="How long tools take: with --timed, or with --prefill, several times and 1 by default",
-            min=0.0,
-            max=60.0,
-        ),
+        typer.Option(help="How long tools take: with --timed; with --prefill, several times (1)", min=0.0, max=60.0),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(help="With --prefill: pairs of each case and length of tools, 7 for an interval", min=7)
+        int, typer.Option(help="With --prefill: pairs of sessions for each case and length of tools", min=7)
     ] = 7,
     processor_time: Annotated[
         bool,
-        typer.Option("--processor-time", help="With --prefill: tools take that time of this process on the processor"),
+        typer.Option("--processor-time", help="With --prefill: tools take that much processor time of this process"),
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
@@ -175,9 +171,8 @@ def agent(
     if prefill:
         from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
 
-        seconds = tool_seconds or TOOL_SECONDS
-        ahead = partial(run_agent_prefill, model, tool_seconds=seconds, rounds=rounds, processor_time=processor_time)
-        publish(ahead, json, packages=TORCH, subject={"model": model})
+        told = tool_seconds or TOOL_SECONDS, rounds, processor_time
+        publish(partial(run_agent_prefill, model, *told), json, packages=TORCH, subject={"model": model})
         return
     from agentspec.benchmarks.agent import run_agent
 
