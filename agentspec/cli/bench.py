@@ -140,8 +140,7 @@ def agent(
         int, typer.Option(help="With --prefill: pairs of sessions for each case and length of tools", min=7)
     ] = 7,
     processor_time: Annotated[
-        bool,
-        typer.Option("--processor-time", help="With --prefill: tools take that much processor time of this process"),
+        bool, typer.Option("--processor-time", help="With --prefill: tools take processor time of this process")
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
