@@ -19,17 +19,17 @@ namespace {
 
 constexpr int kSpin = 20;  // microseconds
 
-using Work = std::function<void(std::size_t)>;
+using Task = std::function<void(std::size_t)>;
 
 /// Items that threads take one by one.
 class Batch {
 public:
-    Batch(std::size_t count, const Work& work) : count_(count), work_(work), failures_(count) {}
+    Batch(std::size_t count, const Task& task) : count_(count), task_(task), failures_(count) {}
 
     void take() noexcept {
         for (std::size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
             try {
-                work_(i);
+                task_(i);
             } catch (...) {
                 failures_[i] = std::current_exception();
             }
@@ -49,7 +49,7 @@ public:
 
 private:
     const std::size_t count_;
-    const Work& work_;
+    const Task& task_;
     std::vector<std::exception_ptr> failures_;
     alignas(64) std::atomic<std::size_t> next_{0};
 };
@@ -163,8 +163,8 @@ void begin_anew() { new (storage) Workers; }
 
 }  // namespace
 
-void share_out(std::size_t count, std::size_t threads, const Work& work) {
-    Batch batch(count, work);
+void share_out(std::size_t count, std::size_t threads, const Task& task) {
+    Batch batch(count, task);
     if (threads > 1) {
         workers().run(batch, threads - 1);
     } else {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.backends.vllm import drafting, proposer
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
+from agentspec.backends.vllm.step_cost import StepTimeModel
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
@@ -95,6 +97,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
         bench = Bench(cache, ServerDrafter(open_cache, 1000), opened)
         monkeypatch.setattr(drafting, "PATIENCE", 60.0)
+        # The steps here take next to no time, beside which no search for drafts would pay.
+        monkeypatch.setattr(drafting, "FIND_SECONDS", 0.0)
+        monkeypatch.setattr(drafting, "FREE", math.inf)
+        monkeypatch.setattr(StepTimeModel, "observe", lambda *_: None)
         monkeypatch.setattr(proposer, "open_drafter", open_drafter)
         monkeypatch.setattr(proposer, "drafts_here", lambda config: True)
         monkeypatch.setattr(proposer, "listen_to_scheduler", lambda: None)
