@@ -1,6 +1,6 @@
 """Converts published agent logs to traces for the cache benchmark: one record for each model call.
 
-docs/benchmarks.md names the repositories, their commits and licences.
+docs/testing.md names the repositories, their commits and licences.
 """
 
 from __future__ import annotations

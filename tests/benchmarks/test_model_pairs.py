@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agentspec.benchmarks.model_pairs import COLUMNS, PAIRS, ModelPair, PairReport, forecast
 from agentspec.benchmarks.reasoning import PUBLISHED, Speeds, predict
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reasoning.md"
 
 
 def test_the_page_says_what_is_computed() -> None:
