@@ -50,7 +50,9 @@ class EmbeddingsEndpoint(GenerationEndpoint):
             await self._forward(exchange, backend)
             return
         if not isinstance(backend, EmbedsCounted):
-            raise InvalidRequestError(f"the model {exchange.record.model!r} does not answer {self.path}", param="model")
+            needed = 'ask a backend with kind = "encoder", or an upstream that has them'
+            message = f"the model {exchange.record.model!r} does not answer {self.path}; {needed}"
+            raise InvalidRequestError(message, param="model")
         check_amounts(exchange.fields, self.path, self.settings)
         body = _EmbeddingBody.parse(exchange.fields)
         texts = body.input

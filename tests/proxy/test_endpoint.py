@@ -190,7 +190,9 @@ def test_refused_fields(client: openai.OpenAI, fields: dict[str, Any], param: st
 
 
 def test_embeddings_of_a_local_model(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="does not answer /embeddings"):
+    with pytest.raises(
+        openai.BadRequestError, match='does not answer /embeddings; ask a backend with kind = "encoder"'
+    ):
         client.embeddings.create(model=MODEL, input="x")
 
 
