@@ -30,7 +30,7 @@ def stats(config: ConfigOption = None, path: PathOption = None, json: JsonOption
         print_json(values)
         return
     for name, value in values.items():
-        typer.echo(f"{name:<16} {value}")
+        typer.echo(f"{name:<16} {f'{value:.2f}' if isinstance(value, float) else value}")
 
 
 @app.command()

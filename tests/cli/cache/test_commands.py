@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_stats_of_a_folder(program, folder):
     values = json.loads(program("cache", "stats", "--path", folder, "--json").output)
     assert values["sequences"] == 1
     lines = dict(line.split(maxsplit=1) for line in program("cache", "stats", "--path", folder).output.splitlines())
-    assert lines["sequences"] == "1"
+    assert lines["sequences"] == "1" and re.fullmatch(r"\d+\.\d\d", lines["behind"])
     assert set(lines) == set(values)
 
 
