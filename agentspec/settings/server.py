@@ -39,7 +39,9 @@ class ServerSettings(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
     port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
-    api_keys: tuple[ApiKey, ...] = Field(default=(), description="Keys clients must send; without any, all who reach the port may use it")
+    api_keys: tuple[ApiKey, ...] = Field(
+        default=(), description="Keys clients must send; without any, all who reach the port may use it"
+    )
     key_limits: RateLimits = Field(
         default_factory=RateLimits,
         description="Table [server.key_limits]: limits of each key that sets none of its own",
