@@ -16,7 +16,7 @@ import sys
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,19 @@ LONGEST = """
     tests/test_example_agents.py tests/proxy/workers/test_lives.py tests/proxy/workers/test_engine.py
     tests/backends/torch/engine/test_batching.py tests/backends/torch/test_exactness.py tests/reliability/test_bodies.py
 """.split()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """A million objects of torch and other libraries live as long as the process. While they are made, a sixth of all
+    time goes to looking for garbage among them; from then on nobody looks at them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

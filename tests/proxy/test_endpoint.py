@@ -318,7 +318,7 @@ def test_a_client_that_leaves_frees_its_place(
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_time_limit(gateway: Any, until: Callable[..., None], stream: bool) -> None:
     held = Held()
-    running = gateway({MODEL: held}, request_timeout=1.5)  # in which the first word comes
+    running = gateway({MODEL: held}, request_timeout=6.0 if stream else 0.5)  # the first word comes within
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         seen = []
         with pytest.raises(openai.APIError, match="request_timeout") as caught:

@@ -278,7 +278,7 @@ async def test_a_late_answer_is_not_asked_for_again() -> None:
         await client.left()
 
     async with serving(script, read_timeout=0.2) as (server, endpoint):
-        await endpoint.fetch("POST", "/x", body=b"{}")
+        await endpoint.fetch("POST", "/x", body=b"{}", timeout=60)
         with pytest.raises(UpstreamTimeoutError):
             await endpoint.fetch("POST", "/x", body=b"{}")
         assert server.requests == 2

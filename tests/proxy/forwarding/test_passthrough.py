@@ -227,7 +227,7 @@ def test_a_stalled_stream(gateway: Any, upstream: Any) -> None:
         request.send(EVENTS[0])
         request.client_left(60)
 
-    response = post(gateway(*passing(upstream(script).url, request_timeout=1.5)))  # in which the first event comes
+    response = post(gateway(*passing(upstream(script).url, request_timeout=6.0)))  # in which the first event comes
     assert response.content.startswith(EVENTS[0]) and b'"code":"request_timeout"' in response.content
 
 

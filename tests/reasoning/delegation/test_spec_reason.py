@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -55,6 +56,14 @@ def numbered(word: str, last: int = 3) -> Callable[[str], str]:
         return f"{word} {number}.{' Answer: 4' if number == last else ''}\n\nand more"
 
     return step
+
+
+@pytest.fixture
+def by_the_loops_clock(in_virtual_time: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a coroutine in virtual time, by which its models' work is measured too."""
+    clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr("agentspec.reasoning.delegation.timing.time", clock)
+    return in_virtual_time
 
 
 async def events_of(backend: DelegationBackend, request: GenerateRequest | None = None) -> list[Event]:
@@ -316,54 +325,61 @@ async def test_the_base_model_down_ends_the_answer() -> None:
         await deltas_of(backend.generate(ask()))
 
 
-async def test_a_model_that_takes_too_long_is_given_up() -> None:
+def test_a_model_that_takes_too_long_is_given_up(in_virtual_time: Any) -> None:
     small = ThinkingModel(lambda thinking: Answer("slow one\n\n", first_latency=3600.0))
     backend = DelegationBackend.of(knobs(call_timeout=1.0), base=ThinkingModel(numbered("base")), small=small)
-    events = await events_of(backend)
+    events = in_virtual_time(events_of(backend))
     assert {step.author for step in kept(events)} == {"base"}
     assert next(event for event in events if isinstance(event, Failed)).reason.startswith("the small model took more")
     assert small.active == 0 and len(small.cancelled) == 1
 
 
-@pytest.mark.slow
-async def test_a_slow_client_costs_no_model_its_patience() -> None:
+def test_a_slow_client_costs_no_model_its_patience(by_the_loops_clock: Any) -> None:
     """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
     base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
     small = ThinkingModel(numbered("small"))
     backend = DelegationBackend.of(knobs(call_timeout=1.0), base=base, small=small)
     events = []
-    async for event in backend.think(Thinking(ask(), backend.settings, backend.roles)):
-        await asyncio.sleep(0.3)
-        events.append(event)
-    assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 1.0
+
+    async def read() -> None:
+        async for event in backend.think(Thinking(ask(), backend.settings, backend.roles)):
+            await asyncio.sleep(0.3)
+            events.append(event)
+
+    by_the_loops_clock(read())
+    assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds == 0.0
     assert not [event for event in events if isinstance(event, Failed)]
 
 
-async def test_a_judge_that_takes_too_long_is_given_up() -> None:
+def test_a_judge_that_takes_too_long_is_given_up(in_virtual_time: Any) -> None:
     base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=3600.0))
     backend = DelegationBackend.of(knobs(score_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
-    events = await events_of(backend)
+    events = in_virtual_time(events_of(backend))
     assert {step.author for step in kept(events)} == {"base"} and base.active == 0
     assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
 
 
 @pytest.mark.parametrize(("seconds", "saves"), [(0.005, True), (0.4, False)])
-async def test_what_is_saved_is_told_at_the_base_models_own_pace(seconds: float, saves: bool) -> None:
+def test_what_is_saved_is_told_at_the_base_models_own_pace(
+    by_the_loops_clock: Any, seconds: float, saves: bool
+) -> None:
     """Three steps of three tokens each by the small model; the base model takes 0.1 s for the first word of any."""
 
     def slow(thinking: str) -> Script:
         return Answer(numbered("small")(thinking), first_latency=seconds)
 
+    async def told(**fields: Any) -> StepSpeculation:
+        speculation = (await deltas_of(backend.generate(replace(ask(), **fields))))[-1].speculation
+        assert isinstance(speculation, StepSpeculation)
+        return speculation
+
     answer = Answer("so four", first_latency=0.1)
     backend = DelegationBackend.of(
         knobs(pipelined=False), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow)
     )
-    told = (await deltas_of(backend.generate(ask())))[-1].speculation
-    assert told is not None and (told.estimated_seconds_saved > 0) is saves
-    pace = backend.throughput
-    assert pace.tokens == 2 and pace.seconds >= 0.1
-    alone = (await deltas_of(backend.generate(replace(ask(), speculation=False))))[-1].speculation
-    assert alone is not None and alone.estimated_seconds_saved == 0
+    assert (by_the_loops_clock(told()).estimated_seconds_saved > 0) is saves
+    assert (backend.throughput.tokens, backend.throughput.seconds) == (2, pytest.approx(0.1))
+    assert by_the_loops_clock(told(speculation=False)).estimated_seconds_saved == 0
 
 
 @MODES
