@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentspec.cache.async_suffix_cache import AsyncSuffixCache
     from agentspec.cache.suffix_cache import CacheRequest, CacheStats, SuffixCache
 
-__all__ = ["CacheRequest", "CacheStats", "SuffixCache"]
+__all__ = ["AsyncSuffixCache", "CacheRequest", "CacheStats", "SuffixCache"]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: settings can be read without numpy and the native extension."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.cache import suffix_cache
+    from agentspec.cache import async_suffix_cache, suffix_cache
 
-    return getattr(suffix_cache, name)
+    return getattr(async_suffix_cache if name == "AsyncSuffixCache" else suffix_cache, name)
