@@ -136,7 +136,7 @@ class SuffixCache(BatchCalls):
         cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
         try:
             lifetime.register(cache)
-            cache._start(mode)
+            cache._start()
         except BaseException:
             cache.close()
             raise
@@ -325,10 +325,10 @@ class SuffixCache(BatchCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, mode: Mode) -> None:
+    def _start(self) -> None:
         """Load the sequences kept on disk and start the maintenance thread."""
         if self._sync:
-            self._sync.start(claim=mode != "follower")
+            self._sync.start()
         if self._store or self._deleter.expires:
             self._maintenance_thread()
 

@@ -68,13 +68,8 @@ class StoreSync:
 
     # Reading.
 
-    def start(self, *, claim: bool) -> None:
-        """List what the store holds, and load the namespaces written last; others are loaded when they are used.
-
-        With `claim`, sequence numbers are claimed at once and not with the first output.
-        """
-        if claim:
-            self._store.claim_numbers()
+    def start(self) -> None:
+        """List what the store holds, and load the namespaces written last; others are loaded when they are used."""
         self._deleter.expire()
         if self._store.mode == "writer":
             self._segments.sweep()

@@ -98,7 +98,9 @@ class SequenceStore(SequenceReader):
     Sequences that are put into it get their numbers from `numbering`.
     """
 
-    def __init__(self, database: Database, segments: SegmentFolder, budget: DiskBudget) -> None:
+    def __init__(
+        self, database: Database, segments: SegmentFolder, budget: DiskBudget, numbering: SequenceNumbers
+    ) -> None:
         super().__init__(database)
         self.segments = segments
         self._budget = budget
@@ -117,7 +119,7 @@ class SequenceStore(SequenceReader):
         self._erasure = PendingErasure(database, pending=database.is_writer)
         with database.engine.connect() as connection:
             self.last_deletion = deletion_log.last(connection)  # the last deletion that this process has applied
-        self.numbering = SequenceNumbers(database)
+        self.numbering = numbering
 
     @classmethod
     def open(
@@ -140,7 +142,10 @@ class SequenceStore(SequenceReader):
             database.connect()
             prepare(database)
             segments = open_segments(database, remote)
-            return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes))
+            numbering = SequenceNumbers(database)
+            if mode != "follower":  # a follower, which may have no right to write, claims with its first output
+                numbering.claim()
+            return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes), numbering)
         except (OSError, exc.DBAPIError) as error:
             database.close()
             raise_unusable(database.name, error, transient=database.is_transient(error))
@@ -181,11 +186,6 @@ class SequenceStore(SequenceReader):
     def disk_limit(self) -> int | None:
         """Bytes that database and segments may take together; None: no limit."""
         return self._budget.limit
-
-    def claim_numbers(self) -> None:
-        """Have sequence numbers ready. Raises `CacheError`."""
-        with self._answering():
-            self.numbering.claim()
 
     def put(self, record: SequenceRecord) -> None:
         """Queue a sequence for writing; `flush` waits until it is durable."""

@@ -135,9 +135,9 @@ async def test_a_cancelled_open_closes_what_it_opened(tmp_path: Path, monkeypatc
     opened: list[SuffixCache] = []
     start = SuffixCache._start
 
-    def started(cache: SuffixCache, mode: Any) -> None:
+    def started(cache: SuffixCache) -> None:
         opened.append(cache)
-        start(cache, mode)
+        start(cache)
 
     monkeypatch.setattr(SuffixCache, "_start", started)
     held = Held(monkeypatch, SuffixCache, "_open_store")

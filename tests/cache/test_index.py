@@ -269,6 +269,19 @@ def test_learned_state_round_trips() -> None:
             copy.restore(damaged)
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_no_part_of_a_learned_state_takes_what_is_not_finite(value: float) -> None:
+    drafter = IndexDrafter()
+    drafter.observe_end(3)
+    state = drafter.state()
+    for at in (*range(0, len(state), 101), *range(len(state) - 3, len(state))):  # the last three: of the end token
+        broken = state.copy()
+        broken[at] = value
+        with pytest.raises(CacheFormatError):
+            drafter.restore(broken)
+    np.testing.assert_array_equal(drafter.state(), state)
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "min_probability", "param"),
     [

@@ -227,6 +227,36 @@ def test_a_disk_that_is_full_at_the_start(preload: Path, tmp_path: Path) -> None
     run(preload, FULL_AT_START, tmp_path)
 
 
+FAILS_AT_START = """
+from sqlalchemy import event
+import sqlalchemy as sa
+from agentspec.errors import CacheUnavailableError
+SuffixCache.open(folder / "cache").close()
+
+def fail(connection, cursor, statement, *_):  # the first transaction that writes cannot be made durable
+    if "INSERT INTO processes" in statement:
+        failing.touch()
+
+event.listen(sa.Engine, "before_cursor_execute", fail)
+with SuffixCache.open(folder / "cache") as cache:
+    assert cache.stats().mode == "memory" and "disk I/O" in cache.stats().store_error
+    record(cache, 10)
+    assert drafts(cache, 10)
+try:
+    SuffixCache.open(folder / "cache", mode="writer")
+except CacheUnavailableError as error:
+    assert "move it away" not in str(error)
+event.remove(sa.Engine, "before_cursor_execute", fail)
+failing.unlink()
+assert outputs(folder / "cache") == []
+"""
+
+
+def test_a_disk_that_fails_at_the_start(preload: Path, tmp_path: Path) -> None:
+    """Nothing is damaged then, and nobody is told to move it away."""
+    run(preload, FAILS_AT_START, tmp_path)
+
+
 SYNC = """
 path = folder / "cache"
 cache = SuffixCache.open(path)
