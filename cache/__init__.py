@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentspec.cache.async_suffix_cache import AsyncSuffixCache
+    from agentspec.cache.aio.async_suffix_cache import AsyncSuffixCache
     from agentspec.cache.suffix_cache import CacheRequest, CacheStats, SuffixCache
 
 __all__ = ["AsyncSuffixCache", "CacheRequest", "CacheStats", "SuffixCache"]
@@ -15,6 +16,5 @@ def __getattr__(name: str) -> Any:
     """Import on first use: settings can be read without numpy and the native extension."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.cache import async_suffix_cache, suffix_cache
-
-    return getattr(async_suffix_cache if name == "AsyncSuffixCache" else suffix_cache, name)
+    module = "aio.async_suffix_cache" if name == "AsyncSuffixCache" else "suffix_cache"
+    return getattr(import_module(f"agentspec.cache.{module}"), name)
