@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agentspec.cache.deletion import Scope, Selection, select
+from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection, select
 from agentspec.cache.pool import CachePool
 from agentspec.errors import CacheError
 from agentspec.telemetry.safe_errors import error_location
@@ -114,18 +114,24 @@ class Deleter:
                 _log.error("what was derived of deleted text may be left: %s", error_location(error))
 
     def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
-        published: CacheError | None = None
+        failure: CacheError | None = None
         with store.segments.writing():
-            count = store.expire(selection) if expiring else store.forget(selection)
+            try:
+                count = store.expire(selection) if expiring else store.forget(selection)
+            except PartlyForgottenError as error:  # what could be deleted goes everywhere else too
+                count, failure = error.count, error
             self._pool.count(forgotten=count)
             try:
                 store.segments.invalidate(selection.scope)
             except CacheError as error:  # it stays until the writer withdraws it; this process knows none of it
-                published = error
+                failure = failure or error
         self.apply_deletions()
-        store.secure_erase(rewrite=not expiring)
-        if published:
-            raise published
+        try:
+            store.secure_erase(rewrite=not expiring)
+        except CacheError as error:
+            failure = failure or error
+        if failure:
+            raise failure
         return count
 
     def _forget_in_memory(self, selection: Selection) -> int:

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from agentspec.cache.tokens import Tokens, TokensLike, as_tokens
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import CacheError, InvalidRequestError
 from agentspec.types import Namespace
 
 Decode = Callable[[Sequence[int]], str]
@@ -128,6 +128,14 @@ class Selection:
         assert self.text is not None
         sizes = _piece_sizes(len(self.text), _LEAST_CHARACTERS)
         return tuple(self.text[-size:] for size in sizes), tuple(self.text[:size] for size in sizes)
+
+
+class PartlyForgottenError(CacheError):
+    """A deletion is done, of `count` sequences, but not of what lies where the database cannot be read."""
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
 
 
 def select(

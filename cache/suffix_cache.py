@@ -232,7 +232,8 @@ class SuffixCache(BatchCalls):
         On return no draft, learned number or stored byte of these sequences is left, and other processes that use the
         database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin anew from their
         next prompt, and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
-        conditions, and `CacheError` when the database cannot be changed: then nothing is deleted.
+        conditions, and `CacheError` when the database cannot be changed: then nothing is deleted, but with
+        `PartlyForgottenError`, all but what a damaged page of a database server holds.
         """
         self._pool.require_open()
         places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}

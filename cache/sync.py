@@ -176,10 +176,11 @@ class StoreSync:
             self._store.put_usage(*self._pool.take_usage())
 
     def maintain(self) -> None:
-        """Called periodically: enforce the disk budgets, whichever process wrote, and save segments that lack much.
+        """Called periodically: mend damage that was met, enforce the disk budgets, save segments that lack much.
 
         Looks at those namespaces only that were used since the last call; a process that becomes the writer at all.
         """
+        self._store.mend_if_met()
         self._store.enforce_budget()
         if not self._segments.published:
             self._save_segments()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
@@ -29,6 +31,19 @@ def open_database(target: str | Path) -> Database:
         return PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))
     except (OSError, RuntimeError) as error:  # the second: the home folder of an unknown user
         raise_unusable(str(target), error, transient=False)
+
+
+@contextmanager
+def opened_database(target: str | Path) -> Iterator[Database]:
+    """The database alone, whatever is damaged in it. Raises as `SequenceStore.open`, also for what is done with it."""
+    database = open_database(target)
+    try:
+        database.connect()
+        yield database
+    except (OSError, exc.DBAPIError) as error:
+        raise_unusable(database.name, error, transient=database.is_transient(error))
+    finally:
+        database.close()
 
 
 def _is_address(target: str | Path) -> TypeGuard[str]:

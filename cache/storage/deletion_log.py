@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.partition import without_ends
 from agentspec.cache.storage import codec
-from agentspec.cache.storage.schema import Kinds, deletions, is_older, is_sound, learned, namespaces, sequences
+from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, is_sound, learned, namespaces, sequences
+from agentspec.errors import CacheFormatError
 
 _SOME = 500  # values in one statement
 _TIME: Kinds = (("created_at", float | int),)
@@ -21,8 +23,6 @@ _KINDS: Kinds = (
     *((name, str | None) for name in ("tenant", "session", "tokenizer")),
     ("before", float | int | None),
 )
-
-Holds = Callable[[sa.Row[Any], Selection], bool]
 
 
 @dataclass(slots=True)
@@ -57,27 +57,41 @@ def _scope(row: sa.Row[Any]) -> Scope:
     return Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, bool(row.searched))
 
 
-def search(
-    connection: sa.Connection, selection: Selection, holds: Holds, found: SelectedRows | None = None
-) -> SelectedRows:
+def search(connection: sa.Connection, selection: Selection, found: SelectedRows | None = None) -> SelectedRows:
     """The rows that a selection matches, added to those `found` by an earlier search. Does not block writers."""
     found = found or SelectedRows()
     if selection.tenant is not None:
         found.ids += _misplaced(connection, selection, selection.tenant, found.last)
+    return search_new(connection, selection, found)
+
+
+def search_new(connection: sa.Connection, selection: Selection, found: SelectedRows) -> SelectedRows:
+    """`search` of the rows after those `found`, without damaged ones under another tenant's name."""
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
-    query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
+    query = sa.select(*columns).where(*conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
     for row in connection.execute(query.execution_options(yield_per=256)):
         found.last = row.id
-        if not selection.searched or holds(row, selection):
+        if holds(row, selection):
             found.ids.append(row.id)
     return found
+
+
+def holds(row: sa.Row[Any], selection: Selection) -> bool:
+    """Whether a row that meets the other conditions holds what is searched for; a damaged one is of no use and does."""
+    if not selection.searched:
+        return True
+    try:
+        record = codec.decode(row)
+    except CacheFormatError:
+        return True
+    return selection.holds(np.concatenate((record.context, record.tokens)))
 
 
 def _misplaced(connection: sa.Connection, selection: Selection, tenant: str, after: int) -> list[int]:
     """Damaged rows under another tenant's name in a namespace of this tenant, whose they may be."""
     theirs = sa.select(namespaces.c.key).where(namespaces.c.tenant == tenant)
     query = sa.select(sequences.c.id, *(sequences.c[name] for name in codec.NAMES)).where(
-        *_conditions(replace(selection, tenant=None)),
+        *conditions(replace(selection, tenant=None)),
         sequences.c.namespace.in_(theirs),
         sequences.c.tenant != tenant,
         sequences.c.id > after,
@@ -85,14 +99,15 @@ def _misplaced(connection: sa.Connection, selection: Selection, tenant: str, aft
     return [row.id for row in connection.execute(query) if not codec.names_agree(row)]
 
 
-def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
+def conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
+    """What holds for the rows of a selection, but for what it searches their tokens for."""
     wanted = (
         (sequences.c.tenant, selection.tenant),
         (sequences.c.session, selection.session),
         (sequences.c.tokenizer_hash, selection.tokenizer),
     )
-    conditions = [column == value for column, value in wanted if value is not None]
-    return conditions if selection.before is None else [*conditions, is_older(sequences.c.created_at, selection.before)]
+    named = [column == value for column, value in wanted if value is not None]
+    return named if selection.before is None else [*named, is_older(sequences.c.created_at, selection.before)]
 
 
 @dataclass(slots=True)
@@ -104,12 +119,21 @@ class DeletedRows:
     tenants: set[str] = field(default_factory=set)
 
 
-def delete(connection: sa.Connection, selection: Selection, found: SelectedRows, holds: Holds) -> DeletedRows:
+def delete(connection: sa.Connection, selection: Selection, found: SelectedRows) -> DeletedRows:
     """Delete the `found` rows and matching rows added since, inside the caller's write transaction.
 
     A learned state is deleted with the last sequence of its namespace; otherwise its end tokens are removed.
     """
-    deleted = _delete(connection, search(connection, selection, holds, found).ids)
+    ids = sorted(set(search(connection, selection, found).ids))
+    deleted = delete_rows(connection, selection, ids)
+    if deleted.count < len(ids) and search(connection, selection).ids:  # not by another process before
+        raise damaged("the table of sequences", "rows are not where they belong")
+    return deleted
+
+
+def delete_rows(connection: sa.Connection, selection: Selection, ids: Sequence[int]) -> DeletedRows:
+    """`delete` of rows that are known already."""
+    deleted = _delete(connection, ids)
     _forget_learned(connection, deleted.namespaces, orphans=selection.tenant is not None)
     scope = selection.scope
     connection.execute(

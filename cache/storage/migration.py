@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import sqlalchemy as sa
+from sqlalchemy import exc
 
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migrations.partitions import DIVIDE
@@ -22,26 +23,31 @@ def prepare(database: Database) -> None:
     Raises `CacheFormatError` if it is another program's database, damaged, or of a newer version.
     """
     with database.engine.connect() as connection:
-        if version_of(connection, database.name) == VERSION:  # the usual case, which takes no lock
+        if version_of(connection, database) == VERSION:  # the usual case, which takes no lock
             return
     with database.writing() as connection:
-        match version_of(connection, database.name):
+        match version_of(connection, database):
             case 0:
                 _create(connection)
             case version if version < VERSION:
                 upgrade(connection)
 
 
-def version_of(connection: sa.Connection, name: str) -> int:
+def version_of(connection: sa.Connection, database: Database) -> int:
     """The version of the tables, 0 if there are none yet. Raises `CacheFormatError` as `prepare`."""
-    tables = set(sa.inspect(connection).get_table_names())
+    name, tables = database.name, set(sa.inspect(connection).get_table_names())
     if not tables:
         return 0
     if meta.name not in tables:
         raise CacheFormatError(f"{name} is another program's database; choose another")
     written = sa.select(meta.c.value).where(meta.c.key == "version")
     query = sa.select(revision.c.version_num) if revision.name in tables else written
-    version = connection.execute(query).scalar()
+    try:
+        version = connection.execute(query).scalar()
+    except exc.DBAPIError as error:
+        if not database.is_damage(error):
+            raise
+        version = connection.execute(written).scalar()
     if version is None or not version.isdigit():
         raise damaged(name, f"version {version!r}")
     if int(version) > VERSION:

@@ -196,8 +196,20 @@ class PostgresDatabase(Database):
                     connection.exec_driver_sql("RESET lock_timeout")
         return True
 
-    def problems(self, connection: sa.Connection) -> list[str]:
+    def counter(self, connection: sa.Connection, table: str) -> int:
+        return int(connection.exec_driver_sql(f"SELECT last_value FROM {table}_id_seq").scalar_one())
+
+    def problems(self) -> list[str]:
         return []  # a server checks its pages itself, as they are read
+
+    def look_closely(self, connection: sa.Connection) -> None:
+        connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+
+    def losses(self) -> list[str]:
+        return []
+
+    def mend(self) -> list[str] | None:
+        return None
 
     def is_transient(self, error: BaseException) -> bool:
         if not isinstance(error, exc.DBAPIError):

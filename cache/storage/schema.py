@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from agentspec.errors import CacheFormatError
+from agentspec.errors import CacheDamagedError
 
 VERSION = 4  # the newest revision in cache/storage/migrations/versions
 
@@ -142,5 +142,6 @@ def is_older(column: sa.ColumnElement[float], before: float) -> sa.ColumnElement
     return sa.or_(column < before, sa.not_(column.between(-_FOREVER, _FOREVER)))
 
 
-def damaged(name: object, reason: object) -> CacheFormatError:
-    return CacheFormatError(f"{name} is damaged; move it away to start a new cache ({reason})")
+def damaged(name: object, reason: object) -> CacheDamagedError:
+    advice = "`agentspec cache repair --yes` saves what can be read; or move it away to start a new cache"
+    return CacheDamagedError(f"{name} is damaged: {reason}; {advice}")

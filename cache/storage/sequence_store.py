@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from agentspec.cache.deletion import Scope, Selection
+from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, open_database, raise_unusable
-from agentspec.cache.storage.database import Database, PendingErasure, reason
+from agentspec.cache.storage.database import Database, PendingErasure, mending, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.remote import open_segments
+from agentspec.cache.storage.rows.numbers import SequenceNumbers
+from agentspec.cache.storage.rows.pages import RowPages
 from agentspec.cache.storage.rows.reader import SequenceReader
-from agentspec.cache.storage.schema import learned, processes, sequences
+from agentspec.cache.storage.schema import learned, sequences
 from agentspec.cache.storage.segment_folder import SegmentFolder
-from agentspec.errors import (
-    CacheError,
-    CacheFormatError,
-)
+from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError
 
 _REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
@@ -48,48 +43,6 @@ class _UsageUpdate:
 
 
 _Job = SequenceRecord | _UsageUpdate
-
-
-class SequenceNumbers:
-    """An iterator over the numbers of the sequences that this process adds. Thread-safe.
-
-    The database hands out their upper half when the first is asked for, so that no other process has the same.
-    """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._lock = threading.Lock()
-        self._numbers: Iterator[int] | None = None
-        self.process: int | None = None  # the upper half; None: no number was asked for yet
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        if self._numbers is None:
-            self.claim(anyhow=True)
-        assert self._numbers is not None
-        return next(self._numbers)
-
-    def claim(self, *, anyhow: bool = False) -> None:
-        """Get the upper half now. Unless `anyhow`, raises `DBAPIError` where trying later would not help."""
-        with self._lock:
-            if self._numbers is None:
-                self.process = -self._hand_out(anyhow)
-                # A server that lost its last transactions hands a number out twice: begin elsewhere each time.
-                self._numbers = count((self.process << 32) + secrets.randbits(31))
-
-    def _hand_out(self, anyhow: bool) -> int:
-        """A number that no other process has; where nothing can be written, a random one beyond all of them."""
-        try:
-            with self._database.writing() as connection:
-                number = int(connection.execute(processes.insert().returning(processes.c.id)).scalar_one())
-                connection.execute(processes.delete().where(processes.c.id < number))
-                return number
-        except exc.DBAPIError as error:
-            if not (anyhow or self._database.is_transient(error)):
-                raise
-            return secrets.randbits(30) + (1 << 30)
 
 
 class SequenceStore(SequenceReader):
@@ -117,8 +70,7 @@ class SequenceStore(SequenceReader):
         self._disk_bytes = 0
         # A process killed after a deletion may have left bytes behind.
         self._erasure = PendingErasure(database, pending=database.is_writer)
-        with database.engine.connect() as connection:
-            self.last_deletion = deletion_log.last(connection)  # the last deletion that this process has applied
+        self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
         self.numbering = numbering
 
     @classmethod
@@ -140,7 +92,10 @@ class SequenceStore(SequenceReader):
         try:
             acquire_writer(database, mode)
             database.connect()
-            prepare(database)
+            if mode == "follower":
+                prepare(database)
+            else:
+                mending(database, lambda: prepare(database))
             segments = open_segments(database, remote)
             numbering = SequenceNumbers(database)
             if mode != "follower":  # a follower, which may have no right to write, claims with its first output
@@ -212,7 +167,22 @@ class SequenceStore(SequenceReader):
 
     def enforce_budget(self) -> None:
         """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
-        self._budget.enforce()
+        mending(self._database, self._budget.enforce)
+
+    def mend_if_met(self) -> None:
+        """Mend what damage was met, if this process is the writer. Called periodically."""
+        if self.met_damage and self._database.is_writer:
+            self.mend()
+
+    def mend(self) -> list[str] | None:
+        """Replace a database whose structure is damaged, as `Database.mend` does. Raises `CacheError`."""
+        self.met_damage = False
+        with self._answering():
+            lost = self._database.mend()
+        if lost is not None:
+            self._damaged.clear()
+            self._erasure.mark()
+        return lost
 
     # Deletions.
 
@@ -220,34 +190,73 @@ class SequenceStore(SequenceReader):
         """Delete a selection in one transaction and log the deletion for other processes; returns how many sequences.
 
         Sequences in its scope that other processes have not written yet are dropped when they write. They delete from
-        their memory by `pending_deletions`. Raises `CacheError` if the deletion fails; then nothing is deleted.
+        their memory by `pending_deletions`. A damaged database is mended first: what cannot be read is gone then. Raises
+        `CacheError` if the deletion fails, and nothing is deleted then unless it is a `PartlyForgottenError`.
         """
-        deleted = self._forget(selection)
-        self._erasure.mark(deleted.tenants)
-        return deleted.count
+        with self._answering():
+            if self._database.problems():  # a search meets not all of them, and misses what they hide
+                self.mend()
+        return self._forget(selection, rewrite=True)
 
     def expire(self, selection: Selection) -> int:
         """`forget`, but only if a sequence matches the selection, and without a need to rewrite what held it."""
-        with self._reading() as connection:
-            if not deletion_log.search(connection, selection, self._holds).ids:
+        with contextlib.suppress(CacheDamagedError), self._answering():
+            if not mending(self._database, lambda: self._search(selection)).ids:
                 return 0
-        deleted = self._forget(selection)
-        self._erasure.mark()
-        return deleted.count
+        return self._forget(selection, rewrite=False)
 
-    def _forget(self, selection: Selection) -> deletion_log.DeletedRows:
+    def _search(self, selection: Selection) -> deletion_log.SelectedRows:
+        with self._database.engine.connect() as connection:
+            return deletion_log.search(connection, selection)
+
+    def _forget(self, selection: Selection, *, rewrite: bool) -> int:
         with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
             self._writer.flush()
         try:
-            with self._database.engine.connect() as connection:
-                found = deletion_log.search(connection, selection, self._holds)
+            deleted, unread = mending(self._database, lambda: self._delete(selection)), 0
+        except exc.DBAPIError as error:
+            if not self._database.is_damage(error):
+                raise _unchanged(error) from error
+            deleted, unread = self._delete_readable(selection)
+        self._erasure.mark(deleted.tenants if rewrite else ())
+        if unread:
+            raise PartlyForgottenError(
+                f"{deleted.count} sequences were forgotten, and {unread} rows may be left in {self._database.name},"
+                " which cannot be read: restore its damaged pages, or clear them (zero_damaged_pages); forget again",
+                deleted.count,
+            )
+        return deleted.count
+
+    def _delete_readable(self, selection: Selection) -> tuple[deletion_log.DeletedRows, int]:
+        """Delete what can be read, on a server that alone can mend its pages; also how many rows cannot be."""
+        lost: dict[int, str] = {}
+        newest = self._newest_id()
+        pieces = RowPages(self._database, deletion_log.conditions(selection), 0, newest, lost=lost.__setitem__)
+        with self._answering():
+            ids = [row.id for piece in pieces for row in piece if deletion_log.holds(row, selection)]
+        found = deletion_log.SelectedRows(ids, newest)
+        try:
             with self._database.writing() as connection:
-                deleted = deletion_log.delete(connection, selection, found, self._holds)
+                self._database.look_closely(connection)
+                ids = deletion_log.search_new(connection, selection, found).ids
+                deleted = deletion_log.delete_rows(connection, selection, ids)
                 for forget in self.also_forgets:
                     forget(connection, selection)
         except exc.DBAPIError as error:
-            raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
+            raise _unchanged(error) from error
+        return deleted, len(lost)
+
+    def _delete(self, selection: Selection) -> deletion_log.DeletedRows:
+        found = self._search(selection)
+        with self._database.writing() as connection:
+            deleted = deletion_log.delete(connection, selection, found)
+            for forget in self.also_forgets:
+                forget(connection, selection)
         return deleted
+
+    def _newest_deletion(self) -> int:
+        with self._reading() as connection:
+            return deletion_log.last(connection)
 
     def deletions_since(self, number: int) -> list[Scope]:
         """The scopes of the deletions after the deletion with that number."""
@@ -316,13 +325,6 @@ class SequenceStore(SequenceReader):
                 return
         raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
 
-    def _holds(self, row: sa.Row[Any], selection: Selection) -> bool:
-        try:
-            record = codec.decode(row)
-        except CacheFormatError:
-            return True  # a damaged row cannot be searched, and is of no use
-        return selection.holds(np.concatenate((record.context, record.tokens)))
-
     def disk_bytes(self) -> int:
         """Size of the database with its journal; the last known size if it does not answer."""
         with contextlib.suppress(exc.DBAPIError, OSError):
@@ -341,6 +343,13 @@ class SequenceStore(SequenceReader):
     # In the writer's thread.
 
     def _commit(self, jobs: list[_Job]) -> None:
+        mending(self._database, lambda: self._write(jobs))
+        try:
+            self.enforce_budget()
+        except (exc.DBAPIError, OSError, CacheError) as error:
+            _log.warning("the database cannot be kept within its budget: %s", reason(error))
+
+    def _write(self, jobs: list[_Job]) -> None:
         # A sequence becomes durable when this transaction commits, at the end of the block.
         with self._database.writing() as connection:
             # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
@@ -354,10 +363,6 @@ class SequenceStore(SequenceReader):
             for job in allowed:
                 if isinstance(job, _UsageUpdate):
                     self._save_usage(connection, job)
-        try:
-            self._budget.enforce()
-        except (exc.DBAPIError, OSError) as error:
-            _log.warning("the database cannot be kept within its budget: %s", reason(error))
 
     def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> None:
         if usage.hits:
@@ -372,6 +377,10 @@ class SequenceStore(SequenceReader):
     def _if_still_writer(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
         """`states`; none if another process has become the database's writer meanwhile."""
         return states if states and self._database.confirm_writer(connection) else {}
+
+
+def _unchanged(error: exc.DBAPIError) -> CacheError:
+    return CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}")
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:

@@ -22,7 +22,14 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentspec.cache.storage.database import Database, Upsert
 from agentspec.cache.storage.path_lock import PathLock
-from agentspec.errors import CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
+from agentspec.cache.storage.repair import rebuild
+from agentspec.errors import (
+    CacheDamagedError,
+    CacheFormatError,
+    CacheLockedError,
+    CacheUnavailableError,
+    ConfigurationError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +38,7 @@ _FILES = (DATABASE, "writer.lock", "writer.pid", "segments.lock")
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOTADB)
 _PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -78,6 +86,7 @@ class SqliteDatabase(Database):
         self._lock: WriterLock | None = None
         self._is_candidate = False
         self._electing = threading.Lock()
+        self._mending = threading.Lock()
         place = sa.URL.create("sqlite", database=str(self._path))  # a `?` in the path begins no options
         self.engine = sa.create_engine(place, connect_args={"timeout": _TIMEOUT}, hide_parameters=True)
         event.listen(self.engine, "connect", _configure)
@@ -146,7 +155,7 @@ class SqliteDatabase(Database):
             cursor.executescript(script)  # runs every step of the statement; incremental_vacuum frees one page a step
             [(busy, _, _)] = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             return not busy
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             if not self.is_transient(error):
                 raise exc.OperationalError(script, None, error) from error
             return False
@@ -154,9 +163,41 @@ class SqliteDatabase(Database):
             connection.invalidate()  # do not return it to the pool with its short busy_timeout
             connection.close()
 
-    def problems(self, connection: sa.Connection) -> list[str]:
-        lines = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
-        return [line for line in lines if line != "ok"]
+    def counter(self, connection: sa.Connection, table: str) -> int:
+        query = "SELECT seq FROM sqlite_sequence WHERE name = ?"
+        return int(connection.exec_driver_sql(query, (table,)).scalar() or 0)
+
+    def problems(self) -> list[str]:
+        with self._translated("problems"):
+            return rebuild.faults(self._path)
+
+    def look_closely(self, connection: sa.Connection) -> None:
+        """Tables are b-trees, which it does anyway."""
+
+    def losses(self) -> list[str]:
+        with self._translated("losses"):
+            return rebuild.losses(self._path)
+
+    def mend(self) -> list[str] | None:
+        with self._mending, self._translated("mend"):
+            lost = rebuild.rebuild(self._path, _TIMEOUT)
+        if lost is None:
+            return None
+        self.engine.dispose()  # a connection may have found no table at all
+        _log.warning("%s was damaged and is mended; %s", self.name, "; ".join(lost) or "nothing was lost")
+        return lost
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if not self.is_damage(error):
+                raise exc.OperationalError(what, None, error) from error
+            message = f"{self.name} is damaged where it lists its tables, and nothing in it can be read: {error};"
+            raise CacheDamagedError(
+                f"{message} delete it with its -wal and -shm, which forgets all that it holds, or restore a backup"
+            ) from error
 
     def is_transient(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
@@ -164,7 +205,7 @@ class SqliteDatabase(Database):
 
     def is_damage(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        return code & _PRIMARY in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG)
+        return code & _PRIMARY in _DAMAGE
 
     def leave_behind(self) -> None:
         SqliteDatabase._forked = True

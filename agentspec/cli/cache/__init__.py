@@ -47,6 +47,7 @@ def forget(
 ) -> None:
     """Forget what all the options given hold for, on disk and in the servers that use the folder. For good."""
     from agentspec.cache import SuffixCache
+    from agentspec.cache.storage.connection import opened_database
 
     settings = load(config)
     folder = folder_of(settings, path)
@@ -55,6 +56,8 @@ def forget(
     if not yes:
         typer.confirm(f"Forget in {shown(folder)}: {described}? It cannot be undone.", abort=True, err=True)
     remote = remote_of(settings, path)
+    with opened_database(folder) as database:
+        database.mend()  # where that is damaged which a follower needs, the cache could not be opened
     with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY, remote=remote) as opened:
         forgotten = opened.forget(**conditions)
         left = opened.stats().disk_bytes

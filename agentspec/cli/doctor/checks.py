@@ -116,7 +116,7 @@ def check_database(settings: CacheSettings) -> Check:
         database = PostgresDatabase(str(settings.location()))
         try:
             with database.engine.connect() as connection:
-                version = version_of(connection, database.name)
+                version = version_of(connection, database)
         finally:
             database.close()
     except DBAPIError as error:

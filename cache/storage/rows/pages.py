@@ -19,8 +19,9 @@ _MOST_LOST = 4096  # ids in a row that cannot be read: then the table itself is 
 class RowPages:
     """The rows with `after` < id <= `until` that meet all `conditions`, in pieces: iterate over it.
 
-    `lost` gets the id of every row that cannot be read, with the reason. Raises `DBAPIError` where the database does
-    not answer, `CacheFormatError` where nothing can be read. No transaction stays open between two pieces.
+    `lost` gets the id of every row that cannot be read, with the reason; from the first of them on rows are looked for
+    without the other indexes, which may be what is damaged. Raises `DBAPIError` where the database does not answer,
+    `CacheFormatError` where nothing can be read. No transaction stays open between two pieces.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RowPages:
         self._lost = lost
         self._newest_first = newest_first
         self._columns = columns
+        self._by_index = True
 
     def __iter__(self) -> Iterator[Sequence[sa.Row[Any]]]:
         width, lost = self._high - self._low, 0
@@ -49,10 +51,10 @@ class RowPages:
             except (exc.DBAPIError, ValueError, TypeError) as error:  # the last two: a value is not of its type
                 if isinstance(error, exc.DBAPIError) and not self._database.is_damage(error):
                     raise
-                if width == 1:
+                if width == 1 and not self._by_index:
                     lost += 1
                     self._lose(error, lost)
-                width = max(1, width // _FASTER)
+                self._by_index, width = False, max(1, width // _FASTER)
                 continue
             if rows:
                 yield rows
@@ -62,9 +64,14 @@ class RowPages:
     def _read(self, width: int) -> Sequence[sa.Row[Any]]:
         low, high = (self._high - width, self._high) if self._newest_first else (self._low, self._low + width)
         id_ = sequences.c.id
-        query = sa.select(*self._columns).where(*self._conditions, id_ > low, id_ <= high)
+        wanted = self._conditions
+        if wanted and not self._by_index:
+            wanted = [sa.case((sa.and_(*wanted), 1), else_=0) == 1]
+        query = sa.select(*self._columns).where(*wanted, id_ > low, id_ <= high)
         order = id_.desc() if self._newest_first else id_
         with self._database.engine.connect() as connection:
+            if not self._by_index:
+                self._database.look_closely(connection)
             rows: Sequence[Any] = connection.execute(query.order_by(order).limit(PIECE)).all()
         return rows
 

@@ -15,10 +15,10 @@ from sqlalchemy import exc
 
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec
-from agentspec.cache.storage.database import Database, reason
+from agentspec.cache.storage.database import Database, Result, reason
 from agentspec.cache.storage.rows.pages import PIECE, RowPages
 from agentspec.cache.storage.schema import Kinds, damaged, is_sound, learned, namespaces, sequences
-from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
+from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheUnavailableError
 from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class SequenceReader:
         self._whole_at = time.monotonic()  # when what was read last was all there was
         self._damaged: dict[int, str] = {}  # the rows found so far that cannot be read, by id
         self._noting = threading.Lock()
+        self.met_damage = False  # whether more than single values is damaged, since it was mended last
 
     @property
     def damaged(self) -> int:
@@ -74,13 +75,18 @@ class SequenceReader:
 
     def position(self) -> int:
         """Set `last_id` to the newest row and return it: `poll` gives what comes later."""
-        with self._reading() as connection:
-            self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+        self.last_id = self._newest_id()
         self._newest, self._whole_at = self.last_id, time.monotonic()
         return self.last_id
 
     def namespaces(self) -> list[StoredNamespace]:
-        """Every namespace that has sequences, last used last, from running totals: no sequence is looked at."""
+        """Every namespace that has sequences, last used last, from running totals: no sequence is looked at.
+
+        Where those are damaged, the sequences are.
+        """
+        return self._despite_damage(self._totals, self._counted)
+
+    def _totals(self) -> list[StoredNamespace]:
         columns = namespaces.c
         with self._reading() as connection:
             query = sa.select(namespaces).where(columns.sequences > 0).order_by(columns.last)
@@ -94,31 +100,62 @@ class SequenceReader:
         )
         return [one for one, row in zip(found, rows, strict=True) if one.namespace.key == row.key]
 
+    def _counted(self) -> list[StoredNamespace]:
+        found: dict[Namespace, tuple[int, int, int]] = {}
+        columns = (
+            sequences.c.id,
+            *(sequences.c[name] for name in codec.NAMES),
+            sequences.c.token_count,
+            sequences.c.size,
+        )
+        with self._answering():
+            for piece in self._pieces(_NONE, 0, self._newest_id(), columns=columns):
+                for row in filter(codec.names_agree, piece):
+                    namespace = Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash)
+                    count, tokens, size = found.pop(namespace, (0, 0, 0))  # and put back as the last one used
+                    found[namespace] = count + 1, tokens + row.token_count, size + row.size
+        return [StoredNamespace(namespace, *sizes) for namespace, sizes in found.items()]
+
     def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
         """The numbers of a namespace's stored sequences, in rows up to `until` if given."""
-        with self._reading() as connection:
-            query = sa.select(sequences.c.number).where(*_rows(namespace, until))
-            return set(connection.execute(query).scalars())
+        mine = _rows(namespace, until)
+
+        def by_index() -> set[int]:
+            with self._reading() as connection:
+                return set(connection.execute(sa.select(sequences.c.number).where(*mine)).scalars())
+
+        def one_by_one() -> set[int]:
+            columns = (sequences.c.id, sequences.c.number)
+            pieces = self._pieces(mine, 0, self._newest_id(), columns=columns)
+            with self._answering():
+                return {row.number for piece in pieces for row in piece}
+
+        return self._despite_damage(by_index, one_by_one)
 
     def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
-        """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`."""
+        """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`.
+
+        The count is -1 where damage keeps it from being told.
+        """
         mine = _rows(namespace, until)
         newest = sa.select(sequences.c.number).where(*mine).order_by(sequences.c.id.desc()).limit(1)
-        with self._reading() as connection:
-            count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
-            return count, connection.execute(newest).scalar() or 0
 
-    def learned(self) -> dict[str, bytes]:
-        """The drafters' learned states, by namespace key."""
-        with self._reading() as connection:
-            rows = connection.execute(sa.select(learned)).all()
-        return {row.namespace: row.state for row in rows if isinstance(row.state, bytes)}
+        def read() -> tuple[int, int]:
+            with self._reading() as connection:
+                count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
+                return count, connection.execute(newest).scalar() or 0
+
+        return self._despite_damage(read, lambda: (-1, 0))
 
     def learned_of(self, namespace: Namespace) -> bytes | None:
-        """One namespace's learned state, if there is one."""
-        with self._reading() as connection:
-            query = sa.select(learned.c.state).where(learned.c.namespace == namespace.key)
-            state = connection.execute(query).scalar()
+        """One namespace's learned state, if there is one that can be read."""
+        query = sa.select(learned.c.state).where(learned.c.namespace == namespace.key)
+
+        def read() -> object:
+            with self._reading() as connection:
+                return connection.execute(query).scalar()
+
+        state = self._despite_damage(read, lambda: None)
         return state if isinstance(state, bytes) else None
 
     # Sequences.
@@ -170,9 +207,8 @@ class SequenceReader:
         Without reading them, `last_id` passes over the rows of namespaces whose key `wanted` refuses.
         """
         begun, looked_at = self.last_id, time.monotonic()
-        with self._reading() as connection:
-            newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
-        self._newest, number = newest, sequences.c.number
+        self._newest = newest = self._newest_id()
+        number = sequences.c.number
         others = sa.true() if process is None else sa.not_(number.between(process << 32, ((process + 1) << 32) - 1))
         names = (sequences.c.id, sequences.c.namespace)
         with self._answering():
@@ -194,8 +230,9 @@ class SequenceReader:
     def problems(self) -> Iterator[str]:
         """The problems of the database: faults in its structure, then every sequence that cannot be read."""
         try:
-            with self._reading() as connection:
-                yield from (f"{self._database.name}: {problem}" for problem in self._database.problems(connection))
+            with self._answering():
+                found = self._database.problems()
+            yield from (f"{self._database.name}: {problem}" for problem in found)
             yield from (f"{self._database.name}: {problem}" for problem in self.unreadable().values())
         except CacheError as error:
             yield str(error)
@@ -220,8 +257,25 @@ class SequenceReader:
     # How.
 
     def _newest_id(self) -> int:
-        with self._reading() as connection:
-            return connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+        def greatest() -> int:
+            with self._reading() as connection:
+                return connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+
+        def handed_out() -> int:
+            with self._reading() as connection:
+                return self._database.counter(connection, sequences.name)
+
+        return self._despite_damage(greatest, handed_out)
+
+    def _despite_damage(self, read: Callable[[], Result], instead: Callable[[], Result]) -> Result:
+        """`read()`; where what it looks at is damaged, `instead()`, and whoever writes is to mend it."""
+        try:
+            return read()
+        except CacheDamagedError as error:
+            if not isinstance(error.__cause__, exc.DBAPIError) or not self._database.is_damage(error.__cause__):
+                raise
+            self.met_damage = True
+            return instead()
 
     def _pages(
         self, conditions: Sequence[sa.ColumnElement[bool]], after: int, until: int, *, newest_first: bool = False
@@ -233,7 +287,7 @@ class SequenceReader:
     def _pieces(
         self, conditions: Sequence[sa.ColumnElement[bool]], after: int, until: int, **options: Any
     ) -> Iterator[Sequence[sa.Row[Any]]]:
-        return iter(RowPages(self._database, conditions, after, until, lost=self._lose, **options))
+        return iter(RowPages(self._database, conditions, after, until, lost=self._lose_page, **options))
 
     def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[SequenceRecord]:
         for row in rows:
@@ -243,6 +297,10 @@ class SequenceReader:
                 self._lose(row.id, error.message)
             else:
                 yield record
+
+    def _lose_page(self, id_: int, why: str) -> None:
+        self.met_damage = True
+        self._lose(id_, why)
 
     def _lose(self, id_: int, why: str) -> None:
         with self._noting:

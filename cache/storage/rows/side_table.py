@@ -16,7 +16,7 @@ _IDS_AT_ONCE = 500  # in one statement
 
 class SideTable:
     """Access to one table whose key is `id`. Failures of the database raise `CacheUnavailableError` that says `what`
-    cannot be used.
+    cannot be used; a damaged one is mended by then, or raises `CacheDamagedError`.
     """
 
     def __init__(self, database: Database, table: sa.Table, what: str) -> None:
@@ -95,5 +95,8 @@ class SideTable:
         try:
             yield
         except (exc.DBAPIError, exc.TimeoutError) as error:
-            message = f"{self._what} in {self.database.name} cannot be used now: {reason(error)}"
+            again = ""
+            if self.database.is_damage(error) and self.database.mend() is not None:
+                again = "; the database was damaged and is mended: try again"
+            message = f"{self._what} in {self.database.name} cannot be used now: {reason(error)}{again}"
             raise CacheUnavailableError(message) from error

@@ -1,0 +1,1 @@
+"""Mends a database whose pages are damaged."""

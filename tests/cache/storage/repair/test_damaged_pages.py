@@ -1,0 +1,231 @@
+"""Every page of a SQLite database, damaged in every way: what can be read is read, and nothing forgotten survives."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.check import verify
+from agentspec.cache.record import SequenceRecord
+from agentspec.cache.responses import StoredResponse
+from agentspec.cache.storage.connection import opened_database
+from agentspec.cache.storage.sequence_store import SequenceStore
+from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.tool_turns import new_turn
+from agentspec.errors import CacheFormatError
+from agentspec.types import Labels, Namespace
+
+PAGE, ROWS, TENANTS = 4096, 180, 3
+OLD = "t2"  # whose outputs are older than any retention
+Damage = Callable[[bytearray, int], None]
+
+
+def record(number: int) -> SequenceRecord:
+    tokens = np.random.default_rng(number).integers(0, 50_000, 40).astype(np.int32)
+    tenant = f"t{number % TENANTS}"
+    created = 1000.0 if tenant == OLD else time.time()
+    return SequenceRecord(number, Namespace(tenant), Labels(f"secret-{tenant}-{number}"), tokens, tokens[:0], created)
+
+
+def opened(folder: Path, mode: str = "follower") -> SequenceStore:
+    return SequenceStore.open(folder, disk_bytes=None, mode=mode)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with something in every table."""
+    folder = tmp_path_factory.mktemp("sound") / "cache"
+    with closing(opened(folder)) as store:
+        for number in range(ROWS):
+            store.put(record(number))
+        store.flush()
+    with SuffixCache.open(folder) as cache:
+        assert cache.forget(session="secret-t0-0") == 1
+        for number in range(2):
+            with cache.request([1, 2], namespace=f"t{number}", session=f"secret-t{number}-x") as request:
+                request.extend([7, 8, 9])
+        for number in range(4):
+            stored = StoredResponse(f"r{number}", "t1", time.time(), session="secret-t1-r", response={"id": 1})
+            cache.responses.put(stored)
+            cache.tool_turns.put(new_turn("t1", "agent", "secret-t1-t", "{}"))
+        cache.flush()
+    return folder
+
+
+def zeroed(data: bytearray, at: int) -> None:
+    data[at : at + PAGE] = bytes(PAGE)
+
+
+def scrambled(data: bytearray, at: int) -> None:
+    data[at : at + PAGE] = random.Random(at).randbytes(PAGE)
+
+
+def header(bit: int) -> Damage:
+    def flipped(data: bytearray, at: int) -> None:
+        data[at + (100 if at == 0 else 0) + bit // 8] ^= 1 << bit % 8
+
+    return flipped
+
+
+def swapped(by: int) -> Damage:
+    def exchanged(data: bytearray, at: int) -> None:
+        other = (at + by * PAGE) % len(data)
+        data[at : at + PAGE], data[other : other + PAGE] = data[other : other + PAGE], data[at : at + PAGE]
+
+    return exchanged
+
+
+def cut(data: bytearray, at: int) -> None:
+    """The end of the file is gone."""
+    del data[max(at, PAGE) :]
+
+
+DAMAGES: dict[str, Damage] = {
+    "zeros": zeroed,
+    "noise": scrambled,
+    "another kind": header(3),
+    "a cell more": header(32),
+    "many cells": header(28),
+    "another child": header(8 * 11),
+    "the next page": swapped(1),
+    "a page further on": swapped(7),
+    "cut off": cut,
+}
+
+
+def pages(sound: Path) -> int:
+    return (sound / DATABASE).stat().st_size // PAGE
+
+
+def damaged(sound: Path, folder: Path, kind: str, page: int) -> Path:
+    shutil.copytree(sound, folder)
+    data = bytearray((folder / DATABASE).read_bytes())
+    DAMAGES[kind](data, (page - 1) * PAGE)
+    (folder / DATABASE).write_bytes(data)
+    return folder
+
+
+def lists_tables(sound: Path) -> set[int]:
+    """The pages without which nothing can be read: those of the list of tables."""
+    schema, data = {1}, (sound / DATABASE).read_bytes()
+    if data[100] == 5:
+        cells = int.from_bytes(data[103:105], "big")
+        starts = [int.from_bytes(data[112 + 2 * n : 114 + 2 * n], "big") for n in range(cells)]
+        children = [data[start : start + 4] for start in starts] + [data[108:112]]
+        schema |= {int.from_bytes(child, "big") for child in children}
+    return schema
+
+
+def concerns(kind: str, page: int, wanted: set[int], count: int) -> bool:
+    """Whether damage of a kind at a page reaches one of the wanted pages."""
+    if kind == "cut off":
+        return max(wanted) >= page
+    exchanged = {"the next page": 1, "a page further on": 7}.get(kind, 0)
+    return bool(wanted & {page, (page - 1 + exchanged) % count + 1})
+
+
+def readable(folder: Path) -> set[int]:
+    """The numbers of the sequences that are read without any index."""
+    with closing(opened(folder)) as store:
+        return {record.sequence for record in store.records()}
+
+
+def holds(folder: Path, text: bytes) -> bool:
+    return any(text in file.read_bytes() for file in folder.iterdir() if file.is_file())
+
+
+def sequences_of(folder: Path, tenant: str) -> int:
+    with closing(sqlite3.connect(folder / DATABASE)) as connection:
+        query = "SELECT count(*) FROM sequences NOT INDEXED WHERE tenant = ?"
+        return int(connection.execute(query, (tenant,)).fetchone()[0])
+
+
+def without(numbers: set[int], tenant: int) -> set[int]:
+    return {number for number in numbers if number in range(ROWS) and number % TENANTS != tenant}
+
+
+def check(sound: Path, tmp_path: Path, kind: str, page: int) -> None:
+    """What is promised of a database whose page is damaged."""
+    first = damaged(sound, tmp_path / f"{kind}-{page}", kind, page)
+    try:
+        before = readable(first)
+    except CacheFormatError as error:
+        assert "agentspec cache repair" in str(error) or "move it away" in str(error)
+        before = set()
+    else:
+        with SuffixCache.open(first, mode="follower") as cache:
+            cache.stats()
+            with cache.request([1, 2, 3], namespace="t0", store=False) as request:
+                request.draft(4)
+    second = shutil.copytree(first, first.with_name("retention"))
+    third = shutil.copytree(first, first.with_name("repair"))
+    try:
+        check_repair(third, before)
+        check_forget(first, before)
+        check_retention(second, before)
+    except CacheFormatError as error:
+        assert concerns(kind, page, lists_tables(sound), pages(sound)), (page, error)
+        assert ("lists its tables" in str(error) and "delete" in str(error)) or "is not a database" in str(error)
+        assert not before
+    for folder in (first, second, third):
+        shutil.rmtree(folder)
+
+
+def check_repair(folder: Path, before: set[int]) -> None:
+    with opened_database(folder) as database:
+        if foretold := database.problems():
+            foretold = database.losses()
+            assert database.mend() == foretold
+        assert database.problems() == [] and database.mend() is None
+    with closing(opened(folder)) as store:
+        store.remove(store.unreadable())
+    assert verify(folder, 1 << 20) == []
+    assert readable(folder) >= before
+
+
+def check_forget(folder: Path, before: set[int]) -> None:
+    with opened_database(folder) as database:  # as the command does
+        database.mend()
+    with SuffixCache.open(folder, mode="follower") as cache:
+        cache.forget(tenant="t1")
+    assert not holds(folder, b"secret-t1")
+    assert readable(folder) >= without(before, 1)
+    assert verify(folder, 1 << 20) == []
+
+
+def check_retention(folder: Path, before: set[int]) -> None:
+    with SuffixCache.open(folder, retention=3600.0) as cache:
+        assert cache.stats().store_error is None
+    assert sequences_of(folder, OLD) == 0
+    with SuffixCache.open(folder) as cache, cache.request([5], namespace="t0", session="new") as request:
+        request.extend([6, 7, 8])
+    assert readable(folder) >= without(before, 2)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "a page further on"])
+def test_a_damaged_page_breaks_no_promise(sound: Path, tmp_path: Path, kind: str) -> None:
+    check(sound, tmp_path, kind, pages(sound) // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_no_damaged_page_breaks_a_promise(sound: Path, tmp_path: Path, kind: str) -> None:
+    for page in range(1, pages(sound) + 1):
+        check(sound, tmp_path, kind, page)
