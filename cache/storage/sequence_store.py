@@ -190,8 +190,8 @@ class SequenceStore(SequenceReader):
         """Delete a selection in one transaction and log the deletion for other processes; returns how many sequences.
 
         Sequences in its scope that other processes have not written yet are dropped when they write. They delete from
-        their memory by `pending_deletions`. A damaged database is mended first: what cannot be read is gone then. Raises
-        `CacheError` if the deletion fails, and nothing is deleted then unless it is a `PartlyForgottenError`.
+        their memory by `pending_deletions`. A damaged database is mended first. Raises `CacheError` if the deletion
+        fails, and nothing is deleted then unless it is a `PartlyForgottenError`.
         """
         with self._answering():
             if self._database.problems():  # a search meets not all of them, and misses what they hide
@@ -217,7 +217,7 @@ class SequenceStore(SequenceReader):
         except exc.DBAPIError as error:
             if not self._database.is_damage(error):
                 raise _unchanged(error) from error
-            deleted, unread = self._delete_readable(selection)
+            deleted, unread = self._delete_readable(selection, anyhow=rewrite)
         self._erasure.mark(deleted.tenants if rewrite else ())
         if unread:
             raise PartlyForgottenError(
@@ -227,13 +227,15 @@ class SequenceStore(SequenceReader):
             )
         return deleted.count
 
-    def _delete_readable(self, selection: Selection) -> tuple[deletion_log.DeletedRows, int]:
-        """Delete what can be read, on a server that alone can mend its pages; also how many rows cannot be."""
+    def _delete_readable(self, selection: Selection, *, anyhow: bool) -> tuple[deletion_log.DeletedRows, int]:
+        """Delete what can be read of a server's database, `anyhow` or if there is any; also how many rows cannot be."""
         lost: dict[int, str] = {}
         newest = self._newest_id()
         pieces = RowPages(self._database, deletion_log.conditions(selection), 0, newest, lost=lost.__setitem__)
         with self._answering():
             ids = [row.id for piece in pieces for row in piece if deletion_log.holds(row, selection)]
+        if not (ids or anyhow):
+            return deletion_log.DeletedRows(), len(lost)
         found = deletion_log.SelectedRows(ids, newest)
         try:
             with self._database.writing() as connection:

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.deletion import PartlyForgottenError
+from agentspec.cache.deletion import PartlyForgottenError, select
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.types import Labels, Namespace
@@ -55,5 +55,7 @@ def test_what_can_be_read_is_forgotten_and_the_rest_is_told(server: Any, postgre
             cache.forget(session="s1")
         assert told.value.count == 0
     with closing(opened(postgres)) as store:
+        with pytest.raises(PartlyForgottenError):  # of age, and nothing new is written each time
+            store.expire(select(session="s1", older_than=1.0))
         left = list(store.records())
         assert {record.labels.session for record in left} == {"s0"} and len(store.deletions_since(0)) == 2
