@@ -213,11 +213,14 @@ class SequenceStore(SequenceReader):
         with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
             self._writer.flush()
         try:
-            deleted, unread = mending(self._database, lambda: self._delete(selection)), 0
+            try:
+                deleted, unread = mending(self._database, lambda: self._delete(selection)), 0
+            except exc.DBAPIError as error:
+                if not self._database.is_damage(error):
+                    raise
+                deleted, unread = self._delete_readable(selection, anyhow=rewrite)
         except exc.DBAPIError as error:
-            if not self._database.is_damage(error):
-                raise _unchanged(error) from error
-            deleted, unread = self._delete_readable(selection, anyhow=rewrite)
+            raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erasure.mark(deleted.tenants if rewrite else ())
         if unread:
             raise PartlyForgottenError(
@@ -237,15 +240,12 @@ class SequenceStore(SequenceReader):
         if not (ids or anyhow):
             return deletion_log.DeletedRows(), len(lost)
         found = deletion_log.SelectedRows(ids, newest)
-        try:
-            with self._database.writing() as connection:
-                self._database.look_closely(connection)
-                ids = deletion_log.search_new(connection, selection, found).ids
-                deleted = deletion_log.delete_rows(connection, selection, ids)
-                for forget in self.also_forgets:
-                    forget(connection, selection)
-        except exc.DBAPIError as error:
-            raise _unchanged(error) from error
+        with self._database.writing() as connection:
+            self._database.look_closely(connection)
+            ids = deletion_log.search_new(connection, selection, found).ids
+            deleted = deletion_log.delete_rows(connection, selection, ids)
+            for forget in self.also_forgets:
+                forget(connection, selection)
         return deleted, len(lost)
 
     def _delete(self, selection: Selection) -> deletion_log.DeletedRows:
@@ -379,10 +379,6 @@ class SequenceStore(SequenceReader):
     def _if_still_writer(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
         """`states`; none if another process has become the database's writer meanwhile."""
         return states if states and self._database.confirm_writer(connection) else {}
-
-
-def _unchanged(error: exc.DBAPIError) -> CacheError:
-    return CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}")
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
