@@ -34,6 +34,7 @@ class PythonTool(Generic[P, R]):
         self.read_only = read_only
         self.max_age = max_age
         self.name = function.__name__
+        self.description = inspect.getdoc(function) or ""
         self.schema = _schema(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -42,7 +43,7 @@ class PythonTool(Generic[P, R]):
     @property
     def definition(self) -> dict[str, Any]:
         """The tool as the chat API's `tools` names it."""
-        about = {"name": self.name, "description": inspect.getdoc(self.function) or "", "parameters": self.schema}
+        about = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": about}
 
 
@@ -203,8 +204,11 @@ def agent_tools(
     """The tools of one session. Sessions with the same `speculator`, by default the process's, learn from each other.
 
     Which tools may run early is what `@tool` says, whatever the policy of the speculator. Raises `ConfigurationError`
-    for two tools of one name.
+    for two tools of one name, and for what is no tool.
     """
+    for one in tools:
+        if not isinstance(one, PythonTool):
+            raise ConfigurationError(f"mark {getattr(one, '__name__', one)!r} with @agentspec.tool", param="tools")
     names = [one.name for one in tools]
     if len(set(names)) < len(names):
         raise ConfigurationError(f"two tools have one name: {', '.join(sorted(names))}", param="tools")

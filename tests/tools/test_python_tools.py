@@ -11,6 +11,8 @@ import pytest
 
 import agentspec
 from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.step.decorator import step
+from agentspec.step.scope import current_labels
 from agentspec.tools import AuditEvent, LaunchLimits, ToolCall, ToolSpeculator
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 from agentspec.tools.prediction.observation import NAMED
@@ -102,6 +104,24 @@ def test_a_tool_is_a_function_still() -> None:
     }
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_step_above_or_below_stays_a_tool(asynchronous: bool) -> None:
+    async def awaited(order: str) -> str:
+        return f"{order} in {current_labels().step}"
+
+    def plain(order: str) -> str:
+        return f"{order} in {current_labels().step}"
+
+    function: Any = awaited if asynchronous else plain
+    call = ToolCall(function.__name__, {"order": "#W1"})
+    for stepped in (step("shop")(tool(read_only=True)(function)), tool(read_only=True)(step("shop")(function))):
+        with agent_tools([stepped], session="s") as tools:
+            assert tools.definitions == [tool(function).definition]
+            assert (await tools.arun(call) if asynchronous else tools.run(call)) == "#W1 in shop"
+            assert stepped.read_only
+
+
 async def run(number: int, speculator: ToolSpeculator) -> str:
     call = ToolCall("slowly", {"order": f"#W{number}"})
     with agent_tools([slowly, look], session=str(number), speculator=speculator) as tools:
@@ -187,7 +207,13 @@ def test_what_cannot_be_used_is_said() -> None:
     def other(order: str) -> None: ...
 
     other.__name__ = "look"
+    unmarked: Any = other
     with pytest.raises(ConfigurationError, match="two tools"), agent_tools([look, tool(other)], session="s"):
+        pass
+    with (
+        pytest.raises(ConfigurationError, match="mark 'look' with"),
+        agent_tools([unmarked], session="s"),
+    ):
         pass
     with pytest.raises(TypeError, match="named arguments"):
         PythonTool(lambda *args: None, read_only=False, max_age=None)
