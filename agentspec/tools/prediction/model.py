@@ -31,7 +31,7 @@ from agentspec.tools.prediction.values import canonical, usable
 MOST_PREDICTIONS = 8  # of a turn
 MOST_LATER = 4  # of later turns besides
 _SELECTORS = 48  # of an argument that are tried, those that found most
-_RANKS = 4  # values of a selector that are tried
+_RANKS = 8  # values of a selector that are tried: agents read lists item by item
 _VALUES = 12  # values of a selector that are looked at
 _FORMS = 3  # sets of arguments of a tool that are tried
 _WIDTH = 8  # partial argument sets that are kept while further arguments are added

@@ -99,19 +99,19 @@ def test_probabilities_are_calibrated_by_their_outcomes() -> None:
     assert 0.3 < forecast.predictions[0].probability < 0.7
 
 
-def listing(model: CallModel, number: int, *, reads: bool) -> float:
-    """The user's orders are listed; the second one is read two turns later, or never. Returns how likely that was."""
+def listing(model: CallModel, number: int, *, reads: bool, size: int = 2) -> float:
+    """The user's orders are listed, and read in turn, or the first one alone. Returns how likely the last one was."""
     history, open_ = ToolHistory(), OpenForecasts(lambda _: 30.0)
-    orders = [f"#W{number}{n}77" for n in range(2)]
+    orders = [f"#W{number}{n}77" for n in range(size)]
     history.says("hello")
     history.makes(ToolCall("user", {}))
     history.returns("user", json.dumps({"orders": orders}))
     chances = []
     for at, order in enumerate(orders if reads else [orders[0], None]):
         calls = [ToolCall("order", {"order": order})] if order else []
-        forecast, now = model.predict(history, TOOLS), 10.0 * at
-        second = canonical(["order", {"order": orders[1]}])
-        chances.append(max((one.later for one in forecast.predictions if one.call.identity == second), default=0.0))
+        forecast, now = model.predict(history, TOOLS), 20.0 * at / size
+        last = canonical(["order", {"order": orders[-1]}])
+        chances.append(max((one.later for one in forecast.predictions if one.call.identity == last), default=0.0))
         made = {call.identity for call in calls}
         later = open_.settle(forecast, made, began=now, now=now + 1, voids=False)
         observation = model.observe(history, calls, forecast, TOOLS, later=later)
@@ -127,6 +127,13 @@ def test_calls_of_later_turns_are_predicted() -> None:
     for number in range(10, 30):
         often, seldom = listing(read, number, reads=True), listing(never, number, reads=False)
     assert often > 0.6 and seldom < 0.2
+
+
+def test_all_of_a_list_is_foreseen_that_is_read_item_by_item() -> None:
+    model = CallModel()
+    for number in range(10, 30):
+        chance = listing(model, number, reads=True, size=6)
+    assert chance > 0.6
 
 
 def test_a_call_comes_later_only_while_a_result_would_be_of_use() -> None:
