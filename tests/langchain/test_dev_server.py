@@ -77,10 +77,11 @@ def outcomes(folder: Path, thread: str) -> list[str]:
 
 def test_labels_early_starts_and_replays(server: Any, tmp_path: Path) -> None:
     with served(tmp_path, server.base_url) as client:
-        for number in range(8):
-            first, messages = ask(client, f"#W{number}")
-            shown = [message["content"] for message in messages]
-            assert shown[1:] == ["", f"#W{number} is on its way", "a plain answer to it"]
+        for number in range(7):
+            ask(client, f"#W{number}")
+        first, messages = ask(client, "#W7")
+        shown = [message["content"] for message in messages]
+        assert shown[1:] == ["", "#W7 is on its way", "a plain answer to it"]
         assert "hit" in outcomes(tmp_path, first)
         names = ("x-agentspec-workflow", "x-agentspec-step", "x-agentspec-session")
         assert [tuple(map(sent.get, names)) for sent in server.request_headers[-2:]] == [("shop", "model", first)] * 2

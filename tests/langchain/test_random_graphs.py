@@ -136,11 +136,12 @@ class Decided(BaseChatModel):
     def _stream(self, messages: Any, *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
         calls = self._calls(messages)
         for at, (name, arguments) in enumerate(calls):
-            whole = {"id": f"call {len(messages)} {at}", "index": at}
-            for piece in ({"name": name, "args": ""}, {"name": None, "args": arguments}):
-                yield ChatGenerationChunk(message=AIMessageChunk("", tool_call_chunks=[{**whole, **piece}]))
+            whole: Any = {"id": f"call {len(messages)} {at}", "index": at}
+            pieces: Any = ({"name": name, "args": ""}, {"name": None, "args": arguments})
+            for piece in pieces:
+                yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[{**whole, **piece}]))
         if not calls:
-            yield ChatGenerationChunk(message=AIMessageChunk(f"done after {len(messages)}"))
+            yield ChatGenerationChunk(message=AIMessageChunk(content=f"done after {len(messages)}"))
 
     def _calls(self, messages: Sequence[AnyMessage]) -> list[tuple[str, str]]:
         dice = random.Random(f"{self.seed} {[(one.type, one.text) for one in messages]}")
