@@ -22,6 +22,8 @@ class SimulationCounts:
         self.missed_by_waiting = 0  # would have been in time if no call of theirs had waited: what an order can win
         self.prompt_tokens = self.hit_tokens = self.ideal_tokens = 0
         self.deaths = self.cut = self.retried = self.lost = 0
+        self.handed_over = 0  # calls of sessions that a gateway sees for the first time and others have seen,
+        self.agreed = 0  # and those of them that it sent where the session was
         self.events = 0
         self.seconds = 0.0
         self._seen: set[int] = set()
@@ -72,6 +74,7 @@ class SimulationCounts:
             "cut": self.cut,
             "retried": self.retried,
             "lost": self.lost,
+            "agreed": self.agreed / max(1, self.handed_over),
         }
 
     def _ideal(self, session: SimulatedSession) -> int:

@@ -55,6 +55,11 @@ class SimulatedEngine:
         return self.cache.pinned_tokens / self.cache.capacity
 
     @property
+    def calls(self) -> int:
+        """Those under way, and those that wait."""
+        return len(self._decoding) + len(self._reading) + self.queued
+
+    @property
     def queued(self) -> int:
         return len(self.waiting) + (self._held is not None)
 

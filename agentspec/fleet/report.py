@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from agentspec.fleet.scenario import Scenario
 
 _TIMES = ("session_p50", "session_p95", "session_p99", "ttft_p50", "ttft_p95", "ttft_p99")
 _SHARES = ("hits", "hits_of_ideal", "missed", "missed_by_waiting")
+_SEVERAL = ("agreed",)  # shares that mean something with several gateways only
 _COUNTS = ("cut", "retried", "lost")
 _HEADS = {
     "session_p50": "session s, p50",
@@ -26,6 +27,7 @@ _HEADS = {
     "hits_of_ideal": "of ideal",
     "missed": "late",
     "missed_by_waiting": "by waiting",
+    "agreed": "agreed",
     "cut": "cut",
     "retried": "retried",
     "lost": "lost",
@@ -58,20 +60,23 @@ def parameters(scenario: Scenario) -> Iterator[str]:
 
 
 def _table(comparison: Comparison) -> Table:
+    shares = _SHARES + (_SEVERAL if comparison.scenario.gateways > 1 else ())
     counts = _COUNTS if comparison.scenario.kill_every else ()
     table = Table()
     for name in ("policy", "order"):
         table.add_column(name, no_wrap=True)
-    for name in (*_TIMES, *_SHARES, *counts):
+    for name in (*_TIMES, *shares, *counts):
         table.add_column(_HEADS[name], justify="right")
     for variant in comparison.variants:
-        table.add_row(variant.policy, variant.order, *_cells(variant), *(f"{variant.total(one):.0f}" for one in counts))
+        table.add_row(
+            variant.policy, variant.order, *_cells(variant, shares), *(f"{variant.total(one):.0f}" for one in counts)
+        )
     return table
 
 
-def _cells(variant: PolicyRun) -> Iterator[str]:
+def _cells(variant: PolicyRun, shares: Sequence[str]) -> Iterator[str]:
     for name in _TIMES:
         seconds = variant.median(name)
         yield f"{1000 * seconds:.0f}" if name.startswith("ttft") else f"{seconds:.1f}"
-    for name in _SHARES:
+    for name in shares:
         yield f"{variant.median(name):.1%}"

@@ -23,6 +23,9 @@ class Scenario(BaseModel):
     policy: str = Field(default="workflow", description="Which engine takes a call")
     order: Order = Field(default="arrival", description="Which waiting call an engine takes next")
     engines: int = Field(default=10, ge=1, description="Engines")
+    gateways: int = Field(
+        default=1, ge=1, description="Gateways that know nothing of each other; each call reaches any"
+    )
     sessions: int = Field(default=2000, ge=1, description="Sessions that arrive")
     rate: float = Field(default=1.0, gt=0, description="Sessions that arrive in a second, as a Poisson process")
     seed: int = Field(default=0, ge=0, description="Of arrivals, of the choice of sessions, and of pauses")

@@ -19,8 +19,10 @@ class SimulatedSession:
         "arrived",
         "blocks",
         "deadline",
+        "gateway",
         "hit",
         "keep",
+        "known_to",
         "member",
         "name",
         "number",
@@ -46,7 +48,8 @@ class SimulatedSession:
         self.blocks: list[int] = []
         self.own = -1 - number  # its stretch in the engines' caches; shared ones are not negative
         self.keep = self.answer = self.tokens = 0
-        self.member = ""
+        self.member, self.gateway = "", 0  # where its latest call was sent, and by which gateway
+        self.known_to = 0  # the gateways that have sent a call of it, a bit each
         self.tries = self.hit = self.work = 0
         self.sent = self.started = 0.0
         self.waited = 0.0  # by all its calls so far, before an engine began with them
@@ -77,5 +80,4 @@ class SimulatedSession:
 
     def placement(self) -> Call:
         """What the gateway knows of the call."""
-        shape = self.shape
-        return Call(self.name, shape.workflow, self.call.step, self.blocks) if shape.named else Call(blocks=self.blocks)
+        return Call(self.name, self.shape.workflow, self.call.step, self.position == 0, self.blocks)

@@ -11,11 +11,11 @@ from math import exp, inf
 
 from agentspec.fleet.counts import SimulationCounts
 from agentspec.fleet.engine import SimulatedEngine
+from agentspec.fleet.gateway import SimulatedGateway
 from agentspec.fleet.prefix_cache import Stretch
 from agentspec.fleet.scenario import Scenario
 from agentspec.fleet.session import SimulatedSession
 from agentspec.fleet.workload import SessionShape
-from agentspec.placement import POLICIES, Member, Roster
 from agentspec.placement.ordering import ArrivalOrder, CallQueue, Programs, UrgencyOrder
 
 
@@ -29,15 +29,15 @@ class Simulation:
         # Drawn in order of arrival, so that every policy sees the same sessions with the same pauses.
         self._draws = random.Random(scenario.seed)
         self._deaths = random.Random(scenario.seed + 1)
-        self._policy = POLICIES[scenario.policy]()
+        self._balancer = random.Random(scenario.seed + 2)
         self._programs = Programs()
         self._urgent = scenario.order == "urgency"
         self._engines = {name: self._engine(name) for name in map("engine-{}".format, range(scenario.engines))}
-        self._roster = Roster([Member(name) for name in self._engines])
-        self._in_flight = dict.fromkeys(self._engines, 0)
-        self._scraped: dict[str, tuple[float, int, float]] = dict.fromkeys(self._engines, (-inf, 0, 0.0))
+        self._gateways = [SimulatedGateway(scenario.policy, self._engines) for _ in range(scenario.gateways)]
+        self._scraped = dict.fromkeys(self._engines, -inf)
         self._shared_blocks = _shared_blocks(shapes, scenario.block_tokens)
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
+        self._dead: set[str] = set()
         self._number = 0
         self._came = self._open = 0
 
@@ -89,20 +89,23 @@ class Simulation:
         self._place(now, session)
 
     def _place(self, now: float, session: SimulatedSession) -> None:
-        call = session.placement()
-        member = self._policy.choose(call, self._roster)
-        self._policy.placed(call, member)
-        session.member = member.name
-        engine = self._engines[member.name]
+        number, before = self._balancer.randrange(len(self._gateways)), session.member
+        session.member = self._gateways[number].place(session.placement())
+        if before and not session.known_to >> number & 1:
+            self.counts.handed_over += 1
+            self.counts.agreed += session.member == before
+        session.gateway = number
+        session.known_to |= 1 << number
+        engine = self._engines[session.member]
         engine.submit(session, now)
-        self._count(engine, 1, now)
+        self._count(engine, session, 1, now)
         self._follow(engine)
 
     def _streamed(self, session: SimulatedSession, now: float) -> None:
         self.counts.first_token(session, now)
 
     def _finished(self, session: SimulatedSession, now: float) -> None:
-        self._count(self._engines[session.member], -1, now)
+        self._count(self._engines[session.member], session, -1, now)
         waited, seconds = session.started - session.sent, now - session.started
         session.waited += waited
         if self._urgent:
@@ -139,22 +142,21 @@ class Simulation:
             engine.wake(now)
             self._follow(engine)
 
-    def _count(self, engine: SimulatedEngine, change: int, now: float) -> None:
+    def _count(self, engine: SimulatedEngine, session: SimulatedSession, change: int, now: float) -> None:
         """A call has gone to the engine, or has ended there. What its metrics say is seldom asked."""
-        name = engine.name
-        self._in_flight[name] += change
-        at, waiting, kv_use = self._scraped[name]
-        if now - at >= self._scenario.scrape:
-            waiting, kv_use = engine.queued, engine.kv_use
-            self._scraped[name] = now, waiting, kv_use
-        self._roster.update(Member(name, 1.0, self._in_flight[name], waiting, kv_use))
+        self._gateways[session.gateway].count(engine.name, change)
+        if now - self._scraped[engine.name] >= self._scenario.scrape:
+            self._scraped[engine.name] = now
+            for gateway in self._gateways:
+                gateway.scrape(engine)
 
     def _kill(self, now: float, _: object) -> None:
         """One engine dies: what has begun to stream is cut short, and its client asks again; all else is retried."""
         scenario = self._scenario
-        victim = self._engines[self._deaths.choice([member.name for member in self._roster])]
-        self._roster = Roster([member for member in self._roster if member.name != victim.name])
-        self._policy.removed(victim.name)
+        victim = self._engines[self._deaths.choice([name for name in self._engines if name not in self._dead])]
+        self._dead.add(victim.name)
+        for gateway in self._gateways:
+            gateway.lost(victim.name)
         victim.next_at = inf
         self.counts.deaths += 1
         for session in victim.abandoned():
@@ -177,9 +179,10 @@ class Simulation:
 
     def _restart(self, now: float, name: str) -> None:
         self._engines[name] = self._engine(name)
-        self._in_flight[name] = 0
-        self._scraped[name] = (-inf, 0, 0.0)
-        self._roster = Roster([*self._roster, Member(name)])
+        self._dead.remove(name)
+        self._scraped[name] = -inf
+        for gateway in self._gateways:
+            gateway.found(name)
 
 
 def _shared_blocks(shapes: Sequence[SessionShape], block_tokens: int) -> dict[tuple[Stretch, ...], list[int]]:

@@ -35,12 +35,11 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class SessionShape:
-    """A recorded session: what it shares with others, then its calls. If `named`, they say whose they are."""
+    """A recorded session: what it shares with others, then its calls."""
 
     workflow: str
     shared: tuple[Stretch, ...]
     calls: tuple[CallShape, ...]
-    named: bool = True
     shared_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,9 +78,9 @@ def shapes(recorded: Mapping[str, Iterable[RecordedCall]]) -> list[SessionShape]
 
 
 def single_calls(sessions: Sequence[SessionShape]) -> list[SessionShape]:
-    """Every call by itself, without a session, sharing nothing."""
+    """Every call by itself, as a session of its own that shares nothing."""
     return [
-        SessionShape("", (), (replace(call, prompt=session.shared_tokens + call.prompt, keep=0),), named=False)
+        SessionShape("", (), (replace(call, prompt=session.shared_tokens + call.prompt, keep=0),))
         for session in sessions
         for call in session.calls
     ]

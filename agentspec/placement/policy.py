@@ -17,15 +17,22 @@ class Member:
     weight: float = 1.0
     in_flight: int = 0
     """Calls that the gateway has sent and that have not ended."""
+    others: int = 0
+    """Requests of anyone else in the server, by its own metrics: of other gateways, other workers, other clients."""
     waiting: int = 0
-    """Requests queued in the server, by its own metrics; those of other gateways included."""
+    """Requests queued in the server, by its own metrics. They count twice, since a queue is worse than a batch."""
     kv_use: float = 0.0
     """Share of the server's KV cache in use, 0 to 1."""
 
     @property
+    def calls(self) -> int:
+        """What it carries."""
+        return self.in_flight + self.others + self.waiting
+
+    @property
     def load(self) -> float:
         """Calls per unit of weight."""
-        return (self.in_flight + self.waiting) / self.weight
+        return self.calls / self.weight
 
     @property
     def is_pressed(self) -> bool:
@@ -40,6 +47,8 @@ class Call:
     session: str | None = None
     workflow: str | None = None
     step: str | None = None
+    begins: bool = False
+    """Whether it is known to be the first of its session: nothing in its prompt is an answer."""
     blocks: Sequence[int] = ()
     """Hashes of the prompt's blocks, each of all text up to its end, so that equal prefixes have equal hashes."""
 

@@ -20,7 +20,8 @@ class Roster(Sequence[Member]):
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)
         self._at = {member.name: place for place, member in enumerate(self._members)}
-        self._calls = sum(member.in_flight + member.waiting for member in self._members)
+        self._calls = sum(member.calls for member in self._members)
+        self._others = sum(member.others for member in self._members)
         self._weight = sum(member.weight for member in self._members)
         self._free: list[tuple[float, float, int]] = []  # a heap; entries that have changed since are passed over
 
@@ -50,7 +51,8 @@ class Roster(Sequence[Member]):
         """The member of this name is now as given; its weight has not changed. Raises `KeyError` for another name."""
         place = self._at[member.name]
         before = self._members[place]
-        self._calls += member.in_flight + member.waiting - before.in_flight - before.waiting
+        self._calls += member.calls - before.calls
+        self._others += member.others - before.others
         self._members[place] = member
         if len(self._free) > 8 * len(self._members):
             self._free = []
@@ -69,10 +71,16 @@ class Roster(Sequence[Member]):
                 return member
             heappop(self._free)
 
+    @property
+    def others_share(self) -> float:
+        """Share of the calls that others have sent, 0 to 1."""
+        return self._others / max(1, self._calls)
+
     def has_room(self, member: Member, factor: float) -> bool:
-        """Whether one call more leaves `member` within `factor` times its share of all calls, rounded up.
+        """Whether `member` carries at most `factor` times what the others do for their weight, one call more included,
+        rounded up.
 
         For a factor of at least 1 the freest member always has room (Mirrokni, Thorup and Zadimoghaddam 2016).
         """
-        share = (self._calls + 1) * member.weight / self._weight
-        return member.in_flight + member.waiting + 1 <= math.ceil(factor * share)
+        most = factor * member.weight * (self._calls + 1) / (self._weight + (factor - 1) * member.weight)
+        return member.calls + 1 <= math.ceil(most)

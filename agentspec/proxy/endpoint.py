@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.backends.pool.attempts import Attempt, Attempts
-from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.backend import PoolBackend, begins_session, prompt_pieces, scoped_call
 from agentspec.backends.pool.pool import Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
@@ -82,8 +82,9 @@ class Exchange:
         until, policy = self.deadline.at, self.caller.policy
         if policy.deadline_s is not None:
             until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
-        pieces = prompt_pieces(self.fields)
-        return Attempts(pool, scoped_call(self.caller.tenant, self.caller.labels, pieces), until, fallbacks=True)
+        pieces, begins = prompt_pieces(self.fields), begins_session(self.fields)
+        call = scoped_call(self.caller.tenant, self.caller.labels, pieces, begins=begins)
+        return Attempts(pool, call, until, fallbacks=True)
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
         """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""

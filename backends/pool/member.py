@@ -41,6 +41,7 @@ class PoolMember:
         self.kind: ServerKind | None = None  # what it is, once it has been looked at
         self.load: ServerLoad | None = None
         self.in_flight = self.calls = self.retries = self.failures = self.ejections = 0
+        self._others = 0
         self.recent = (0, 0)  # calls and failures since the last sweep for outliers
         self._breaker = CircuitBreaker(settings.failures, settings.open_seconds)
         self._ejection_seconds = settings.ejection_seconds
@@ -89,7 +90,7 @@ class PoolMember:
         """What policies see of it."""
         if self._seen is None:
             waiting, kv_use = (self.load.waiting, self.load.kv_use) if self.load else (0, 0.0)
-            self._seen = Member(self.name, self.weight, self.in_flight, waiting, kv_use)
+            self._seen = Member(self.name, self.weight, self.in_flight, self._others, waiting, kv_use)
         return self._seen
 
     def reweigh(self, weight: float) -> None:
@@ -165,7 +166,9 @@ class PoolMember:
             self._lost(self.name)
 
     def measured(self, load: ServerLoad | None) -> None:
+        """Take in its own metrics. What they count beyond this process's calls is sent by others."""
         self.load, self._seen = load, None
+        self._others = max(0, load.running + load.waiting - self.in_flight) if load else 0
 
     def eject(self, now: float) -> None:
         """Leave it out for a while, for failing more often than others."""

@@ -106,10 +106,15 @@ class ServerProcess:
         """Kill all processes of the server with SIGKILL."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+    def signal(self, sent: signal.Signals) -> None:
+        """Send a signal to all processes of the server."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sent)
 
     def __enter__(self) -> Self:
         return self.start()

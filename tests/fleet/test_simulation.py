@@ -37,7 +37,7 @@ def _run(shapes=SHAPES, **given):
 def _one_after_the_other():
     """An engine that reads one prompt at a time, in a tenth of a second, and nothing else."""
     costs = EngineCosts(max_batched_tokens=1000, step=0.01, prompt_token=9e-5, sequence=0.0, context_token=0.0)
-    shape = SessionShape("", (), (CallShape(1000, 0, 1),), named=False)
+    shape = SessionShape("", (), (CallShape(1000, 0, 1),))
     return Scenario(engines=1, policy="least_loaded", costs=costs), shape
 
 
@@ -63,7 +63,7 @@ def test_the_queue_of_an_engine_is_as_long_as_queueing_theory_says():
 
 def test_decoding_together_takes_as_long_as_the_steps_of_the_batch():
     costs = EngineCosts(step=0.01, sequence=0.001, context_token=0.0, prompt_token=1e-9, max_batched_tokens=10**6)
-    shape = SessionShape("", (), (CallShape(10, 0, 101),), named=False)
+    shape = SessionShape("", (), (CallShape(10, 0, 101),))
     counts = _run([shape], sessions=20, engines=1, rate=1e9, costs=costs)
     together = 100 * (0.01 + 20 * 0.001)
     assert max(counts.session_seconds) == pytest.approx(together, rel=0.05)
@@ -98,8 +98,20 @@ def test_sessions_that_stay_find_their_context_and_those_that_wander_do_not():
     assert wander.figures()["hits_of_ideal"] < 0.8
 
 
-def test_engines_that_die_lose_no_call_that_had_not_begun():
-    counts = _run(kill_every=10.0, restart=5.0, rate=2.0)
+def test_two_gateways_that_know_nothing_of_each_other_send_a_session_to_one_engine():
+    """By the hash of its name, as long as that engine is not crowded; by freeness they agree by chance."""
+    shapes = [_session(8, ((number, 1024),)) for number in range(4)]
+    two = {"gateways": 2, "engines": 6, "sessions": 300, "rate": 0.8, "costs": EngineCosts(kv_tokens=200_000)}
+    alike, apart = _run(shapes, policy="workflow", **two), _run(shapes, policy="least_loaded", **two)
+    assert alike.handed_over > 250 and alike.figures()["agreed"] > 0.9
+    assert apart.figures()["agreed"] < 0.5
+    assert alike.figures()["sessions"] == 300
+    assert _run(shapes, sessions=50).handed_over == 0
+
+
+@pytest.mark.parametrize("gateways", [1, 3])
+def test_engines_that_die_lose_no_call_that_had_not_begun(gateways):
+    counts = _run(kill_every=10.0, restart=5.0, rate=2.0, gateways=gateways)
     assert counts.deaths > 3
     assert counts.cut + counts.retried > 0
     assert counts.lost == 0

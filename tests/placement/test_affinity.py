@@ -37,9 +37,9 @@ def _play(policy, calls, members):
 
 @given(CALLS, st.lists(st.sampled_from([1.0, 2.0]), min_size=1, max_size=5))
 def test_no_member_gets_more_than_its_bounded_share(calls, weights):
-    bound = 2.0  # the largest of any rule: where sessions stay
+    bound = 2.5  # the largest of any rule: where sessions stay
     members = [Member(f"m{number}", weight) for number, weight in enumerate(weights)]
-    for policy in (WorkflowAffinity(bound=1.25, stay=bound), PrefixAffinity(bound=bound)):
+    for policy in (WorkflowAffinity(crowded=bound), PrefixAffinity(bound=bound)):
         _, loaded = _play(policy, calls, members)
         for member in loaded.values():
             assert member.in_flight <= ceil(bound * len(calls) * member.weight / sum(weights))
@@ -103,13 +103,62 @@ def test_branches_follow_their_trunk_while_there_is_room():
     assert set(chosen) == {"a", "b"}
 
 
-def test_branches_without_prompts_that_can_be_compared_follow_their_workflow():
-    policy = WorkflowAffinity()
-    members = [Member("a"), Member("b"), Member("c", in_flight=3)]
-    policy.placed(Call(workflow="run"), members[1])
-    assert policy.choose(Call(workflow="run", session="new"), members).name == "b"
-    policy.placed(Call(workflow="run"), members[2])
-    assert policy.choose(Call(workflow="run", session="newer"), members).name != "c"
+def test_a_prefix_that_two_servers_have_keeps_no_session_from_its_home():
+    policy, members = WorkflowAffinity(), [Member(name) for name in "abc"]
+    fresh = Call(session="s", blocks=(1, 2, 3))
+    home = WorkflowAffinity().choose(fresh, members).name
+    first, second = (member for member in members if member.name != home)
+    policy.placed(Call(session="t", blocks=(1, 2)), first)
+    assert policy.choose(fresh, members) == first
+    policy.placed(Call(session="u", blocks=(1, 2)), second)
+    assert policy.choose(fresh, members).name == home
+
+
+def test_a_server_with_few_calls_keeps_its_sessions():
+    """However idle the others are: to read a context anew costs more than to share a batch with two."""
+    policy, idle = WorkflowAffinity(), [Member(name) for name in "abcdefgh"]
+    policy.placed(call := Call(session="s"), idle[0])
+    for calls, stays in ((3, True), (4, False)):
+        members = [Member("a", in_flight=calls), *idle[1:]]
+        assert (policy.choose(call, members).name == "a") is stays
+
+
+def _busy_home(policy, session, **busy):
+    """The servers, with that busy to which `policy` gives the session while all are idle."""
+    idle = [Member(name, others=4) for name in "abcd"]
+    home = policy.choose(Call(session=session), idle).name
+    return home, [replace(member, **busy) if member.name == home else member for member in idle]
+
+
+def test_a_busy_home_is_passed_over_unless_other_gateways_may_have_used_it():
+    alone = WorkflowAffinity()
+    home, members = _busy_home(alone, "s", in_flight=2)
+    assert alone.choose(Call(session="s"), [replace(member, others=0) for member in members]).name != home
+    for _ in range(10):  # it takes a while until there seem to be other gateways
+        alone.choose(Call(session="t"), members)
+    assert alone.choose(Call(session="s"), members).name == home
+    _, crowded = _busy_home(alone, "s", in_flight=12)
+    assert alone.choose(Call(session="s"), crowded).name != home
+    _, queue = _busy_home(alone, "s", in_flight=1, waiting=1)
+    assert alone.choose(Call(session="s"), queue).name != home
+
+
+def test_sessions_of_one_call_go_to_the_freest_server():
+    members = [
+        Member("a", in_flight=9, others=9),
+        Member("b", in_flight=8, others=9),
+        Member("c", in_flight=9, others=9),
+    ]
+    single, chats = WorkflowAffinity(), WorkflowAffinity()
+    for number in range(600):
+        call = Call(session=f"s{number}", workflow="w", begins=True)
+        single.placed(call, members[number % 3])
+        chats.placed(call, members[number % 3])
+        chats.placed(replace(call, begins=False), members[number % 3])
+    new = [Call(session=f"n{number}", workflow="w", begins=True) for number in range(30)]
+    assert {single.choose(call, members).name for call in new} == {"b"}
+    assert {single.choose(replace(call, begins=False), members).name for call in new} == {"a", "b", "c"}
+    assert {chats.choose(call, members).name for call in new} == {"a", "b", "c"}
 
 
 def test_what_shares_nothing_goes_to_the_freest():

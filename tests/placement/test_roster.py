@@ -21,15 +21,23 @@ def _members(loads):
 def test_updates_equal_a_new_roster(loads, changes):
     members = _members(loads)
     roster = Roster(members)
-    for place, calls, waiting in changes:
+    for place, calls, extra in changes:
         place %= len(members)
         old = members[place]
-        members[place] = Member(old.name, old.weight, calls, waiting, old.kv_use)
+        members[place] = Member(old.name, old.weight, calls, extra // 2, extra, old.kv_use)
         roster.update(members[place])
         assert roster.freest() == LeastLoaded().choose(Call(), members)
     assert list(roster) == members
     fresh = Roster(members)
     assert [roster.has_room(one, 1.25) for one in roster] == [fresh.has_room(one, 1.25) for one in fresh]
+    assert roster.others_share == fresh.others_share
+
+
+def test_room_is_measured_by_what_the_others_carry():
+    """Of two servers one may hold two thirds, else twice the average would be all there is."""
+    held = [Roster([Member("a", in_flight=calls), Member("b", others=12 - calls)]) for calls in range(13)]
+    assert [roster.has_room(roster[0], 2.0) for roster in held] == [True] * 9 + [False] * 4
+    assert held[3].others_share == 0.75
 
 
 @given(LOADS, st.floats(1, 3))

@@ -40,7 +40,7 @@ def simulate(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other parameter, as they are printed")
     ] = None,
     single: Annotated[
-        bool, typer.Option("--single", help="Every call by itself, without a session, sharing nothing")
+        bool, typer.Option("--single", help="Every call by itself, a session that shares nothing")
     ] = False,
     format_: FormatOption = None,
     skip_bad: SkipOption = False,

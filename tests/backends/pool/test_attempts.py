@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.backend import ITEMS, MOST_PIECES, PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.backend import (
+    ITEMS,
+    MOST_OPENING,
+    MOST_PIECES,
+    PoolBackend,
+    begins_session,
+    prompt_pieces,
+    scoped_call,
+)
 from agentspec.backends.pool.blocks import block_hashes
 from agentspec.errors import NoServerError, UpstreamError, UpstreamIsolationError, UpstreamStatusError
 from agentspec.placement import Call, Member, RoundRobin
@@ -371,6 +379,15 @@ def test_however_servers_fail_tries_are_bounded_and_nobody_is_asked_behind_an_an
         assert all(member.in_flight == 0 for one in made.servers for member in one.members)
 
     in_virtual_time(work())
+
+
+def test_a_chat_begins_its_session_as_long_as_nobody_has_answered() -> None:
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert begins_session({"messages": asked}) and begins_session({"messages": asked[1:]})
+    for role in ("assistant", "tool", "function"):
+        assert not begins_session({"messages": [*asked, {"role": role, "content": "a"}, asked[1]]})
+    assert not begins_session({"messages": asked * MOST_OPENING})
+    assert not begins_session({"prompt": "u"}) and not begins_session({"messages": [None]})
 
 
 def test_a_chat_begins_as_its_next_turn_does() -> None:

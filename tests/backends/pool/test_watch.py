@@ -47,9 +47,27 @@ def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
         assert min(later - sooner for sooner, later in pairwise(metrics)) >= 1
         [member] = made.servers[0].members
         assert member.load == ServerLoad(3, 2, 0.5) and member.seen().waiting == 2 and member.seen().kv_use == 0.5
+        assert member.seen().others == 5  # no call of its own is under way
         before = len(one.seen)
         await asyncio.sleep(20)
         assert len(one.seen) == before
+
+    in_virtual_time(work())
+
+
+def test_calls_of_its_own_are_not_taken_for_those_of_others(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+    async def work() -> None:
+        [member] = make_pool(server("a")).servers[0].members
+        for _ in range(4):
+            member.begin(0.0, retry=False)
+        member.measured(ServerLoad(3, 2, 0.5))
+        assert (member.seen().in_flight, member.seen().others) == (4, 1)
+        member.end(told=True)
+        assert (member.seen().in_flight, member.seen().others) == (3, 1)
+        member.measured(ServerLoad(1, 0, 0.5))  # two are on their way to it, or from it
+        assert member.seen().others == 0
+        member.measured(None)
+        assert member.seen().others == 0
 
     in_virtual_time(work())
 

@@ -1,16 +1,28 @@
-"""Two real vLLM servers as a pool: sessions stay, and a server that is killed takes no call with it."""
+"""Two real vLLM servers as a pool: sessions stay, and a server that is killed, stopped or slow takes no call with it.
+
+`CHAOS_RECORD=FILE` appends a line of JSON for each fault.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from agentspec.backends.model_store import locate
+from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer, find_environment
 from agentspec.proxy import create_app
@@ -18,7 +30,9 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 
 ENVIRONMENT = find_environment(Path(__file__).parents[3])
-MEMBER = "x-agentspec-member"
+STOPPED = 20.0  # seconds
+TRICKLE = 200  # bytes a second of a slow server
+CHAT = "/v1/chat/completions"
 
 pytestmark = [
     pytest.mark.vllm,
@@ -28,52 +42,183 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[VllmServer]]:
-    """Two, each on a core of its own where there are two."""
-    model = locate("smollm2-135m")
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+    model, folder = locate("smollm2-135m"), tmp_path_factory.mktemp("pair")
     if model is None or ENVIRONMENT is None:
         pytest.skip("the default model is not there: run agentspec model fetch smollm2-135m")
-    cores, started = sorted(os.sched_getaffinity(0)), list[VllmServer]()
+    variables = {"AGENTSPEC_CACHE_PATH": str(folder / "cache")}
+    made = [
+        VllmServer(ENVIRONMENT, model.folder, folder / f"{number}.log", SUFFIX, variables, ("--enforce-eager",))
+        for number in range(2)
+    ]
     try:
-        for number in range(2):
-            os.sched_setaffinity(0, {cores[number % len(cores)]})  # processes inherit it
-            variables = {"AGENTSPEC_CACHE_PATH": str(tmp_path / "cache")}
-            log = tmp_path / f"{number}.log"
-            server = VllmServer(ENVIRONMENT, model.folder, log, SUFFIX, variables, ("--enforce-eager",))
-            started.append(server)
-            server.start()
-        os.sched_setaffinity(0, cores)
-        yield started
+        yield made
     finally:
-        os.sched_setaffinity(0, cores)
-        for server in started:
+        for server in made:
             server.stop()
 
 
+@pytest.fixture
+def servers(pair: list[VllmServer]) -> list[VllmServer]:
+    """Two that run, each on a core of its own where there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        for number, server in enumerate(pair):
+            if not server.running:
+                os.sched_setaffinity(0, {cores[number % len(cores)]})  # processes inherit it
+                server.start()
+    finally:
+        os.sched_setaffinity(0, cores)
+    return pair
+
+
+@dataclass
+class Clients:
+    """Sessions that ask one call after the other of a gateway over `urls`. `answered`: when each call began and ended,
+    and which server it was that answered."""
+
+    client: TestClient
+    members: Any
+    answered: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def say(self, session: int, tokens: int = 48, *, stream: bool = False) -> str:
+        """The server that gave the whole answer."""
+        text = {"role": "user", "content": f"Count from {session}."}
+        body = {"model": "m", "messages": [text], "max_tokens": tokens, "temperature": 0, "stream": stream}
+        begun = time.monotonic()
+        answer = self.client.post(CHAT, json=body, headers={"x-agentspec-session": f"s{session}"})
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n") if stream else answer.json()["choices"][0]["message"]["content"]
+        member = answer.headers["x-agentspec-member"]
+        self.answered.append((begun, time.monotonic(), member))
+        return member
+
+    def state(self, number: int) -> str:
+        return str(self.members()[number].state)
+
+    def begun_after(self, moment: float) -> list[str]:
+        """The servers that gave answers which were asked for after `moment`."""
+        return [member for begun, _, member in list(self.answered) if begun > moment]
+
+    def flows_again(self, change: float) -> float:
+        """Seconds from `change` to the end of the first whole answer that was asked for after it."""
+        return min(end for begun, end, _ in self.answered if begun >= change) - change
+
+
+@contextmanager
+def asking(*urls: str) -> Iterator[Clients]:
+    backend = OpenAISettings.model_validate({"base_urls": [f"{url}/v1" for url in urls], "vllm": "on"})
+    models = {"m": ModelSettings(backend="pair", upstream_model="model")}
+    settings = Settings(backends={"pair": backend}, models=models, fleet=FleetSettings(probe_interval=1.0))
+    runtime = Runtime(settings)
+    with TestClient(create_app(runtime, settings), base_url="http://127.0.0.1") as client:
+        yield Clients(client, lambda: runtime.fleet.samples())
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.1)
+
+
+def served(servers: list[VllmServer]) -> float:
+    return sum(server.metric("vllm:request_success_total") for server in servers)
+
+
+def record(fault: str, clients: Clients, **figures: float) -> None:
+    if path := os.environ.get("CHAOS_RECORD"):
+        line = {"fault": fault, "whole": len(clients.answered), **figures, "load": os.getloadavg()[0]}
+        with open(path, "a") as file:
+            file.write(
+                json.dumps({name: round(one, 1) if isinstance(one, float) else one for name, one in line.items()})
+                + "\n"
+            )
+
+
 def test_calls_of_sessions_outlive_a_server_that_is_killed(servers: list[VllmServer]) -> None:
-    backend = OpenAISettings.model_validate({"base_urls": [f"{server.url}/v1" for server in servers], "vllm": "on"})
-    settings = Settings(backends={"pair": backend}, models={"m": ModelSettings(backend="pair", upstream_model="model")})
-    with TestClient(create_app(Runtime(settings), settings), base_url="http://127.0.0.1") as client:
+    with asking(*(server.url for server in servers)) as clients, ThreadPoolExecutor(8) as threads:
+        first = list(threads.map(clients.say, range(8)))
+        assert list(map(clients.say, range(8))) == first and len(set(first)) == 2
+        asked = [threads.submit(clients.say, session) for session in (*range(8), *range(8))]
+        servers[0].kill()
+        assert all(one.result() for one in asked)  # no call had begun to stream, so that none may fail
+        assert len({clients.say(session) for session in range(8)}) == 1
 
-        def say(session: int) -> tuple[str, str]:
-            body = {
-                "model": "m",
-                "messages": [{"role": "user", "content": f"Count from {session}."}],
-                "max_tokens": 48,
-                "temperature": 0,
-            }
-            answer = client.post("/v1/chat/completions", json=body, headers={"x-agentspec-session": f"s{session}"})
-            assert answer.status_code == 200, answer.text
-            return answer.headers[MEMBER], answer.json()["choices"][0]["message"]["content"]
 
-        with ThreadPoolExecutor(8) as threads:
-            first = list(threads.map(say, range(8)))
-            assert {member for member, _ in first} == {member for member, _ in map(say, range(8))} and len(
-                {member for member, _ in first}
-            ) == 2
-            asked = [threads.submit(say, session) for session in (*range(8), *range(8))]
-            servers[0].kill()
-            after = [one.result() for one in asked]  # no call had begun to stream, so that none may fail
-        assert len({member for member, _ in map(say, range(8))}) == 1
-        assert len(after) == 16 and all(text for _, text in after)
+def test_a_server_that_is_stopped_for_a_while_loses_no_call(servers: list[VllmServer]) -> None:
+    """Those that wait in it are answered once it goes on, and are sent to no other; new ones go elsewhere meanwhile."""
+    before, stop = served(servers), threading.Event()
+
+    def ask_on(session: int) -> None:
+        while not stop.is_set():
+            clients.say(session, 16)
+
+    with asking(*(server.url for server in servers)) as clients, ThreadPoolExecutor(8) as threads:
+        [left, other] = [f"pair/{server.url.removeprefix('http://')}" for server in servers]
+        assert set(threads.map(clients.say, range(8))) == {left, other}
+        running: list[Future[None]] = [threads.submit(ask_on, session) for session in range(8)]
+        try:
+            servers[0].signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            wait_for(lambda: clients.state(0) == "unhealthy")
+            noticed = time.monotonic()
+            time.sleep(max(0.0, STOPPED - (noticed - stopped)))
+            wait_for(lambda: bool(clients.begun_after(noticed)))  # at once, unless the machine is very busy
+            waited = clients.members()[0].in_flight
+        finally:
+            meanwhile = clients.begun_after(noticed)
+            servers[0].signal(signal.SIGCONT)
+            goes_on = time.monotonic()
+        wait_for(lambda: clients.state(0) == "ready" and bool(clients.begun_after(goes_on)))
+        ready = time.monotonic()
+        wait_for(lambda: left in clients.begun_after(goes_on))
+        stop.set()
+        assert [one.result() for one in running] == [None] * 8
+        assert waited > 0 and set(meanwhile) == {other}
+        assert served(servers) - before == len(clients.answered)
+        times = {"noticed": noticed - stopped, "ready": ready - goes_on, "waited": waited}
+        flows = max(clients.flows_again(stopped), clients.flows_again(goes_on))
+        record("stopped for 20 s", clients, **times, **{"flows again": flows})
+
+
+def test_a_server_that_trickles_keeps_only_its_own_calls_waiting(servers: list[VllmServer]) -> None:
+    before = served(servers)
+    with trickling(servers[0].port) as slow, asking(slow, servers[1].url) as clients, ThreadPoolExecutor(8) as threads:
+
+        def thrice(session: int) -> list[str]:
+            return [clients.say(8 * turn + session, 16, stream=True) for turn in range(3)]
+
+        [slow_one, quick] = [f"pair/{url.removeprefix('http://')}" for url in (slow, servers[1].url)]
+        members = [member for three in threads.map(thrice, range(8)) for member in three]
+        assert members.count(quick) > members.count(slow_one) > 0
+        assert served(servers) - before == len(members) == 24
+        longest = {one: max(end - begun for begun, end, member in clients.answered if member == one) for one in members}
+        record("trickles", clients, slow=longest[slow_one], quick=longest[quick])
+
+
+@contextmanager
+def trickling(port: int) -> Iterator[str]:
+    """The address of a server that passes on what the one at `port` sends, at `TRICKLE` bytes a second."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=_accept, args=(listening, port), daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def _accept(listening: socket.socket, port: int) -> None:
+    with suppress(OSError):  # the test is over
+        while True:
+            near, _ = listening.accept()
+            far = socket.create_connection(("127.0.0.1", port))
+            for source, sink, size in ((near, far, 1 << 16), (far, near, TRICKLE // 10)):
+                threading.Thread(target=_pass_on, args=(source, sink, size), daemon=True).start()
+
+
+def _pass_on(source: socket.socket, sink: socket.socket, size: int) -> None:
+    with suppress(OSError):
+        while data := source.recv(size):
+            sink.sendall(data)
+            time.sleep(0.1 if size < 1 << 16 else 0)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
