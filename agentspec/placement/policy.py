@@ -32,7 +32,7 @@ class Member:
     @property
     def load(self) -> float:
         """Calls per unit of weight."""
-        return self.calls / self.weight
+        return (self.in_flight + self.others + self.waiting) / self.weight
 
     @property
     def is_pressed(self) -> bool:

@@ -20,9 +20,12 @@ class Roster(Sequence[Member]):
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)
         self._at = {member.name: place for place, member in enumerate(self._members)}
-        self._calls = sum(member.calls for member in self._members)
-        self._others = sum(member.others for member in self._members)
-        self._weight = sum(member.weight for member in self._members)
+        self._calls = self._others = 0
+        self._weight = 0.0
+        for member in self._members:
+            self._others += member.others
+            self._calls += member.in_flight + member.others + member.waiting  # `calls`, in a third of the time
+            self._weight += member.weight
         self._free: list[tuple[float, float, int]] = []  # a heap; entries that have changed since are passed over
 
     @classmethod

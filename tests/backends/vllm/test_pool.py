@@ -52,6 +52,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]
         VllmServer(ENVIRONMENT, model.folder, folder / f"{number}.log", SUFFIX, variables, ("--enforce-eager",))
         for number in range(2)
     ]
+    for server in made:
+        server.start_seconds = 900.0
     try:
         yield made
     finally:
@@ -67,9 +69,11 @@ def servers(pair: list[VllmServer]) -> list[VllmServer]:
         for number, server in enumerate(pair):
             if not server.running:
                 os.sched_setaffinity(0, {cores[number % len(cores)]})  # processes inherit it
-                server.start()
+                server.launch()
     finally:
         os.sched_setaffinity(0, cores)
+    for server in pair:
+        server.wait()
     return pair
 
 
