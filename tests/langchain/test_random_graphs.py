@@ -139,7 +139,8 @@ class Decided(BaseChatModel):
             whole: Any = {"id": f"call {len(messages)} {at}", "index": at}
             pieces: Any = ({"name": name, "args": ""}, {"name": None, "args": arguments})
             for piece in pieces:
-                yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[{**whole, **piece}]))
+                chunks: Any = [{**whole, **piece}]
+                yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=chunks))
         if not calls:
             yield ChatGenerationChunk(message=AIMessageChunk(content=f"done after {len(messages)}"))
 
