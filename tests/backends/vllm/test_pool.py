@@ -215,9 +215,15 @@ def _accept(listening: socket.socket, port: int) -> None:
     with suppress(OSError):  # the test is over
         while True:
             near, _ = listening.accept()
-            far = socket.create_connection(("127.0.0.1", port))
-            for source, sink, size in ((near, far, 1 << 16), (far, near, TRICKLE // 10)):
-                threading.Thread(target=_pass_on, args=(source, sink, size), daemon=True).start()
+            threading.Thread(target=_connect, args=(near, port), daemon=True).start()
+
+
+def _connect(near: socket.socket, port: int) -> None:
+    with near, socket.create_connection(("127.0.0.1", port)) as far:
+        back = threading.Thread(target=_pass_on, args=(far, near, TRICKLE // 10), daemon=True)
+        back.start()
+        _pass_on(near, far, 1 << 16)
+        back.join()
 
 
 def _pass_on(source: socket.socket, sink: socket.socket, size: int) -> None:
