@@ -15,7 +15,7 @@ class SimulatedGateway:
         self._policy = POLICIES[policy]()
         self._roster = Roster([Member(name) for name in engines])
         self._in_flight = {member.name: 0 for member in self._roster}
-        self._metrics = dict.fromkeys(self._in_flight, (0, 0, 0.0))
+        self._metrics: dict[str, tuple[int, int, float]] = dict.fromkeys(self._in_flight, (0, 0, 0.0))
 
     def place(self, call: Call) -> str:
         """The engine that takes `call`."""
