@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
-from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
+from langchain_core.language_models.fake_chat_models import FakeMessagesListChatModel, GenericFakeChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import ensure_config
 from langchain_core.tools import BaseTool, tool
@@ -72,6 +72,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class ScriptedModel(GenericFakeChatModel):
+    disable_streaming: bool = True
+
     def bind_tools(self, tools: Any, **_: Any) -> Any:
         return self
 
@@ -250,6 +252,24 @@ def test_middleware_that_changes_the_arguments_gets_what_these_return() -> None:
     middleware, _ = taught()
     messages = session(middleware, 8, more=[Changing()])
     assert '"full": true' in str(messages[2].content)
+
+
+def test_a_model_that_an_early_tool_asks_streams_no_words() -> None:
+    @tool("look")
+    def recall(order: str) -> str:
+        """Read an order."""
+        return str(FakeMessagesListChatModel(responses=[AIMessage(f"inner words of {order}")]).invoke(order).content)
+
+    tools = (recall, buy, peek)
+    middleware, events = opened()
+    for number in range(8):
+        session(middleware, number, tools=tools)
+    events.clear()
+    graph, config = agent(middleware, *SCRIPT, tools=tools), {"configurable": {"thread_id": "streamed"}}
+    told = graph.stream({"messages": [HumanMessage("look at #W1, please")]}, config, stream_mode="messages")
+    words = [message.content for message, _ in told if isinstance(message, AIMessage)]
+    assert [event.outcome for event in events] == ["launch", "hit"] * 2
+    assert words == ["", "", "", "done"], "the words of the agent itself alone"
 
 
 def test_by_default_no_tool_starts_early() -> None:
