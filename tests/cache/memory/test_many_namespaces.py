@@ -18,7 +18,7 @@ from agentspec.cache import SuffixCache, namespaces
 from agentspec.cache.partition import Partition
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec
-from agentspec.cache.storage.schema import sequences
+from agentspec.cache.storage.schema import learned, sequences
 from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.sync import StoreSync
@@ -156,7 +156,8 @@ def test_looking_after_them_visits_those_that_changed(
         assert store is not None
         store.flush()
         changed = {name(number).key for number in (0, 1, 2, 5)}
-        assert set(store.learned()) == changed
+        with store.database.engine.connect() as connection:
+            assert set(connection.execute(sa.select(learned.c.namespace)).scalars()) == changed
 
 
 def test_segments_of_those_that_grew_are_written_and_no_others(tmp_path: Path, calls: Counter[str]) -> None:
