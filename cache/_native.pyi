@@ -76,6 +76,9 @@ class SuffixIndex:
 
     def check_integrity(self) -> None: ...
 
+class IndexView:
+    def __init__(self, index: SuffixIndex) -> None: ...
+
 class Drafter:
     def __init__(self, scan_limit: int) -> None: ...
 

@@ -186,7 +186,10 @@ class SuffixIndex:
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
 
     def merge_step(self) -> bool:
-        """Do a piece of what a `deferred` index put off. False where none is left, or while another thread is at it."""
+        """Do a piece of what a `deferred` index put off. False where none is left, or while another thread is at it.
+
+        While drafts still read more than a piece of what was merged, it waits a millisecond for them instead.
+        """
         return self.native.merge_step()
 
     @property

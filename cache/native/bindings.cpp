@@ -256,6 +256,7 @@ void bind_index(nb::module_& m) {
             },
             "file"_a, "offset"_a, "counts"_a, "checksums"_a, "deferred"_a = false)
         .def("check_integrity", &SuffixIndex::check_integrity, Unlocked());
+    nb::class_<IndexView>(m, "IndexView").def(nb::init<const SuffixIndex&>(), "index"_a);  // tests hold one
 }
 
 void bind_drafter(nb::module_& m) {

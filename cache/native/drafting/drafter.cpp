@@ -242,8 +242,8 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
 }
 
 void Drafter::learn(const Lesson& lesson) {
-    for (std::size_t view = 0; view < lesson.views_.size(); ++view) {
-        if (!lesson.hits_[view].empty()) lesson.views_[view].record_hits(lesson.hits_[view]);
+    for (const auto& [index, generation, positions] : lesson.hits_) {
+        if (!positions.empty()) index->record_hits(generation, positions);
     }
     const std::unique_lock lock(mutex_);
     ++version_;
@@ -261,10 +261,12 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
                                    std::span<const Token> tokens) const {
     require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
     require_tokens(tokens);
-    SearchedIndexes searched = searched_in(indexes, scan_limit_);
+    const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     Lesson lesson;
     lesson.tokens_.assign(tokens.begin() + (context.empty() && !tokens.empty() ? 1 : 0), tokens.end());
-    lesson.hits_.resize(indexes.size());
+    for (std::size_t i = 0; i < indexes.size(); ++i) {
+        lesson.hits_.push_back({indexes[i].index, searched.views[i].generation(), {}});
+    }
     auto walks = kept_walks().take();
     walks->resize(std::max<std::size_t>(2, walks->size()));
     for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -282,12 +284,11 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
             const double lead = level->weight(leader) / level->weights();
             lesson.outcomes_.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
-            lesson.hits_[level->view].push_back(found->newest);
+            lesson.hits_[level->view].positions.push_back(found->newest);
             break;
         }
     }
     kept_walks().give_back(std::move(walks));
-    lesson.views_ = std::move(searched.views);
     return lesson;
 }
 

@@ -76,11 +76,15 @@ class Drafter::Lesson {
         double lead;  // share of the leading one of several symbols, 1 for a single one
         bool led;  // the hit was that one
     };
+    struct Hits {
+        SuffixIndex* index;
+        std::uint64_t generation;
+        std::vector<Position> positions;
+    };
 
     std::vector<Outcome> outcomes_;
     std::vector<Token> tokens_;  // that came after others
-    std::vector<IndexView> views_;
-    std::vector<std::vector<Position>> hits_;  // of the view at the same place
+    std::vector<Hits> hits_;  // of each index
 };
 
 }  // namespace agentspec

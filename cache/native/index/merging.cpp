@@ -1,6 +1,8 @@
 // Work on a suffix index that waits for nobody and that nobody waits for: what is due, and merging runs.
 #include <algorithm>
+#include <chrono>
 #include <iterator>
+#include <thread>
 #include <utility>
 
 #include "index/suffix_index.hpp"
@@ -68,7 +70,19 @@ void SuffixIndex::settle() {
 bool SuffixIndex::merge_step() {
     if (!merging_due()) return false;
     const std::unique_lock merging(merging_, std::try_to_lock);
-    return merging && step();
+    if (!merging) return false;
+    if (!held_back()) return step();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return true;
+}
+
+/// Whether readers, one of which may not run for long on a busy machine, keep a merge from giving back what it
+/// replaced: each further piece would then be there twice.
+bool SuffixIndex::held_back() {
+    if (!merge_) return false;
+    free_retired();
+    const Hold hold(*this);
+    return !retired_.empty() && unneeded_bytes() > kPiece * sizeof(Position);
 }
 
 bool SuffixIndex::step() {

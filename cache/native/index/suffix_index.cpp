@@ -228,9 +228,9 @@ void SuffixIndex::unlink(Sequence& sequence) {
     sequence.older = sequence.newer = nullptr;
 }
 
-void SuffixIndex::record_hits(const Snapshot& of, std::span<const Position> positions) {
+void SuffixIndex::record_hits(std::uint64_t generation, std::span<const Position> positions) {
     const Hold hold(*this);
-    if (of.generation != generation_) return;
+    if (generation != generation_) return;
     for (const Position position : positions) {
         const auto after = after_piece(position);
         Sequence* sequence = after == pieces_.begin() ? nullptr : std::prev(after)->sequence;
@@ -366,9 +366,12 @@ std::size_t SuffixIndex::memory_bytes() const {
     return sizeof(*this) + parts - std::min<std::size_t>(parts, transient_) + catalogue_bytes_;
 }
 
-std::size_t SuffixIndex::reclaimable_bytes() const {
+std::size_t SuffixIndex::reclaimable_bytes() const { return reclaimable_ + unneeded_bytes(); }
+
+/// What is there only because it is being merged, or older snapshots hold it.
+std::size_t SuffixIndex::unneeded_bytes() const {
     const std::size_t needed = snapshot()->memory_bytes() + transient_, parts = account_->bytes();
-    return reclaimable_ + parts - std::min(parts, needed);
+    return parts - std::min(parts, needed);
 }
 
 std::size_t SuffixIndex::mapped_bytes() const {

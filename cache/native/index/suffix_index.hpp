@@ -109,7 +109,8 @@ public:
     void remove(std::span<const SequenceId> sequences);
 
     /// Do one piece of the work that waits: merge runs, or take removed text out of them or out of the log. Returns
-    /// false where nothing waits, or another thread is at it. Nobody waits for it.
+    /// false where nothing waits, or another thread is at it. Nobody waits for it; while readers still hold more than a
+    /// piece of what it replaced, it waits a millisecond for them instead of taking memory for another.
     bool merge_step();
     bool merging_due() const { return due_.load(std::memory_order_acquire); }
 
@@ -155,8 +156,9 @@ public:
 
     /// What drafts read from.
     std::shared_ptr<const Snapshot> snapshot() const;
-    /// Count a hit for the sequences that hold these positions of a snapshot; none if the log was rewritten since.
-    void record_hits(const Snapshot& of, std::span<const Position> positions);
+    /// Count a hit for the sequences that hold these positions of a snapshot of that generation; none if the log was
+    /// rewritten since.
+    void record_hits(std::uint64_t generation, std::span<const Position> positions);
 
 private:
     struct Span {
@@ -236,6 +238,8 @@ private:
     std::size_t forget_piece(Position begin);
     Job next_job() const;
     bool is_due() const;
+    bool held_back();
+    std::size_t unneeded_bytes() const;
     std::vector<std::shared_ptr<const void>> unused(std::size_t from);
     static bool filter_due(const Run& run);
     bool rewrite_due() const;
@@ -311,11 +315,8 @@ private:
 /// Read access to one index for a drafter.
 class IndexView {
 public:
-    explicit IndexView(SuffixIndex& index)
-        : index_(&index),
-          snapshot_(index.snapshot()),
-          log_(snapshot_->log->view()),
-          any_dead_(snapshot_->log->any_dead()) {}
+    explicit IndexView(const SuffixIndex& index)
+        : snapshot_(index.snapshot()), log_(snapshot_->log->view()), any_dead_(snapshot_->log->any_dead()) {}
 
     LogView log() const { return log_; }
     const Runs& runs() const { return *snapshot_->runs; }
@@ -325,10 +326,9 @@ public:
     bool may_start(std::uint64_t pair) const { return snapshot_->starts && snapshot_->starts->contains(pair); }
     /// Whether the token there was removed, as far as it was when this view was made.
     bool is_dead(Position position) const { return any_dead_ && log_.is_dead(position); }
-    void record_hits(std::span<const Position> positions) const { index_->record_hits(*snapshot_, positions); }
+    std::uint64_t generation() const { return snapshot_->generation; }
 
 private:
-    SuffixIndex* index_;
     std::shared_ptr<const Snapshot> snapshot_;
     LogView log_;
     bool any_dead_;

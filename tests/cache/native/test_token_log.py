@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentspec.cache._native import IndexView
 from agentspec.cache.index import IndexDrafter, SuffixIndex
 from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
 from agentspec.types import Source
@@ -43,6 +45,29 @@ def test_removing_takes_no_large_copy() -> None:
         np.testing.assert_array_equal(index.tokens(number), text)
         assert (index.count(text[:150]), index.common_prefix(number, text)) == (1, 200)
     assert index.count(lost[:20]) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_merge_waits_for_a_draft_that_still_reads_what_it_replaced(steps: int) -> None:
+    """Beside a draft that does not come to its end, what is merged is not held twice, and more text may come and go."""
+    index = filled(100, 4000, deferred=True)
+    index.remove(range(0, 100, 4))
+    full, most = index.memory_bytes(), [0]
+    for _ in range(steps):
+        assert index.merge_step()
+    draft = IndexView(index.native)
+    for number in range(100, 116):
+        assert index.merge_step()
+        index.append(number, [number] * 10)
+        index.remove([number - 2])
+        most.append(index.memory_bytes())
+    assert max(most) <= full + 2 * PIECE + ROOM
+    del draft
+    while index.merge_step():
+        most.append(index.memory_bytes())
+    assert max(most) <= full + 2 * PIECE + ROOM
+    assert index.memory_bytes() <= 0.8 * full
+    index.check_integrity()
 
 
 def test_a_few_removed_tokens_hold_no_memory_back() -> None:
