@@ -186,9 +186,8 @@ class SuffixIndex:
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
 
     def merge_step(self) -> bool:
-        """Do a piece of what a `deferred` index put off. False where none is left, or while another thread is at it.
-
-        While drafts still read more than a piece of what was merged, it waits a millisecond for them instead.
+        """Do a piece of what a `deferred` index put off. False where none is left, while another thread is at it, and
+        while drafts still read more than a piece of what was merged: memory would be taken twice.
         """
         return self.native.merge_step()
 

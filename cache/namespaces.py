@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -22,6 +23,7 @@ _RESERVE = 16  # this part of the budget is left free, for merges and for what c
 _LEARNED = 64  # this part of it may hold what namespaces learned that are in memory no more
 _IDLE_SECONDS = 60.0  # a namespace that no request used for so long may leave memory as a whole
 _AT_ONCE = 16  # so many namespaces are loaded before they are used
+_READING = 0.001  # seconds until merges are tried again that drafts held up, or that have come up meanwhile
 _TRIED = 16  # namespaces that are looked at, at most, for one that can give something
 
 
@@ -211,6 +213,8 @@ class NamespaceTable:
             with partition.lock:
                 self.book(partition)
         self._reduce(self._over, None)  # a merged run can take some bytes more, for its table
+        if self._due:
+            time.sleep(_READING)
 
     def _give_back(self, partition: Partition) -> None:
         """Merge one's own namespace, and then what nobody merges at the moment, until the budget holds."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
+from agentspec.cache._native import IndexView
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
 
@@ -80,3 +82,25 @@ def test_what_an_emptied_namespace_learned_is_kept() -> None:
         for number in range(8):
             record(cache, text(number, 2000), Namespace("t", f"other-{number}"))
         np.testing.assert_array_equal(cache.request([1], namespace=first).drafter.state(), learned)
+
+
+def test_merges_that_a_draft_holds_up_are_tried_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SuffixCache.open() as cache:
+        table, rests = cache._pool.namespaces, list[float]()
+        monkeypatch.setattr(table, "on_pressure", lambda: None)  # only this thread looks after it
+        monkeypatch.setattr("agentspec.cache.namespaces.time", SimpleNamespace(sleep=rests.append))
+        for number in range(80):
+            record(cache, text(number, 4000), Namespace("one"))
+        [partition] = table.partitions()
+        table.relieve()
+        assert not rests
+        with partition.lock:
+            partition.forget(partition.shared.oldest(320_000).tolist()[::4])
+            table.book(partition)
+        draft = IndexView(partition.shared.native)
+        for _ in range(3):
+            table.relieve()
+        assert len(rests) == 3 and partition.shared.merging_due
+        del draft
+        table.relieve()
+        assert len(rests) == 3 and not partition.shared.merging_due

@@ -1,8 +1,6 @@
 // Work on a suffix index that waits for nobody and that nobody waits for: what is due, and merging runs.
 #include <algorithm>
-#include <chrono>
 #include <iterator>
-#include <thread>
 #include <utility>
 
 #include "index/suffix_index.hpp"
@@ -70,14 +68,11 @@ void SuffixIndex::settle() {
 bool SuffixIndex::merge_step() {
     if (!merging_due()) return false;
     const std::unique_lock merging(merging_, std::try_to_lock);
-    if (!merging) return false;
-    if (!held_back()) return step();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    return true;
+    return merging && !held_back() && step();
 }
 
 /// Whether readers, one of which may not run for long on a busy machine, keep a merge from giving back what it
-/// replaced: each further piece would then be there twice.
+/// replaced: each further piece would then be there twice. They are not waited for; a later step goes on.
 bool SuffixIndex::held_back() {
     if (!merge_) return false;
     free_retired();

@@ -109,8 +109,8 @@ public:
     void remove(std::span<const SequenceId> sequences);
 
     /// Do one piece of the work that waits: merge runs, or take removed text out of them or out of the log. Returns
-    /// false where nothing waits, or another thread is at it. Nobody waits for it; while readers still hold more than a
-    /// piece of what it replaced, it waits a millisecond for them instead of taking memory for another.
+    /// false where nothing waits, where another thread is at it, or as long as readers hold more than a piece of what
+    /// it replaced. Nobody waits for it.
     bool merge_step();
     bool merging_due() const { return due_.load(std::memory_order_acquire); }
 

@@ -62,6 +62,7 @@ def test_a_merge_waits_for_a_draft_that_still_reads_what_it_replaced(steps: int)
         index.remove([number - 2])
         most.append(index.memory_bytes())
     assert max(most) <= full + 2 * PIECE + ROOM
+    assert not index.merge_step() and index.merging_due, "it is not waited for"
     del draft
     while index.merge_step():
         most.append(index.memory_bytes())
