@@ -186,9 +186,7 @@ class SuffixIndex:
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
 
     def merge_step(self) -> bool:
-        """Do a piece of what a `deferred` index put off. False where none is left, while another thread is at it, and
-        while drafts still read more than a piece of what was merged: memory would be taken twice.
-        """
+        """Do a piece of what a `deferred` index put off. False if none is left, others are at it, or still read it."""
         return self.native.merge_step()
 
     @property
