@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from agentspec.cache.storage.migrations.totals import FILL
@@ -143,24 +143,40 @@ def _searched(source: sqlite3.Connection, table: _Table) -> Iterator[Row]:
     after = f'SELECT {table.values} FROM "{table.name}" NOT INDEXED WHERE rowid > ? ORDER BY rowid LIMIT ?'
     low, count, failed, step = 0, _PIECE, 0, 1
     while low < _LAST:
-        try:
+        rows: list[Row] | None = None
+        with _past_damage():
             rows = source.execute(after, (low, count)).fetchall()
-        except sqlite3.DatabaseError as error:
-            require_damage(error)
-            if count > 1:
-                count = max(1, count // 16)
-                continue
+        if rows == []:
+            return
+        yield from rows or ()
+        if (last := _last_in_order(rows or (), low)) > low:
+            low, count, failed, step = last, min(_PIECE, count * 16), 0, 1
+        elif count > 1:
+            count = max(1, count // 16)
+        else:
             if not failed:
                 table.gaps.append((low + 1, low + 1))
             failed += 1
             step = step if failed < _ONE_BY_ONE else 2 * step
             low = min(_LAST, low + step)
             table.gaps[-1] = (table.gaps[-1][0], low)
-            continue
-        if not rows:
-            return
-        yield from rows
-        low, count, failed, step = rows[-1][0], min(_PIECE, count * 16), 0, 1
+
+
+@contextlib.contextmanager
+def _past_damage() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        require_damage(error)
+
+
+def _last_in_order(rows: Iterable[Row], low: int) -> int:
+    """The last id of those that go up from `low`: a search in a damaged tree may lead to where it has been before."""
+    for row in rows:
+        if not (isinstance(row[0], int) and row[0] > low):
+            break
+        low = row[0]
+    return low
 
 
 def _missing(target: sqlite3.Connection, table: _Table, expected: int | None) -> list[str]:
