@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.placement import POLICIES, Call, Member, PrefixAffinity, Roster, WorkflowAffinity
+from agentspec.placement.workflow import FEW
 
 CALLS = st.lists(
     st.builds(
@@ -39,10 +40,11 @@ def _play(policy, calls, members):
 def test_no_member_gets_more_than_its_bounded_share(calls, weights):
     bound = 2.5  # the largest of any rule: where sessions stay
     members = [Member(f"m{number}", weight) for number, weight in enumerate(weights)]
-    for policy in (WorkflowAffinity(crowded=bound), PrefixAffinity(bound=bound)):
+    for policy, few in ((WorkflowAffinity(crowded=bound), FEW), (PrefixAffinity(bound=bound), 0)):
         _, loaded = _play(policy, calls, members)
         for member in loaded.values():
-            assert member.in_flight <= ceil(bound * len(calls) * member.weight / sum(weights))
+            share = ceil(bound * len(calls) * member.weight / sum(weights))
+            assert member.in_flight <= max(few * member.weight, share)
 
 
 @pytest.mark.parametrize("name", POLICIES)
