@@ -51,7 +51,8 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> list[str]
     """
     listed = source.execute("SELECT type, name, sql FROM sqlite_master ORDER BY rowid").fetchall()
     texts = [row for row in listed if all(isinstance(value, str) for value in row)]  # others make themselves
-    made = [(kind, name, sql) for kind, name, sql in texts if not name.startswith("sqlite_")]
+    once = {name: (kind, name, sql) for kind, name, sql in reversed(texts)}  # damage may list one twice
+    made = [one for name, one in reversed(once.items()) if not name.startswith("sqlite_")]
     names = {name for kind, name, _ in made if kind == "table"}
     if not {sequences.name, meta.name} <= names:
         error = sqlite3.DatabaseError("tables are missing")

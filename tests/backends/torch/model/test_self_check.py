@@ -147,7 +147,7 @@ def test_rounding_is_measured_relative_to_the_logits() -> None:
         assert relative_difference(scale * logits * 1.01, scale * logits) == pytest.approx(0.01, rel=1e-2)
     assert relative_difference(logits + 1, logits) > 0.9
     assert allowed_difference(0.0, torch.float32) < 1e-3 < largest_noise(torch.float32) < 3e-3
-    assert allowed_difference(0.05, torch.bfloat16) == pytest.approx(0.2)
+    assert allowed_difference(0.05, torch.bfloat16) == pytest.approx(0.3)
     assert allowed_difference(10.0, torch.bfloat16) == largest_noise(torch.bfloat16) < 0.6
 
 
