@@ -23,10 +23,9 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+# Python makes bytecode of what is imported, once; pip would make it of everything, a third of an installation's work.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 PIP := $(INSTALL) --constraint constraints.txt
-# Bytecode is a third of an installation's work: pip would make it on one core.
-COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib
 NATIVE := $(wildcard cache/native/*.cpp cache/native/*/*.cpp cache/native/*/*.hpp)
 SOURCES := $(NATIVE) CMakeLists.txt pyproject.toml constraints.txt
 CODE := agentspec cache backends reasoning benchmarks tests examples docs
@@ -58,7 +57,6 @@ $(VENV)/.installed-%: $(VENV)/.base $(SOURCES)
 	@echo "building and installing agentspec[$*]"
 	$(PIP) $(if $(LOCK),--no-deps) --no-build-isolation --editable '.[$*]'
 	$(if $(LOCK),$(BIN)/python -m pip check)
-	$(COMPILE) || :  # some packages hold files of other Pythons
 	@touch $@
 
 demo: $(VENV)/.installed-all

@@ -49,6 +49,12 @@ for name, examples in PROFILES.items():
 hypothesis.settings.load_profile("dev")
 
 
+def costly(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Fewer examples of a property of which each opens a database, or runs agents: 25 where others have 100."""
+    examples = hypothesis.settings.default.max_examples  # of the profile that the command line chose
+    return hypothesis.settings(max_examples=max(PROFILES["dev"], examples // 4))(test)
+
+
 # One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
 # (With --no-loadscope-reorder: xdist would order them by their number of tests.)
 LONGEST = """

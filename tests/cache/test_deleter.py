@@ -26,6 +26,7 @@ from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError
 from agentspec.types import Namespace
+from tests.conftest import costly
 
 CANARY = [777_000_000 + 7 * i for i in range(12)]
 
@@ -130,6 +131,7 @@ def test_a_cache_that_forgot_is_like_one_that_never_knew(story: Story) -> None:
 
 
 @pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
+@costly
 @given(story=stories)
 def test_so_is_one_on_disk_at_once_and_after_a_restart(location: str | Path, story: Story) -> None:
     folder = location

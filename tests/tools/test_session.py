@@ -29,6 +29,7 @@ from agentspec.tools import (
 from agentspec.tools.flights import ThreadFlight
 from agentspec.tools.prediction.history import ToolHistory
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from tests.conftest import costly
 
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}, "detail": {"type": "boolean", "default": False}}}
 READ, LIST, WRITE, MYSTERY, FRAGILE = (
@@ -154,6 +155,7 @@ def outcomes(events: list[AuditEvent]) -> list[str]:
     return [event.outcome for event in events]
 
 
+@costly
 @given(st.integers(0, 2**32), st.integers(1, 3))
 def test_transcripts_are_equal_with_and_without_early_starts(seed: int, sessions: int) -> None:
     """Sessions of one agent in one world: what earlier ones taught starts tools in the later ones."""

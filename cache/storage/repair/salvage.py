@@ -54,7 +54,7 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> list[str]
     once = {name: (kind, name, sql) for kind, name, sql in reversed(texts)}  # damage may list one twice
     made = [one for name, one in reversed(once.items()) if not name.startswith("sqlite_")]
     names = {name for kind, name, _ in made if kind == "table"}
-    if not {sequences.name, meta.name} <= names:
+    if not {sequences.name, meta.name, deletions.name} <= names:
         error = sqlite3.DatabaseError("tables are missing")
         error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
         raise error
@@ -193,15 +193,17 @@ def _missing(target: sqlite3.Connection, table: _Table, expected: int | None) ->
 
 
 def _restore_version(target: sqlite3.Connection, names: set[str]) -> None:
-    """The version is written in two tables, of which the other may be lost."""
-    written = [(meta.name, f"SELECT value FROM {meta.name} WHERE key = 'version'")]
+    """The version is written in two tables, either of which may be lost, or hold another table's rows."""
+    written = [f"SELECT value FROM {meta.name} WHERE key = 'version'"]
     if revision.name in names:
-        written.append((revision.name, f"SELECT version_num FROM {revision.name}"))
-    found = {name: target.execute(query).fetchone() for name, query in written}
-    version = next((int(row[0]) for row in found.values() if row and row[0].isdigit()), VERSION)
-    if not found[meta.name]:
-        target.execute(f"INSERT INTO {meta.name} VALUES ('version', ?)", (str(version),))
-    if revision.name in found and not found[revision.name]:
+        written.append(f"SELECT version_num FROM {revision.name}")
+    values = [str(value) for query in written for [value] in target.execute(query)]
+    known = [int(value) for value in values if value.isdecimal() and 0 < int(value) <= VERSION]
+    version = known[0] if known else VERSION
+    target.execute(f"DELETE FROM {meta.name}")
+    target.execute(f"INSERT INTO {meta.name} VALUES ('version', ?)", (str(version),))
+    if revision.name in names:
+        target.execute(f"DELETE FROM {revision.name}")
         target.execute(f"INSERT INTO {revision.name} VALUES (?)", (f"{version:04}",))
 
 

@@ -78,17 +78,18 @@ def test_what_a_near_tie_is(apart: float, together: float, tie: bool) -> None:
     assert TokenDivergence(COLD, 0, 3, 1, 2, apart, together, 1e-3).is_tie == tie
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.model
-async def test_twenty_prompts_of_the_default_model() -> None:
+async def test_prompts_of_the_default_model(count: int) -> None:
     from agentspec.recordings.prompt_sets import load_prompts
 
     with SuffixCache.open() as cache:
         backend = TorchBackend.load(TorchSettings(model="smollm2-135m"), cache=cache)
-        prompts = [*load_prompts("edit_short")[:12], *load_prompts("control")[:8]]
+        pairs = zip(load_prompts("edit_short"), load_prompts("control"), strict=False)
+        prompts = [text for pair in pairs for text in pair]
         encoded = [backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         ways = (SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=0.8, max_tokens=12, seed=1))
-        questions = [ExactnessCase(prompt, ways[number % 2]) for number, prompt in enumerate(encoded)]
+        questions = [ExactnessCase(prompt, ways[number // 2 % 2]) for number, prompt in enumerate(encoded[:count])]
         found = await check_exactness(backend, questions, lambda line: None)
         await backend.aclose()
     print(f"{len(found.divergences)} divergences:", *found.divergences, sep="\n")

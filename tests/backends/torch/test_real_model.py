@@ -79,16 +79,17 @@ def require_same(backend: TorchBackend, rule: Any, request: GenerateRequest, got
     assert gap < NEAR_TIE
 
 
-@pytest.mark.slow
-async def test_twenty_answers_at_once_are_those_given_alone(backend: TorchBackend, rule: Any) -> None:
+@pytest.mark.parametrize("count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+async def test_answers_at_once_are_those_given_alone(backend: TorchBackend, rule: Any, count: int) -> None:
     """Greedy and sampled, with speculation, against one after another without."""
-    texts = [*load_prompts("control"), *load_prompts("edit_short")][:20]
-    asks = [ask(text, (0.0, 1.0)[index % 2], tenant="together") for index, text in enumerate(texts)]
+    pairs = zip(load_prompts("control"), load_prompts("edit_short"), strict=False)
+    texts = [text for pair in pairs for text in pair][:count]
+    asks = [ask(text, (0.0, 1.0)[index // 2 % 2], tenant="together") for index, text in enumerate(texts)]
     alone = [await answer(backend, replace(each, speculation=False, store=False)) for each in asks]
     together = await asyncio.gather(*(answer(backend, each) for each in asks))
     for each, (got, _, _), (want, _, _) in zip(asks, together, alone, strict=True):
         require_same(backend, rule, each, got, want)
-    assert max(backend.stats().batch_sizes) == backend.settings.max_active
+    assert max(backend.stats().batch_sizes) == min(count, backend.settings.max_active)
 
 
 async def test_the_model_is_packed_and_knows_its_end(backend: TorchBackend) -> None:

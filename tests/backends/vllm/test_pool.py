@@ -116,8 +116,9 @@ def asking(*urls: str) -> Iterator[Clients]:
     models = {"m": ModelSettings(backend="pair", upstream_model="model")}
     settings = Settings(backends={"pair": backend}, models=models, fleet=FleetSettings(probe_interval=1.0))
     runtime = Runtime(settings)
-    assert runtime.fleet is not None
+    runtime.start()
     with TestClient(create_app(runtime, settings), base_url="http://127.0.0.1") as client:
+        assert runtime.fleet is not None
         yield Clients(client, runtime.fleet.samples)
 
 

@@ -53,7 +53,7 @@ def all_of(native: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("seeds", "operations", "outputs"),
     [
-        pytest.param(10, 1000, 300, marks=pytest.mark.slow),
+        pytest.param(3, 1000, 300, marks=pytest.mark.slow),
         pytest.param(20, 20_000, 10_000, marks=pytest.mark.long),
     ],
 )

@@ -18,6 +18,7 @@ from agentspec.cache.storage.export import add, identity, parse, write
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import ConfigurationError
 from agentspec.types import Labels, Namespace
+from tests.conftest import costly
 
 NAMES = st.none() | st.text(max_size=5)
 TOKENS = st.lists(st.integers(0, 2**31 - 2), max_size=64).map(lambda ids: np.array(ids, dtype=np.int32))
@@ -60,6 +61,7 @@ def test_what_is_written_is_read(tmp_path: Path, rows: list[SequenceRecord]) -> 
     assert told(read(tmp_path / "f.jsonl")) == told(rows)
 
 
+@costly
 @given(st.lists(ROWS, max_size=4), st.lists(ROWS, max_size=3))
 def test_adding_again_adds_nothing(
     tmp_path_factory: pytest.TempPathFactory, rows: list[SequenceRecord], more: list[SequenceRecord]

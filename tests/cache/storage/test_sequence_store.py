@@ -24,6 +24,7 @@ from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, ConfigurationError
 from agentspec.types import Labels, Namespace
+from tests.conftest import costly
 
 
 def row(number: int, tokens: object, context: object = ()) -> SequenceRecord:
@@ -62,6 +63,7 @@ BREAK = {
 token_lists = st.lists(st.integers(0, 2**31 - 2), max_size=80)
 
 
+@costly
 @given(rows=st.lists(st.tuples(token_lists.filter(bool), token_lists), max_size=5))
 def test_rows_round_trip(location: str | Path, rows: list[tuple[list[int], list[int]]]) -> None:
     opened(location).close()
@@ -188,6 +190,7 @@ def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> N
 names = st.text(st.characters(exclude_categories=[]), max_size=8)
 
 
+@costly
 @given(tenant=names, session=names)
 @example(tenant="a\0b", session="\ud800\x1a001a")
 def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str, session: str) -> None:

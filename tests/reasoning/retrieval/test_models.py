@@ -94,13 +94,13 @@ def test_a_cache_gets_whole_answers(tiny_model: Path) -> None:
         asyncio.run(check(backend, cache))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.model
-def test_twenty_questions_to_a_real_model(default_model: object) -> None:
+def test_questions_to_a_real_model(default_model: object, count: int) -> None:
     settings = {"document_tokens": 24, "stride": 2, "prefetch": 4}
 
     async def check(backend: Any) -> None:
-        for number, passage in enumerate(PASSAGES):
+        for number, passage in enumerate(PASSAGES[:count]):
             request = asking(passage["question"], number if number % 2 else None, 8)
             knobs = RetrievalSettings(**settings, asynchronous=number % 4 < 2)  # type: ignore[arg-type]
             found = await said(ralmspec, request, backend=backend, settings=knobs)

@@ -146,7 +146,9 @@ def engine_of(lab: Any) -> Iterator[Callable[[], Engine]]:
 ERRORS = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("odd shapes")]
 
 
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "every", [13, pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_at_any_place_fails_requests_but_never_the_engine(
     lab: Any, engine_of: Any, faults: Faults, error: Exception, every: int
