@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SELDOM, _OFTEN, _SHARE = 3600.0, 1.0, 1 / 24  # old sequences are looked for after this share of the retention
+_SETTLED, _DAY = 600.0, 86400.0  # the database's structure is checked when it was open for so long, and then daily
 
 
 class Deleter:
@@ -35,6 +36,7 @@ class Deleter:
         self._store = store
         self._retention = retention
         self._expires_at = time.monotonic()
+        self._examines_at = time.monotonic() + _SETTLED
         self._unapplied: dict[int, Scope] = {}  # deletions known of, by number
         self._listeners: list[Callable[[Scope], None]] = []
 
@@ -84,7 +86,14 @@ class Deleter:
             self.apply_deletions()
             self._store.secure_erase()
         if time.monotonic() >= self._expires_at:
+            self._examine()
             self.expire()
+
+    def _examine(self) -> None:
+        """Have damage mended that no search meets, and that may hide old sequences from it."""
+        if self._store and self._store.mode == "writer" and time.monotonic() >= self._examines_at:
+            self._examines_at = time.monotonic() + _DAY
+            self._store.examine()
 
     def apply_deletions(self) -> None:
         """Delete from memory the sequences that this process or another deleted from the store."""

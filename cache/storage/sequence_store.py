@@ -170,7 +170,7 @@ class SequenceStore(SequenceReader):
         mending(self._database, self._budget.enforce)
 
     def mend_if_met(self) -> None:
-        """Mend what damage was met, if this process is the writer. Called periodically."""
+        """`mend` damage that was met, if this process is the writer. Called periodically."""
         if self.met_damage and self._database.is_writer:
             self.mend()
 
@@ -184,6 +184,12 @@ class SequenceStore(SequenceReader):
             self._erasure.mark()
         return lost
 
+    def examine(self) -> None:
+        """Check the whole database, and `mend` what is wrong with its structure. Raises `CacheError`."""
+        with self._answering():
+            if self._database.problems():
+                self.mend()
+
     # Deletions.
 
     def forget(self, selection: Selection) -> int:
@@ -193,9 +199,7 @@ class SequenceStore(SequenceReader):
         their memory by `pending_deletions`. A damaged database is mended first. Raises `CacheError` if the deletion
         fails, and nothing is deleted then unless it is a `PartlyForgottenError`.
         """
-        with self._answering():
-            if self._database.problems():  # a search meets not all of them, and misses what they hide
-                self.mend()
+        self.examine()  # a search does not meet all damage, and misses what it hides
         return self._forget(selection, rewrite=True)
 
     def expire(self, selection: Selection) -> int:
