@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "index/account.hpp"
+#include "index/pages.hpp"
 #include "index/sorted_run.hpp"
 
 namespace agentspec {
@@ -73,9 +74,9 @@ private:
     }
 
     std::uint32_t stride_ = 0, count_ = 0;
-    std::vector<std::uint64_t> keys_;  // of every stride_-th place
-    std::vector<Wide> wide_;  // by token
-    std::vector<Follower> followers_;
+    std::vector<std::uint64_t, PageAllocator<std::uint64_t>> keys_;  // of every stride_-th place
+    std::vector<Wide, PageAllocator<Wide>> wide_;  // by token
+    std::vector<Follower, PageAllocator<Follower>> followers_;
     std::shared_ptr<Charge> charge_;
 };
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "index/account.hpp"
+#include "index/pages.hpp"
 
 namespace agentspec {
 
@@ -48,7 +49,7 @@ private:
 
     std::size_t place(std::uint64_t pair) const { return (pair * 0x9E3779B97F4A7C15 >> 20) & (slots_.size() - 1); }
 
-    std::vector<std::uint64_t> slots_;
+    std::vector<std::uint64_t, PageAllocator<std::uint64_t>> slots_;
     std::size_t size_ = 0;
     Charge charge_;
 };
