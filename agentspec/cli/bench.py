@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from enum import StrEnum
@@ -144,39 +145,61 @@ def agent(
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
+    _refuse_agent(context, bool(tools), timed, prefill, tool_seconds or ())
     if tools:
-        _refuse(context, "with --tools", "prefill", "off", "kept", "warm", *(() if timed else ("model",)))
-    else:
-        _refuse(context, "without --tools", "timed", "read_only", "share")
-    _refuse(context, "with --prefill", *(("off", "kept", "warm") if prefill else ()))
-    _refuse(context, "without --prefill", *(() if prefill else ("processor_time", "rounds")))
-    _refuse(context, "without --prefill or --timed", *(() if prefill or timed else ("tool_seconds",)))
-    _refuse(context, "with --tool-seconds", *(("share",) if tool_seconds and timed else ()))
-    _refuse(
-        context, "more than once with --timed", *(("tool_seconds",) if timed and len(tool_seconds or ()) > 1 else ())
-    )
-    if tools and timed:
-        from agentspec.benchmarks.agent_tools.computed import READ_ONLY
-        from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
-
-        plan = TimedPlan(read_only or READ_ONLY, timed, share, tool_seconds[0] if tool_seconds else None)
-        publish(partial(run_agent_timed, model, tools, plan), json, packages=TORCH, subject={"model": model})
-        return
-    if tools:
-        from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
-
-        publish(partial(run_agent_tools, tools, read_only=read_only or READ_ONLY, share=share), json)
-        return
-    if prefill:
+        _agent_tools(model, tools, read_only, share, timed, tool_seconds, json)
+    elif prefill:
         from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
 
         told = tool_seconds or TOOL_SECONDS, rounds, processor_time
         publish(partial(run_agent_prefill, model, *told), json, packages=TORCH, subject={"model": model})
-        return
-    from agentspec.benchmarks.agent import run_agent
+    else:
+        from agentspec.benchmarks.agent import run_agent
 
-    run = partial(run_agent, model, warm=warm, off=off, kept=kept)
-    publish(run, json, packages=TORCH, wide=False, subject={"model": model})
+        run = partial(run_agent, model, warm=warm, off=off, kept=kept)
+        publish(run, json, packages=TORCH, wide=False, subject={"model": model})
+
+
+def _refuse_agent(
+    context: typer.Context, tools: bool, timed: int, prefill: bool, tool_seconds: Sequence[float]
+) -> None:
+    """Refuse what `bench agent` would ignore in the way of running that the other parameters choose."""
+    if tools:
+        _refuse(context, "with --tools", "prefill", "off", "kept", "warm", *(() if timed else ("model",)))
+    else:
+        _refuse(context, "without --tools", "timed", "read_only", "share")
+    if prefill:
+        _refuse(context, "with --prefill", "off", "kept", "warm")
+    else:
+        _refuse(context, "without --prefill", "processor_time", "rounds")
+    if not (prefill or timed):
+        _refuse(context, "without --prefill or --timed", "tool_seconds")
+    if tool_seconds and timed:
+        _refuse(context, "with --tool-seconds", "share")
+    if len(tool_seconds) > 1 and timed:
+        _refuse(context, "more than once with --timed", "tool_seconds")
+
+
+def _agent_tools(
+    model: str,
+    tools: list[Path],
+    read_only: list[str] | None,
+    share: float,
+    timed: int,
+    tool_seconds: list[float] | None,
+    json: Path | None,
+) -> None:
+    """`bench agent --tools`: computed, or some sessions of each file in real time."""
+    from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
+
+    early = read_only or READ_ONLY
+    if not timed:
+        publish(partial(run_agent_tools, tools, read_only=early, share=share), json)
+        return
+    from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
+
+    plan = TimedPlan(early, timed, share, tool_seconds[0] if tool_seconds else None)
+    publish(partial(run_agent_timed, model, tools, plan), json, packages=TORCH, subject={"model": model})
 
 
 @app.command()
