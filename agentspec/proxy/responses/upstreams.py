@@ -139,7 +139,7 @@ def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
         if fields.get(name) is not None:
             raise _shared(name)
     for index, item in enumerate(_listed(fields.get("input"))):
-        bare = "type" not in item and not {"role", "content"} & item.keys()
+        bare = not any(item.get(name) for name in ("type", "role", "content"))  # null is as good as nothing
         if item.get("type") == "item_reference" or (bare and "id" in item):
             raise _shared(f"input[{index}].id")
     for name in ("input", "tools"):
