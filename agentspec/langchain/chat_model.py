@@ -21,6 +21,7 @@ from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
 
+from agentspec.backends.pool.attempts import retry_after
 from agentspec.backends.settings import OpenAISettings
 from agentspec.background import iterate_async, iterate_sync, remote_runtime, shared_runtime
 from agentspec.errors import (
@@ -395,6 +396,5 @@ def _delay(error: OverloadedError | UpstreamError, attempt: int) -> float:
     """Seconds before the next attempt: what the server asks for, else doubled each time; at most 30."""
     asked = error.retry_after if isinstance(error, OverloadedError) else None
     if isinstance(error, UpstreamStatusError):
-        stated = {name.lower(): value for name, value in error.headers.items()}.get("retry-after", "")
-        asked = float(stated) if stated.isdigit() else None
+        asked = retry_after(error.headers)
     return min(0.5 * 2**attempt if asked is None else asked, 30.0)
