@@ -37,6 +37,7 @@ from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
 from agentspec.langchain.name_listener import hear
+from agentspec.protocol.messages import parse_prediction
 from agentspec.runtime import Runtime
 from agentspec.step.calls import observe
 from agentspec.step.scope import CallScope, current, current_policy, loading
@@ -380,10 +381,7 @@ def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
 
 def _predicted(prediction: Any) -> str | None:
     """The text of a prediction: a string, or OpenAI's `{"type": "content", "content": text or parts}`."""
-    content = prediction.get("content") if isinstance(prediction, Mapping) else prediction
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content
+    return prediction if isinstance(prediction, str | None) else parse_prediction(prediction)
 
 
 def _temporary(error: OverloadedError | UpstreamError) -> bool:

@@ -190,6 +190,14 @@ def test_a_retry_waits_as_long_as_the_server_asks(headers: dict[str, str], secon
     assert _delay(UpstreamStatusError("busy", status=503, body=b"", headers=headers), 1) == seconds
 
 
+@pytest.mark.parametrize("prediction", [{"type": "content", "content": [{"type": "text"}]}, {"type": "content"}, 5])
+def test_a_prediction_without_a_text_is_refused(prediction: Any) -> None:
+    model, fake = chat("fine")
+    with pytest.raises(InvalidRequestError, match="prediction"):
+        model.invoke("hi", prediction=prediction)
+    assert not fake.requests
+
+
 def test_no_retry_once_text_has_come() -> None:
     model, fake = chat(Answer(text="one two", error=OverloadedError("busy", retry_after=0.01), error_after=1), "fine")
     seen = []
