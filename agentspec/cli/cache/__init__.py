@@ -9,7 +9,7 @@ import typer
 
 from agentspec.cli.cache import push, repair, replay, transfer
 from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, remote_of, shown
-from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_json
+from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
 
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
@@ -64,7 +64,7 @@ def forget(
     if json:
         print_json({"forgotten": forgotten, "disk_bytes": left})
         return
-    typer.echo(f"forgot {forgotten} sequence{'' if forgotten == 1 else 's'}: {described}")
+    typer.echo(f"forgot {plural(forgotten, 'sequence')}: {described}")
     typer.echo(f"The database now takes {left} bytes. Servers that use it drop what went within seconds;")
     typer.echo("backups, logs and upstream servers keep what they have: see docs/cache.md, Forgetting.")
 
@@ -177,7 +177,7 @@ def publish(
     if json:
         print_json({"published": count, "remote": shown(chosen)})
         return
-    typer.echo(f"published {count} segment{'' if count == 1 else 's'} of {shown(folder)} at {shown(chosen)}")
+    typer.echo(f"published {plural(count, 'segment')} of {shown(folder)} at {shown(chosen)}")
 
 
 app.command()(repair.repair)
