@@ -7,7 +7,6 @@ is the default; `every token asked` verifies every guess, without the bound that
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,8 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Progress, Ratio, paired_ratio, rotated
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
-from agentspec.reasoning.retrieval.knn.build import open_lines
 from agentspec.reasoning.settings import KnnSettings
+from agentspec.recordings.calls import json_objects
 from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
 
 if TYPE_CHECKING:
@@ -116,8 +115,7 @@ class KnnReport:
 
 def read_prompts(file: Path, limit: int) -> list[str]:
     """The `prompt`, `question`, `problem` or `text` of each line. Raises `ConfigurationError` for a line without."""
-    with open_lines(file) as lines:
-        records = [json.loads(line) for line in islice(lines, limit)]
+    records = [record for _, record in islice(json_objects(file), limit)]
     names = ("prompt", "question", "problem", "text")
     found = [next((record[name] for name in names if name in record), None) for record in records]
     if None in found or not found:

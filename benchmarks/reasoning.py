@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import statistics
 import time
@@ -22,6 +21,7 @@ from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.judge import SCORE_PREFILL, SCORE_QUESTION
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.recordings.calls import json_objects
 from agentspec.testing import Answer, FakeBackend, ThinkingModel
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
@@ -239,22 +239,13 @@ def read_steps(path: Path, characters_per_token: float = 4.0) -> list[int]:
     """Tokens of each step of recorded thinking: JSON lines with `reasoning` or `response`, plain or gzip-compressed."""
     steps = [
         max(1, round(len(step) / characters_per_token))
-        for record in _records(path)
+        for _, record in json_objects(path)
         for step in str(record.get("reasoning") or record.get("response") or "").split("\n\n")
         if step.strip()
     ]
     if not steps:
         raise InvalidRequestError(f"{path} holds no thinking: want lines with `reasoning` or `response`")
     return steps
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    import gzip
-
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
 
 
 @dataclass(slots=True)

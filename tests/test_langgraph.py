@@ -6,7 +6,8 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, StateGraph
 
 from agentspec.langgraph import label
-from agentspec.step.decorator import WORKFLOW_KEY, report, step
+from agentspec.step import report, step
+from agentspec.step.decorator import WORKFLOW_KEY
 
 
 class State(TypedDict, total=False):

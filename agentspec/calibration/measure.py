@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from agentspec.calibration.memo import CallMemo
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.recordings.calls import BadLineError, json_object, lines
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import GenerateRequest, SamplingParams, StepSpeculation
@@ -32,16 +31,12 @@ class Problem:
 def read_problems(path: Path) -> list[Problem]:
     """Read problems from JSON lines, plain or gzip. Raises `InvalidRequestError` that names an invalid line."""
     found = []
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                found.append(Problem(str(record["problem"]), str(record["answer"])))
-            except (ValueError, KeyError, TypeError):
-                raise InvalidRequestError(f'{path}:{number}: want {{"problem": ..., "answer": ...}}') from None
+    for place, line in lines(path):
+        try:
+            record = json_object(line, place)
+            found.append(Problem(str(record["problem"]), str(record["answer"])))
+        except (BadLineError, KeyError):
+            raise InvalidRequestError(f'{place}: want {{"problem": ..., "answer": ...}}') from None
     if not found:
         raise InvalidRequestError(f"{path} holds no problems")
     return found

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
+from agentspec.cli.bench_agent import agent
 from agentspec.cli.common import FAILED, ModelOption, require_writable
 from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, settings_of
-from agentspec.cli.publish import publish
+from agentspec.cli.publish import TORCH, publish
 
 if TYPE_CHECKING:
     from agentspec.benchmarks.report import Progress
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
-
-TORCH = ("torch", "transformers")  # packages whose versions go into a JSON file
 
 
 class Prompts(StrEnum):
@@ -99,84 +98,7 @@ def best_of_n(
     publish(partial(run_best_of_n, plan), json, packages=TORCH, subject={"model": model})
 
 
-def _refuse(context: typer.Context, where: str, *ignored: str) -> None:
-    """Refuse parameters that the command line gives, but that are ignored there. Raises `typer.BadParameter`."""
-    for name in ignored:
-        if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE":
-            raise typer.BadParameter(f"cannot be given {where}", param_hint=f"--{name.replace('_', '-')}")
-
-
-@app.command()
-def agent(
-    context: typer.Context,
-    model: ModelOption = "smollm2-135m",
-    warm: Annotated[int, typer.Option(help="Other sessions before the warm ones", min=1, max=22)] = 20,
-    off: Annotated[bool, typer.Option("--off", help="Time agentspec without speculation too")] = False,
-    kept: Annotated[
-        bool, typer.Option("--kept", help="Time transformers with key/value rows kept between turns too")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
-    tools: Annotated[
-        list[Path] | None,
-        typer.Option(help="Instead, predict the tool calls of these recorded sessions", exists=True, dir_okay=False),
-    ] = None,
-    read_only: Annotated[
-        list[str] | None, typer.Option(help="With --tools: patterns of the names of tools that may run early")
-    ] = None,
-    share: Annotated[
-        float, typer.Option(help="With --tools: the share of the time that tools take", min=0.01, max=0.99)
-    ] = 0.5,
-    timed: Annotated[
-        int, typer.Option(help="With --tools: run so many sessions of each file in real time instead", min=0)
-    ] = 0,
-    prefill: Annotated[
-        bool, typer.Option("--prefill", help="Instead, time next turns with and without reading ahead while tools run")
-    ] = False,
-    tool_seconds: Annotated[
-        list[float] | None,
-        typer.Option(help="How long tools take: with --timed; with --prefill, several times (1)", min=0.0, max=60.0),
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(help="With --prefill: pairs of sessions for each case and length of tools", min=7)
-    ] = 7,
-    processor_time: Annotated[
-        bool, typer.Option("--processor-time", help="With --prefill: tools take processor time of this process")
-    ] = False,
-) -> None:
-    """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
-    if tools:
-        _refuse(context, "with --tools", "prefill", "off", "kept", "warm", *(() if timed else ("model",)))
-    else:
-        _refuse(context, "without --tools", "timed", "read_only", "share")
-    _refuse(context, "with --prefill", *(("off", "kept", "warm") if prefill else ()))
-    _refuse(context, "without --prefill", *(() if prefill else ("processor_time", "rounds")))
-    _refuse(context, "without --prefill or --timed", *(() if prefill or timed else ("tool_seconds",)))
-    _refuse(context, "with --tool-seconds", *(("share",) if tool_seconds and timed else ()))
-    _refuse(
-        context, "more than once with --timed", *(("tool_seconds",) if timed and len(tool_seconds or ()) > 1 else ())
-    )
-    if tools and timed:
-        from agentspec.benchmarks.agent_tools.computed import READ_ONLY
-        from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
-
-        plan = TimedPlan(read_only or READ_ONLY, timed, share, tool_seconds[0] if tool_seconds else None)
-        publish(partial(run_agent_timed, model, tools, plan), json, packages=TORCH, subject={"model": model})
-        return
-    if tools:
-        from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
-
-        publish(partial(run_agent_tools, tools, read_only=read_only or READ_ONLY, share=share), json)
-        return
-    if prefill:
-        from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
-
-        told = tool_seconds or TOOL_SECONDS, rounds, processor_time
-        publish(partial(run_agent_prefill, model, *told), json, packages=TORCH, subject={"model": model})
-        return
-    from agentspec.benchmarks.agent import run_agent
-
-    run = partial(run_agent, model, warm=warm, off=off, kept=kept)
-    publish(run, json, packages=TORCH, wide=False, subject={"model": model})
+app.command()(agent)
 
 
 @app.command()

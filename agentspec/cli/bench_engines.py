@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from agentspec.cli.common import FAILED, ModelOption, require_writable
-from agentspec.cli.publish import publish
+from agentspec.cli.publish import TORCH, publish
 
 
 class ModelShape(StrEnum):
@@ -107,7 +107,7 @@ def drafters(
     from agentspec.benchmarks.draft_models import DraftPlan, run_draft_models
 
     plan = DraftPlan(model, draft_model, ratio, limit, max_tokens)
-    publish(partial(run_draft_models, plan), json, packages=("torch", "transformers"), subject={"model": model})
+    publish(partial(run_draft_models, plan), json, packages=TORCH, subject={"model": model})
 
 
 def fleet(
@@ -169,5 +169,5 @@ def gpu(
     if bool(traces) != (tokenizer is not None):
         raise typer.BadParameter("--traces and --tokenizer go together")
     plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions)
-    if not publish(partial(run_gpu, plan), json, packages=("torch", "transformers")).sound:
+    if not publish(partial(run_gpu, plan), json, packages=TORCH).sound:
         raise typer.Exit(FAILED)

@@ -76,6 +76,11 @@ def load(given: Path | None, overrides: Mapping[str, Any] | None = None, **optio
     return load_settings(config_file(given), overrides, **options)
 
 
+def plural(count: int, noun: str) -> str:
+    """As in "1 file" and "2 files"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 

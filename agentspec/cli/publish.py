@@ -12,6 +12,7 @@ from agentspec.cli.common import require_plot, require_writable
 if TYPE_CHECKING:
     from agentspec.benchmarks.report import BenchmarkReport
 
+TORCH = ("torch", "transformers")  # packages whose versions go into the JSON file of what runs them
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 R = TypeVar("R", bound="BenchmarkReport")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
+from agentspec.cli.common import plural
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, refuse
 from agentspec.recordings.formats import Format, detect, files_of, read
@@ -37,9 +38,7 @@ def found(files: list[Path], console: Console) -> list[Path]:
     unknown: list[Path] = []
     known = [file for path in files for file in files_of(path, unknown.append)]
     if unknown:
-        rest = (
-            f"{len(unknown)} file{'' if len(unknown) == 1 else 's'} of no known format left out, such as {unknown[0]}"
-        )
+        rest = f"{plural(len(unknown), 'file')} of no known format left out, such as {unknown[0]}"
         console.print(rest, markup=False, highlight=False, soft_wrap=True)
     return known
 

@@ -21,6 +21,7 @@ from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
 
+from agentspec.backends.pool.attempts import retry_after
 from agentspec.backends.settings import OpenAISettings
 from agentspec.background import iterate_async, iterate_sync, remote_runtime, shared_runtime
 from agentspec.errors import (
@@ -36,6 +37,7 @@ from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
 from agentspec.langchain.name_listener import hear
+from agentspec.protocol.messages import parse_prediction
 from agentspec.runtime import Runtime
 from agentspec.step.calls import observe
 from agentspec.step.scope import CallScope, current, current_policy, loading
@@ -379,10 +381,7 @@ def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
 
 def _predicted(prediction: Any) -> str | None:
     """The text of a prediction: a string, or OpenAI's `{"type": "content", "content": text or parts}`."""
-    content = prediction.get("content") if isinstance(prediction, Mapping) else prediction
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content
+    return prediction if isinstance(prediction, str | None) else parse_prediction(prediction)
 
 
 def _temporary(error: OverloadedError | UpstreamError) -> bool:
@@ -395,6 +394,5 @@ def _delay(error: OverloadedError | UpstreamError, attempt: int) -> float:
     """Seconds before the next attempt: what the server asks for, else doubled each time; at most 30."""
     asked = error.retry_after if isinstance(error, OverloadedError) else None
     if isinstance(error, UpstreamStatusError):
-        stated = {name.lower(): value for name, value in error.headers.items()}.get("retry-after", "")
-        asked = float(stated) if stated.isdigit() else None
+        asked = retry_after(error.headers)
     return min(0.5 * 2**attempt if asked is None else asked, 30.0)

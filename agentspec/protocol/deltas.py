@@ -34,7 +34,7 @@ def to_delta(chunk: Any) -> Delta:
             stop_reason=_stop_reason(choice),
             usage=read_usage(usage) if (usage := chunk.get("usage")) else None,
             speculation=read_speculation(counts) if (counts := chunk.get("speculation")) else None,
-            extra={key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None},
+            extra=_extra(message),
         )
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise UpstreamError("the upstream sent a chunk of the wrong shape") from None
@@ -50,6 +50,27 @@ def merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra},
     )
+
+
+def _extra(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The other fields of a message, without nulls."""
+    extra = {key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None}
+    if "tool_calls" in extra:
+        extra["tool_calls"] = [_call(call) for call in extra["tool_calls"]]
+    return extra
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call, or a piece of one, without nulls: SGLang sends whole calls with one for an index.
+
+    Raises `TypeError` or `AttributeError` for one that nobody could put together with others.
+    """
+    kept = {key: value for key, value in call.items() if value is not None}
+    index, function = kept.get("index", 0), kept.get("function", {})
+    texts = (function.get("name"), function.get("arguments"))
+    if type(index) is not int or index < 0 or not all(isinstance(text, str | None) for text in texts):
+        raise TypeError(call)
+    return kept
 
 
 def _first_choice(choices: Iterable[Any]) -> Mapping[str, Any]:

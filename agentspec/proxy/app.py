@@ -38,7 +38,6 @@ from agentspec.errors import (
     UpstreamStatusError,
     UpstreamTimeoutError,
 )
-from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import Admission, ConcurrencyLimiter
 from agentspec.proxy.admission.engine_places import EnginePlaces
@@ -65,6 +64,7 @@ from agentspec.proxy.prompts import CompletionsEndpoint
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
 from agentspec.proxy.responses.stored import StoredRoute
+from agentspec.proxy.streaming.sending import json_response
 from agentspec.proxy.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -220,7 +220,7 @@ class Pages:
 
     async def health(self, request: Request) -> Response:
         """Report that the process answers; nothing else is checked."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend.
@@ -232,10 +232,10 @@ class Pages:
         if self._runtime.failure is not None:
             status = "failed"
         told = RequestRecord.of(request.scope).identity is not None or status == "ready"
-        return _json({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
+        return json_response({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": VERSION})
+        return json_response({"version": VERSION})
 
     async def metrics(self, request: Request) -> Response:
         self._samples = await self._sampled()
@@ -246,14 +246,14 @@ class Pages:
         return await self._scrape(self.registry)
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": await self._objects(request)})
+        return json_response({"object": "list", "data": await self._objects(request)})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         found = next((model for model in await self._objects(request) if model["id"] == name), None)
         if found is None:
             raise ModelNotFoundError(f"no model {name[:256]!r} here", param="model")
-        return _json(found)
+        return json_response(found)
 
     async def _objects(self, request: Request) -> list[dict[str, Any]]:
         """The configured models and their aliases; without any, those of the sole upstream, which accepts any name."""
@@ -352,7 +352,3 @@ async def backend_samples(runtime: Runtime) -> list[BackendSample]:
     counting = {name: backend for name, backend in runtime.backends().items() if isinstance(backend, ReportsMetrics)}
     found = await asyncio.gather(*(backend.metrics(name) for name, backend in counting.items()))
     return [sample for sample in found if sample is not None]
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(encode(value), status, media_type="application/json")

@@ -9,15 +9,13 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BeforeValidator
-from starlette.responses import Response
 
 from agentspec.backends.base import EmbedsCounted, is_forwarding
 from agentspec.errors import ContextLengthError, InvalidRequestError
-from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import Body, Refused, Text, kind_of, must, short
 from agentspec.proxy.body.amounts import check_amounts, check_characters
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
-from agentspec.proxy.streaming.sending import respond
+from agentspec.proxy.streaming.sending import json_response, respond
 from agentspec.types import Delta, Usage
 
 
@@ -65,7 +63,7 @@ class EmbeddingsEndpoint(GenerationEndpoint):
             vectors = await backend.embed(texts, exchange.route.upstream_model, exchange.record.tenant)
         exchange.record.read(Delta(usage=Usage(prompt_tokens=sum(counts))))
         answer = _answer(body, vectors, sum(counts))
-        await respond(exchange.send, Response(encode(answer), media_type="application/json"))
+        await respond(exchange.send, json_response(answer))
 
 
 def _check_dimensions(wanted: int | None, dimensions: int) -> None:

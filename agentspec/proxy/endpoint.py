@@ -139,7 +139,7 @@ class GenerationEndpoint:
             del fields
             async with metered, until_disconnect(receive) as client:
                 await self.engine.relay(scope, send, body, deadline, self._follower())
-            _note_disconnect(client, record)
+            note_disconnect(client, record)
             return
         route = runtime.route(model)
         record.model = name if name in runtime.models() else OTHER
@@ -153,7 +153,7 @@ class GenerationEndpoint:
                 await self._try(exchange, route.backend.pool)
             else:
                 await self._respond(exchange)
-        _note_disconnect(client, record)
+        note_disconnect(client, record)
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
@@ -313,7 +313,8 @@ class GenerationEndpoint:
         return self.runtime
 
 
-def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:
+def note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:
+    """Note in the record that its client left before it had its whole answer."""
     if client.cancelled_caught and not record.body_ended:
         record.outcome = "cancelled"
 

@@ -18,7 +18,7 @@ from agentspec.proxy.admission.limits import Deadline, until_disconnect
 from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object, set_values
-from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.endpoint import GenerationEndpoint, note_disconnect
 from agentspec.proxy.forwarding.inspection import StreamInspector
 from agentspec.proxy.forwarding.passthrough import pass_through
 from agentspec.proxy.request_record import RequestRecord
@@ -65,8 +65,7 @@ class ExtraRoute(GenerationEndpoint):
             else:
                 assert is_forwarding(backend)
                 await self._pass(scope, send, backend, body, fields, deadline, account)
-        if client.cancelled_caught and not record.body_ended:
-            record.outcome = "cancelled"
+        note_disconnect(client, record)
 
     async def _check_tenants(self, backend: Backend) -> None:
         """Raise `UpstreamIsolationError` if servers need salts, which this route cannot carry. Asked before a server is

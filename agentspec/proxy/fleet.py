@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,9 +11,9 @@ from starlette.responses import Response
 from agentspec.backends.openai.vllm_metrics import samples
 from agentspec.backends.pool.fleet import Fleet
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.responses import encode
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.logs import logger
+from agentspec.proxy.streaming.sending import json_response
 from agentspec.runtime import Runtime
 
 MAX_BODY_BYTES = 4096
@@ -40,7 +39,7 @@ class FleetPages:
         for name, labels, value in samples((await self._scrape()).decode(), tuple(_SUMS)):
             if name in _SUMS and labels["member"] in members:
                 members[labels["member"]][_SUMS[name]] = int(value)
-        return _json({"members": list(members.values())})
+        return json_response({"members": list(members.values())})
 
     async def drain(self, request: Request) -> Response:
         """Send no new calls to a member, or to all of a backend; those that run go on."""
@@ -58,7 +57,7 @@ class FleetPages:
             for one in dict.fromkeys([name, *members]):  # other processes may not have found all members of a backend
                 self._spread(one, on)
         logger.info("member drained" if on else "member resumed", member=name)
-        return _json({"drained": fleet.drained()})
+        return json_response({"drained": fleet.drained()})
 
     def _fleet(self) -> Fleet:
         if self._runtime.fleet is None:
@@ -77,7 +76,3 @@ async def _name(request: Request) -> str:
     if not isinstance(name, str) or not name:
         raise InvalidRequestError('name must be a member or a backend: {"name": "..."}', param="name")
     return name
-
-
-def _json(value: Any) -> Response:
-    return Response(encode(value), media_type="application/json")

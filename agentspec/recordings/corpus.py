@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.recordings.calls import BadLineError, OnBad, lines, refuse
+from agentspec.recordings.calls import BadLineError, OnBad, json_object, lines, refuse
 
 
 def read_corpus(path: Path, on_bad: OnBad = refuse) -> Iterator[Document]:
@@ -29,12 +28,7 @@ def read_corpus(path: Path, on_bad: OnBad = refuse) -> Iterator[Document]:
 
 
 def _document(line: bytes, place: str) -> Document:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadLineError(place, f"not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise BadLineError(place, "not a JSON object")
+    fields = json_object(line, place)
     metadata = fields.get("metadata", {})
     if not isinstance(metadata, dict):
         raise BadLineError(place, '"metadata" must be an object')

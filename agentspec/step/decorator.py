@@ -11,51 +11,9 @@ from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from agentspec.protocol.headers import StepPolicy
-from agentspec.step.calls import (
-    CallMeter,
-    async_httpx_hooks,
-    headers,
-    httpx_hooks,
-    model_call,
-    observe,
-    report,
-    statistics,
-)
-from agentspec.step.report import Report, StepRow
-from agentspec.step.scope import (
-    CallScope,
-    LoadingClock,
-    current,
-    current_labels,
-    current_model,
-    current_policy,
-    current_speculation,
-    keep_labels,
-    loading,
-    workflow,
-)
+from agentspec.step.calls import statistics
+from agentspec.step.scope import CallScope, LoadingClock, current
 from agentspec.types import Labels
-
-__all__ = [
-    "CallMeter",
-    "Report",
-    "StepPolicy",
-    "StepRow",
-    "async_httpx_hooks",
-    "current_labels",
-    "current_model",
-    "current_policy",
-    "current_speculation",
-    "headers",
-    "httpx_hooks",
-    "keep_labels",
-    "loading",
-    "model_call",
-    "observe",
-    "report",
-    "step",
-    "workflow",
-]
 
 WORKFLOW_KEY = "agentspec_workflow"  # key in a LangChain run's metadata for the workflow of its model calls
 T = TypeVar("T")

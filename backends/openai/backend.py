@@ -101,11 +101,6 @@ class OpenAIBackend:
         """The server's tokenizer, if `probe` has found that the server has tokenizer endpoints."""
         return self._tokenization
 
-    @property
-    def has_key(self) -> bool:
-        """Whether requests carry the operator's key; if not, a client's own Authorization may be forwarded."""
-        return self._endpoint.has_key
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Stream the answer to `request`, sent with its model name, or with the settings' if it has none.
 

@@ -1,7 +1,7 @@
-"""Compares drafters for best-of-N: the suffix cache, STAND's n-grams, Token Recycling, and mixtures of two.
+"""Compares drafters for best-of-N: the suffix cache, STAND's n-grams, and both together.
 
-The shapes of fixed trees are learned on separate questions. For each figure a drafter starts empty and passes over all
-questions; it keeps what it has learned from one question to the next, as in a server.
+For each figure a drafter starts empty and passes over all questions; it keeps what it has learned from one question to
+the next, as in a server.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.best_of_n.drafters import (
-    MixedContender,
-    Order,
-    RecyclingContender,
-    StandContender,
-    SuffixContender,
-    TreeShape,
-    learn_shape,
-)
+from agentspec.benchmarks.best_of_n.drafters import MixedContender, StandContender, SuffixContender
 from agentspec.benchmarks.best_of_n.replay import Contender, Cost, Outcome, SampledQuestion, curve, replay, speed_ratio
 from agentspec.benchmarks.report import Progress
 from agentspec.calibration.measure import read_problems
@@ -38,7 +30,6 @@ HERE = "this machine"
 MIDDLE = 16  # the budget of figures that are shown for one budget only
 SIZES = (1, 8, 16, 32)
 FIGURES = ("tokens_per_step", "nodes_per_step", "acceptance", "draft_microseconds", "learn_microseconds")
-ORDERS: tuple[Order, ...] = ("sampled", "likely", "coupled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +56,7 @@ Entrants = Mapping[str, Entrant]
 
 @dataclass(frozen=True, slots=True)
 class ContestPlan:
-    """What to record: `choices` answers of at most `max_tokens` to `questions` problems, spread evenly over a file.
-
-    The shapes of fixed trees are learned on `shape_questions` other problems.
-    """
+    """What to record: `choices` answers of at most `max_tokens` to `questions` problems, spread evenly over a file."""
 
     model: str
     problems: Path
@@ -76,8 +64,6 @@ class ContestPlan:
     choices: int = 8
     max_tokens: int = 160
     temperatures: Sequence[float] = (0.7, 1.0)
-    shape_questions: int = 4
-    shape_choices: int = 4
 
 
 @dataclass(slots=True)
@@ -104,29 +90,13 @@ class Contest:
         return next(one for one in self.standings if (one.name, one.order) == (BASELINE, order))
 
 
-def entrants(shapes: Mapping[str, TreeShape]) -> Entrants:
-    """All drafters by name. `shapes` holds the fixed trees by drafting order, and Token Recycling's."""
-    fixed = {order: partial(StandContender, order, shapes[order]) for order in ORDERS}
-    recycling = partial(RecyclingContender, shapes["recycling"])
-    return {
-        BASELINE: Entrant(SuffixContender, ranks=False),
-        "suffix, unlikely nodes too": Entrant(partial(SuffixContender, 0.0), ranks=False),
-        "suffix, siblings' text at once": Entrant(partial(SuffixContender, 0.0, live=True), ranks=False),
-        "STAND, sampled": Entrant(fixed["sampled"]),
-        "STAND, likeliest": Entrant(fixed["likely"]),
-        "STAND, coupled": Entrant(fixed["coupled"]),
-        "Token Recycling": Entrant(recycling),
-        "suffix + STAND, likeliest": Entrant(lambda: MixedContender(SuffixContender(0.0), StandContender("likely"))),
-        "suffix + STAND, coupled": Entrant(lambda: MixedContender(SuffixContender(0.0), StandContender("coupled"))),
-        "suffix + Token Recycling": Entrant(lambda: MixedContender(SuffixContender(0.0), recycling())),
-    }
-
-
-def shapes_of(questions: Sequence[SampledQuestion]) -> dict[str, TreeShape]:
-    """The fixed trees that would have been accepted most often on these questions."""
-    most = max(BUDGETS)
-    shapes: dict[str, TreeShape] = {order: learn_shape(questions, StandContender(order), most) for order in ORDERS}
-    return shapes | {"recycling": learn_shape(questions, RecyclingContender(), most)}
+ENTRANTS: Entrants = {
+    BASELINE: Entrant(SuffixContender, ranks=False),
+    "suffix, unlikely nodes too": Entrant(partial(SuffixContender, 0.0), ranks=False),
+    "suffix, siblings' text at once": Entrant(partial(SuffixContender, 0.0, live=True), ranks=False),
+    "STAND": Entrant(StandContender),
+    "suffix + STAND": Entrant(lambda: MixedContender(SuffixContender(0.0), StandContender())),
+}
 
 
 def run_contest(contest: Contest, questions: Sequence[SampledQuestion], running: Entrants, progress: Progress) -> None:
@@ -149,18 +119,16 @@ def run_best_of_n(plan: ContestPlan, progress: Progress) -> BestOfNReport:
     from agentspec.backends.torch import TorchBackend
     from agentspec.benchmarks.best_of_n.record import AnswerRecorder, measured
 
-    texts = [problem.problem for problem in read_problems(plan.problems)]
-    first, rest = spread(texts, (plan.shape_questions, plan.questions))
+    texts = spread([problem.problem for problem in read_problems(plan.problems)], plan.questions)
     progress(f"loading {plan.model}")
     backend = TorchBackend.load(TorchSettings(model=plan.model))
     machines = {HERE: Machine(*measured(backend.target)), "flat": Machine(curve(FLAT), np.zeros_like)}
     contests: list[Contest] = []
     for temperature in plan.temperatures:
         recorder = AnswerRecorder(backend, temperature, plan.max_tokens, progress)
-        shapes = shapes_of(recorder.record(first, plan.shape_choices))
-        questions = recorder.record(rest, plan.choices)
+        questions = recorder.record(texts, plan.choices)
         contests.append(Contest(temperature, len(questions), tokens_of(questions), machines))
-        run_contest(contests[-1], questions, entrants(shapes), progress)
+        run_contest(contests[-1], questions, ENTRANTS, progress)
     return BestOfNReport(contests)
 
 
@@ -168,18 +136,11 @@ def tokens_of(questions: Sequence[SampledQuestion]) -> int:
     return sum(len(answer.tokens) for question in questions for answer in question.answers)
 
 
-def spread(texts: Sequence[str], counts: Sequence[int]) -> list[list[str]]:
-    """For each count a list of so many texts, spread evenly over all texts; no text is used twice.
-
-    Raises `InvalidRequestError` if there are too few texts.
-    """
-    total = sum(counts)
-    if len(texts) < total:
-        raise InvalidRequestError(f"need {total} problems, found {len(texts)}: name another file, or ask fewer")
-    picked = [texts[index * len(texts) // total] for index in range(total)]
-    order = np.random.default_rng(0).permutation(total)
-    ends = np.cumsum(counts)
-    return [[picked[i] for i in sorted(order[end - count : end])] for end, count in zip(ends, counts, strict=True)]
+def spread(texts: Sequence[str], count: int) -> list[str]:
+    """So many of the texts, spread evenly over all. Raises `InvalidRequestError` if there are too few."""
+    if len(texts) < count:
+        raise InvalidRequestError(f"need {count} problems, found {len(texts)}: name another file, or ask fewer")
+    return [texts[index * len(texts) // count] for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentspec.backends.torch.model.target import TargetModel
 
 TOP = 16  # tokens of each distribution that are kept
-RANKED = 10  # tokens of each distribution that a drafter asks for: the most that either method keeps
+RANKED = 10  # tokens of each distribution that a drafter asks for: as many as STAND keeps
 ROWS = (1, 8, 16, 32)
 PASSES = 5
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 import multiprocessing
 import socket
 import tempfile
@@ -28,6 +26,7 @@ from agentspec.reasoning.retrieval.knowledge.factory import load_encoder, open_k
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
 from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.recordings.calls import json_objects
 from agentspec.recordings.corpus import read_corpus
 
 HOST = "127.0.0.1"
@@ -47,12 +46,9 @@ class CorpusQuestion:
 
 def read_questions(path: Path, count: int) -> list[CorpusQuestion]:
     """`count` questions, spread over a file of JSON lines with `id` and `question`. Raises `ConfigurationError`."""
-    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file if line.strip()]
     try:
-        questions = [CorpusQuestion(str(record["id"]), str(record["question"])) for record in records]
-    except (KeyError, TypeError):
+        questions = [CorpusQuestion(str(record["id"]), str(record["question"])) for _, record in json_objects(path)]
+    except KeyError:
         raise ConfigurationError(f"{path}: want JSON lines with id and question") from None
     step = max(1, len(questions) // count)
     return questions[::step][:count]

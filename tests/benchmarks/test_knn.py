@@ -48,3 +48,6 @@ def test_prompts_are_read_by_their_names(tmp_path: Path) -> None:
     assert read_prompts(file, 2) == ["why?\n", "once\n"]
     with pytest.raises(ConfigurationError, match="each line"):
         read_prompts(file, 3)
+    file.write_text("why?\n")
+    with pytest.raises(ConfigurationError, match=r"p.jsonl:1: not valid JSON"):
+        read_prompts(file, 3)

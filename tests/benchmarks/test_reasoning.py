@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentspec.benchmarks import reasoning as bench
 from agentspec.benchmarks.report import Figure, print_report, write_json
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import ConfigurationError, InvalidRequestError
 
 
 def test_pipelining_hides_the_judge(monkeypatch: pytest.MonkeyPatch, in_virtual_time: Any) -> None:
@@ -64,6 +64,9 @@ def test_recorded_thinking_is_read_in_steps(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("{}\n")
     with pytest.raises(InvalidRequestError, match="no thinking"):
+        bench.read_steps(empty)
+    empty.write_text("\n[]\n")
+    with pytest.raises(ConfigurationError, match=r"empty.jsonl:2: not a JSON object"):
         bench.read_steps(empty)
 
 

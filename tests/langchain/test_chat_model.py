@@ -26,11 +26,11 @@ from agentspec.errors import (
     UpstreamStatusError,
 )
 from agentspec.langchain import ChatAgentSpec, chat_model
+from agentspec.langchain.chat_model import _delay
 from agentspec.langgraph import label
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.step import decorator, scope
-from agentspec.step.decorator import report, step, workflow
+from agentspec.step import decorator, report, scope, step, workflow
 from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
 from agentspec.types import GenerateRequest, Labels, Speculation, Usage
@@ -174,6 +174,28 @@ def test_retries_only_what_may_go_better() -> None:
     with pytest.raises(InvalidRequestError):
         wrong.invoke("hi")
     assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "7"}, 7.0),
+        ({"retry-after": "90"}, 30.0),
+        ({"retry-after": "7", "retry-after-ms": "250"}, 0.25),
+        ({"retry-after": "\xb2"}, 1.0),
+        ({}, 1.0),
+    ],
+)
+def test_a_retry_waits_as_long_as_the_server_asks(headers: dict[str, str], seconds: float) -> None:
+    assert _delay(UpstreamStatusError("busy", status=503, body=b"", headers=headers), 1) == seconds
+
+
+@pytest.mark.parametrize("prediction", [{"type": "content", "content": [{"type": "text"}]}, {"type": "content"}, 5])
+def test_a_prediction_without_a_text_is_refused(prediction: Any) -> None:
+    model, fake = chat("fine")
+    with pytest.raises(InvalidRequestError, match="prediction"):
+        model.invoke("hi", prediction=prediction)
+    assert not fake.requests
 
 
 def test_no_retry_once_text_has_come() -> None:

@@ -21,8 +21,8 @@ from agentspec.errors import ConfigurationError
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
 from agentspec.langchain.early_tools import blocks
 from agentspec.protocol.headers import StepPolicy
+from agentspec.step import report
 from agentspec.step.calls import observe
-from agentspec.step.decorator import report
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AuditEvent, ToolPolicy, ToolSpeculator
 from agentspec.types import Labels

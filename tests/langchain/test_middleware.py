@@ -25,7 +25,7 @@ from agentspec.langchain.labels import is_replayed
 from agentspec.langgraph import label
 from agentspec.protocol.headers import StepPolicy
 from agentspec.runtime import Runtime
-from agentspec.step.decorator import httpx_hooks, report, step, workflow
+from agentspec.step import httpx_hooks, report, step, workflow
 from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
 from agentspec.types import Labels

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentspec.errors import UpstreamError
 from agentspec.protocol.deltas import to_delta
+from agentspec.protocol.responses import Accumulator
 from agentspec.types import Delta, Speculation, TokenLogprob, Usage
 
 JSON = st.recursive(
@@ -59,6 +60,29 @@ def test_usage_alone() -> None:
     assert to_delta({"choices": [], "usage": {"prompt_tokens": -3, "completion_tokens": 10**30}}) == Delta(
         usage=Usage(0, 2**53)
     )
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "f()",
+        ["f()"],
+        [{"index": "0"}],
+        [{"index": -1}],
+        [{"function": "f"}],
+        [{"function": {"name": "f", "arguments": {"a": 1}}}],
+    ],
+)
+def test_calls_that_nobody_could_put_together_are_refused(calls: Any) -> None:
+    with pytest.raises(UpstreamError, match="wrong shape"):
+        to_delta({"choices": [{"delta": {"tool_calls": calls}}]})
+
+
+def test_a_whole_call_may_have_no_index() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = Accumulator()
+    answer.add(to_delta({"choices": [{"message": {"tool_calls": [{**call, "index": None}] * 2}}]}))
+    assert answer.all()[0][1].extra["tool_calls"] == [call, call]
 
 
 @pytest.mark.parametrize("error", [{"message": "no memory"}, "no memory"])

@@ -24,7 +24,7 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Remo
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.step.decorator import report, step
+from agentspec.step import report, step
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import RetrievalSpeculation
 

@@ -21,7 +21,7 @@ from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
-from agentspec.step.decorator import report, step
+from agentspec.step import report, step
 from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
 
 THINKING = "small 1.\n\nsmall 2. Answer: 4\n\n"

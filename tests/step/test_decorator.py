@@ -18,18 +18,10 @@ from agents.tool_context import ToolContext
 from langchain_core.tools import BaseTool, tool
 from openai import AsyncOpenAI, OpenAI
 
-from agentspec.step.decorator import (
-    async_httpx_hooks,
-    current_labels,
-    current_speculation,
-    headers,
-    httpx_hooks,
-    observe,
-    report,
-    step,
-    workflow,
-)
+from agentspec.step import async_httpx_hooks, current_labels, headers, httpx_hooks, report, step, workflow
+from agentspec.step.calls import observe
 from agentspec.step.report import StepRow
+from agentspec.step.scope import current_speculation
 from agentspec.types import Labels, Speculation, Usage
 
 pytestmark = pytest.mark.anyio

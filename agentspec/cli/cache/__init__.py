@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.cache import publish, push, repair, replay, transfer
+from agentspec.cli.cache import push, repair, replay, transfer
 from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, remote_of, shown
-from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_json
+from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
 
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
@@ -64,7 +64,7 @@ def forget(
     if json:
         print_json({"forgotten": forgotten, "disk_bytes": left})
         return
-    typer.echo(f"forgot {forgotten} sequence{'' if forgotten == 1 else 's'}: {described}")
+    typer.echo(f"forgot {plural(forgotten, 'sequence')}: {described}")
     typer.echo(f"The database now takes {left} bytes. Servers that use it drop what went within seconds;")
     typer.echo("backups, logs and upstream servers keep what they have: see docs/cache.md, Forgetting.")
 
@@ -154,6 +154,31 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
     typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
 
 
-app.command()(publish.publish)
+@app.command()
+def publish(
+    remote: Annotated[
+        str | None, typer.Option(help="Folder or URL such as s3://bucket/x [default: cache.remote]")
+    ] = None,
+    config: ConfigOption = None,
+    path: PathOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Publish the segments of a cache on a database server now. Servers with cache.remote do so by themselves."""
+    from agentspec.cache import SuffixCache
+    from agentspec.errors import ConfigurationError
+
+    settings = load(config)
+    folder, chosen = folder_of(settings, path), remote or remote_of(settings, path)
+    if chosen is None:
+        raise ConfigurationError("there is nowhere to publish segments: give --remote, or set cache.remote")
+    memory = int(settings.cache.memory_bytes)
+    with SuffixCache.open(folder, mode="follower", memory_bytes=memory, remote=chosen) as opened:
+        count = opened.publish()
+    if json:
+        print_json({"published": count, "remote": shown(chosen)})
+        return
+    typer.echo(f"published {plural(count, 'segment')} of {shown(folder)} at {shown(chosen)}")
+
+
 app.command()(repair.repair)
 app.command()(replay.replay)

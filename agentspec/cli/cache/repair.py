@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from agentspec.cli.cache.folder import PathOption, folder_of, shown
-from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
+from agentspec.cli.common import ConfigOption, JsonOption, load, plural, print_json
 
 
 def repair(
@@ -51,7 +51,7 @@ def _rows(folder: Path | str, *, remove: bool) -> tuple[dict[int, str], int]:
 
 
 def _told(place: str, faults: bool, found: int, removed: int, *, yes: bool) -> str:
-    rows = f"{found} sequence{'' if found == 1 else 's'}"
+    rows = plural(found, "sequence")
     if not faults and not found:
         return f"ok: every sequence in {place} can be read"
     if not yes:

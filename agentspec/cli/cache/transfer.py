@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentspec.cli.cache.folder import PathOption, adapter_of, folder_of, reference_of, shown
-from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
+from agentspec.cli.common import ConfigOption, JsonOption, load, plural, print_json
 from agentspec.cli.recorded_files import (
     Advance,
     Files,
@@ -83,7 +83,7 @@ def import_files(
         return
     notes = {"known": "known already", "refused": "refused by a pattern", "bad": "lines left out"}
     more = "".join(f", {counts[name]} {words}" for name, words in notes.items() if counts[name])
-    typer.echo(f"imported {added} sequence{'' if added == 1 else 's'}{more}")
+    typer.echo(f"imported {plural(added, 'sequence')}{more}")
 
 
 class ExportFormat(StrEnum):
@@ -135,7 +135,7 @@ def _export_lines(file: Path, rows: Iterable[SequenceRecord], text: ModelText | 
         return text.tokenizer.decode(row.tokens.tolist()) if text is not None and mine else None
 
     written = write(file, rows, describe)
-    return f"exported {written} sequence{'' if written == 1 else 's'} to {file}"
+    return f"exported {plural(written, 'sequence')} to {file}"
 
 
 def _export_lookup(file: Path, rows: Iterable[SequenceRecord], text: ModelText | None) -> str:
@@ -143,7 +143,7 @@ def _export_lookup(file: Path, rows: Iterable[SequenceRecord], text: ModelText |
 
     chosen = rows if text is None else (row for row in rows if row.namespace.tokenizer_hash == text.tokenizer_hash)
     pairs, written = write_lookup(file, _of_one_owner(chosen))
-    return f"exported {pairs} pairs of tokens from {written} sequence{'' if written == 1 else 's'} to {file}"
+    return f"exported {pairs} pairs of tokens from {plural(written, 'sequence')} to {file}"
 
 
 def _of_one_owner(rows: Iterable[SequenceRecord]) -> Iterator[SequenceRecord]:

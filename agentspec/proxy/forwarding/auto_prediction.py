@@ -13,7 +13,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -23,9 +22,9 @@ import anyio
 from agentspec.backends.base import Forwards
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import AgentSpecError
-from agentspec.protocol.usage import read_usage
 from agentspec.proxy.admission.auth import Caller
-from agentspec.proxy.forwarding.answer_edits import AnswerEdits, answer_object, choice_text
+from agentspec.proxy.forwarding.answer_edits import AnswerEdits, choice_text
+from agentspec.proxy.forwarding.inspection import read_counts
 from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
 from agentspec.speculation.predicted_text import PredictedText
@@ -222,7 +221,7 @@ class PredictedAnswer(AnswerEdits):
                 self._add(choice_text(choice))
                 reason = choice.get("finish_reason") or reason
         self._whole = self._whole or reason == "stop"
-        self._usage = _usage(answer.get("usage")) or self._usage
+        self._usage = read_counts(answer).usage or self._usage
         given = answer.get("speculation")
         if self.text is None or not self.tells or not (whole or reason) or not isinstance(given, dict | None):
             return {}
@@ -266,12 +265,6 @@ class PredictedAnswer(AnswerEdits):
             return accepted / (accepted + rejected)
         except (ArithmeticError, TypeError):
             return share
-
-
-def _usage(given: Any) -> Usage | None:
-    with suppress(AttributeError, OverflowError, TypeError, ValueError):
-        return read_usage(given) if answer_object(given) else None
-    return None
 
 
 async def _to_the_end(task: asyncio.Task[None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,9 +14,10 @@ from starlette.types import Scope, Send
 
 from agentspec.errors import AgentSpecError, EngineRestartingError, NotReadyError, UpstreamError
 from agentspec.protocol.sse import EventSplitter
-from agentspec.protocol.usage import read_speculation, read_usage, speculation_object, usage_object
+from agentspec.protocol.usage import speculation_object, usage_object
 from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.errors import outcome
+from agentspec.proxy.forwarding.inspection import read_counts
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 
@@ -163,9 +164,7 @@ class _Answer:
         record.fail(told["outcome"], told["error"])
         if told["first_token"] is not None:
             record.first_token = sent + told["first_token"]
-        with suppress(AttributeError, TypeError, ValueError, OverflowError):
-            record.usage = told["usage"] and read_usage(told["usage"])
-            record.speculation = told["speculation"] and read_speculation(told["speculation"])
+        record.read(read_counts(told))
 
 
 def noted(record: RequestRecord) -> bytes:

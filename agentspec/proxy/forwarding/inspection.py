@@ -10,14 +10,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
 from agentspec.protocol.json_scan import top_level_value
 from agentspec.protocol.sse import MAX_HELD, SseDecoder
 from agentspec.protocol.usage import read_speculation, read_usage
-from agentspec.proxy.errors import error_event
+from agentspec.proxy.errors import anthropic_error_event, error_event
 from agentspec.types import Delta, Speculation, Usage
 
 PARSED_BYTES = 64 << 10
@@ -38,38 +38,11 @@ def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
     return prompts * (n if isinstance(n, int) and n > 1 else 1)
 
 
-class Inspector(Protocol):
+class Inspector(ABC):
     """Follows a stream that is passed on.
 
     `done`: the upstream said that the stream is complete. `error`: what it reported in place of the rest, if it did.
     """
-
-    done: bool
-    error: Any
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is missing if the stream ends here."""
-        ...
-
-    @property
-    def counts(self) -> Delta: ...
-
-    def read(self, events: bytes) -> None:
-        """Look at the next whole events."""
-        ...
-
-    def failure(self, error: Exception, request_id: str) -> bytes:
-        """The event that tells the client of an `error` that broke the stream off."""
-        ...
-
-
-class EventInspector(ABC):
-    """Follows a stream whose events are JSON objects. Only those that `telling` matches are parsed: text of an answer
-    is JSON too, but its quotes are escaped and match nothing.
-    """
-
-    telling: ClassVar[re.Pattern[bytes]]
 
     def __init__(self) -> None:
         self.done = False
@@ -77,10 +50,30 @@ class EventInspector(ABC):
 
     @property
     def finished(self) -> bool:
+        """Whether nothing is missing if the stream ends here."""
         return self.done or self.error is not None
 
+    @property
+    @abstractmethod
+    def counts(self) -> Delta: ...
+
+    @abstractmethod
     def read(self, events: bytes) -> None:
         """Look at the next whole events."""
+
+    @abstractmethod
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The event that tells the client of an `error` that broke the stream off."""
+
+
+class EventInspector(Inspector):
+    """Follows a stream whose events are JSON objects. Only those that `telling` matches are parsed: text of an answer
+    is JSON too, but its quotes are escaped and match nothing.
+    """
+
+    telling: ClassVar[re.Pattern[bytes]]
+
+    def read(self, events: bytes) -> None:
         if self.telling.search(events) is None:
             return
         with suppress(UpstreamError):
@@ -95,12 +88,37 @@ class EventInspector(ABC):
         """Take the counts, an error or the end from one of these events."""
 
 
-class StreamInspector:
-    """Follows a stream of chunks whose answer has `choices` choices."""
+class MessagesInspector(EventInspector):
+    """Follows a stream of the Messages API, which `message_stop` ends; `message_delta` has the counts so far."""
+
+    telling = re.compile(rb'"(?:message_start|message_delta|message_stop|error)"')
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._usage: dict[str, Any] = {}
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        return anthropic_error_event(error, request_id)
+
+    @property
+    def counts(self) -> Delta:
+        return read_counts({"usage": self._usage})
+
+    def read_event(self, event: Mapping[str, Any]) -> None:
+        kind, message = event.get("type"), event.get("message")
+        self.done = self.done or kind == "message_stop"
+        if kind == "error":
+            self.error = self.error or event.get("error") or kind
+        usage = event.get("usage") if kind == "message_delta" else isinstance(message, dict) and message.get("usage")
+        if isinstance(usage, dict):
+            self._usage |= {name: count for name, count in usage.items() if count is not None}
+
+
+class StreamInspector(Inspector):
+    """Follows a stream of chunks whose answer has `choices` choices; it is whole once each has its finish reason."""
 
     def __init__(self, choices: int) -> None:
-        self.done = False
-        self.error: Any = None
+        super().__init__()
         self._choices = choices
         self._finished: set[int] = set()
         self._counts: dict[str, Any] = {}
@@ -110,15 +128,13 @@ class StreamInspector:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is missing if the stream ends here: every choice has its finish reason."""
-        return self.done or self.error is not None or len(self._finished) >= self._choices
+        return super().finished or len(self._finished) >= self._choices
 
     @property
     def counts(self) -> Delta:
-        return _delta(self._counts)
+        return read_counts(self._counts)
 
     def read(self, events: bytes) -> None:
-        """Look at the next whole events."""
         if b"[DONE]" not in events and _TELLING.search(events) is None:  # one pattern for both takes twice as long
             return
         with suppress(UpstreamError):
@@ -143,8 +159,8 @@ def read_answer(content: bytes) -> tuple[Delta, Any]:
     """The counts of a whole answer, and the error that it reports, if any. What cannot be read is left out."""
     if len(content) <= PARSED_BYTES:
         answer = _object(content)
-        return _delta(answer), _reported(answer)
-    return _delta({name: top_level_value(content, name) for name in _COUNTS}), None
+        return read_counts(answer), _reported(answer)
+    return read_counts({name: top_level_value(content, name) for name in _COUNTS}), None
 
 
 def _reported(value: Mapping[str, Any]) -> Any:
@@ -159,7 +175,8 @@ def _object(data: str | bytes) -> dict[str, Any]:
     return {}
 
 
-def _delta(counts: Mapping[str, Any]) -> Delta:
+def read_counts(counts: Mapping[str, Any]) -> Delta:
+    """The `usage` and the `speculation` in an answer, each left out if it cannot be read."""
     usage: Usage | None = None
     speculation: Speculation | None = None
     with suppress(AttributeError, TypeError, ValueError, OverflowError):

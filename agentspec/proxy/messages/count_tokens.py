@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 from agentspec.backends.base import Forwards, Tokenization, is_forwarding
 from agentspec.errors import UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.requests import parse_chat
-from agentspec.protocol.responses import encode
 from agentspec.proxy.body.amounts import check_characters
 from agentspec.proxy.endpoint import Exchange
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
-from agentspec.proxy.streaming.sending import respond
+from agentspec.proxy.streaming.sending import json_response, respond
 from agentspec.types import GenerateRequest
 
 
@@ -51,7 +49,7 @@ class CountTokensEndpoint(MessagesEndpoint):
     async def _send(self, exchange: Exchange, counting: Awaitable[int]) -> None:
         async with exchange.deadline.limit():
             count = await counting
-        await respond(exchange.send, Response(encode({"input_tokens": count}), media_type="application/json"))
+        await respond(exchange.send, json_response({"input_tokens": count}))
 
 
 async def _of_model(base: Tokenization, request: GenerateRequest, context_length: int | None) -> int:

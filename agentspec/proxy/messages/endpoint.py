@@ -16,8 +16,8 @@ from agentspec.protocol.responses import ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.forwarding.inspection import MessagesInspector
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
-from agentspec.proxy.messages.inspection import MessagesInspector
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer, chat_fields
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import MESSAGE_EVENTS, Framing

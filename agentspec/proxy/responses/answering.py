@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from starlette.responses import Response
 from starlette.types import Send
 
 from agentspec.errors import InvalidRequestError, OverloadedError
@@ -18,7 +17,7 @@ from agentspec.protocol.sse import named_event
 from agentspec.protocol.upstream_errors import without_account
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.streaming.sending import EVENT_STREAM, note, record_failure, respond
+from agentspec.proxy.streaming.sending import EVENT_STREAM, json_response, note, record_failure, respond
 from agentspec.types import Delta
 
 Keep = Callable[[EventWriter], Awaitable[None]]
@@ -37,7 +36,7 @@ async def send_whole(
     for _ in writer.close():
         pass
     await keep(writer)
-    await respond(send, Response(encode(writer.response), media_type="application/json"))
+    await respond(send, json_response(writer.response))
 
 
 async def send_events(

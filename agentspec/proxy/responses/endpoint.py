@@ -26,7 +26,6 @@ from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_ans
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
-from agentspec.proxy.responses.translation import chat_request
 from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
 from agentspec.proxy.streaming.pacing import paced
 from agentspec.types import Delta
@@ -154,11 +153,14 @@ class ResponsesEndpoint(GenerationEndpoint):
         return await self.budget.run(exchange.record.tenant, size, read)
 
     def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
-        """The request as a chat for an upstream."""
-        chat = chat_request(request, history.items, exchange.route.upstream_model, templated=templated)
-        if len(chat["messages"]) > self.settings.max_messages:
+        """The request as a chat for an upstream. Raises `InvalidRequestError` for the result of a call nobody made."""
+        messages = [_sent(message, templated) for message in request.conversation(history.items).messages]
+        if len(messages) > self.settings.max_messages:
             message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
             raise InvalidRequestError(message, param="input")
+        chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
+        if request.stream:
+            chat |= {"stream": True, "stream_options": {"include_usage": True}}
         return chat
 
     async def _run_on(self, exchange: Exchange, history: History, function: Callable[..., T], *arguments: Any) -> T:
@@ -222,6 +224,11 @@ class ResponsesEndpoint(GenerationEndpoint):
                 )
 
         return keep
+
+
+def _sent(message: dict[str, Any], templated: bool) -> dict[str, Any]:
+    """A message for an upstream: only servers that apply a chat template take earlier thoughts, others refuse them."""
+    return {name: value for name, value in message.items() if templated or name != "reasoning_content"}
 
 
 def _unenforced(request: ResponsesRequest) -> dict[str, str]:

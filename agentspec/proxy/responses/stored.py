@@ -9,14 +9,12 @@ from urllib.parse import quote
 
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agentspec.backends.base import RESPONSES, is_forwarding
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
-from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import shown_name
 from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.head import check_head
@@ -25,7 +23,7 @@ from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
 from agentspec.proxy.responses.keeping import ResponseNotFoundError, not_found
 from agentspec.proxy.responses.upstreams import ResponsesInspector
-from agentspec.proxy.streaming.sending import respond
+from agentspec.proxy.streaming.sending import json_response, respond
 
 MAX_PAGE = 100
 PAGE = 20
@@ -52,7 +50,7 @@ class StoredRoute:
             stored = await self._find(record, id)
             body = await self._body(request, record, stored) if stored.backend is None else {}
         if stored.backend is None:
-            await respond(send, Response(encode(body), media_type="application/json"))
+            await respond(send, json_response(body))
         else:
             await self._forward(request, send, stored, deadline)
 

@@ -16,9 +16,8 @@ from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import SseDecoder, named_event
 from agentspec.protocol.upstream_errors import without_account
-from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.proxy.errors import error_response
-from agentspec.proxy.forwarding.inspection import EventInspector
+from agentspec.proxy.forwarding.inspection import EventInspector, read_counts
 from agentspec.types import Delta
 
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
@@ -40,12 +39,7 @@ class ResponsesInspector(EventInspector):
 
     @property
     def counts(self) -> Delta:
-        usage, done = self._response.get("usage"), self._response.get("speculation")
-        with suppress(AttributeError, TypeError, ValueError, OverflowError):
-            return Delta(
-                usage=read_usage(usage) if usage else None, speculation=read_speculation(done) if done else None
-            )
-        return Delta()
+        return read_counts(self._response)
 
     def read(self, events: bytes) -> None:
         if numbers := _NUMBER.findall(events):
@@ -139,7 +133,7 @@ def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
         if fields.get(name) is not None:
             raise _shared(name)
     for index, item in enumerate(_listed(fields.get("input"))):
-        bare = "type" not in item and not {"role", "content"} & item.keys()
+        bare = not any(item.get(name) for name in ("type", "role", "content"))  # null is as good as nothing
         if item.get("type") == "item_reference" or (bare and "id" in item):
             raise _shared(f"input[{index}].id")
     for name in ("input", "tools"):

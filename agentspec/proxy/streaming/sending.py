@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Send
@@ -30,8 +31,7 @@ async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, recor
         async for delta in deltas:
             note(record, delta)
             answer.add(delta)
-    body = encode(writer.body(answer))
-    await respond(send, Response(body, media_type="application/json"))
+    await respond(send, json_response(writer.body(answer)))
 
 
 async def send_sse(
@@ -72,6 +72,10 @@ async def _send_chunks(
 
 async def _send(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type="application/json")
 
 
 async def respond(send: Send, response: Response) -> None:

@@ -204,6 +204,12 @@ class _Question:
     first: asyncio.Future[None]
     place: asyncio.Future[None]
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the parent has refused it a place; that of a waiting request can also fail for want of memory."""
+        place = self.place
+        return place.done() and not place.cancelled() and isinstance(place.exception(), OverloadedError)
+
 
 class SharedPlace:
     """One request's place as an asynchronous context; its value replaces the `receive` that it was given."""
@@ -226,10 +232,9 @@ class SharedPlace:
                 await early.listen_until(turn.place, None)
                 receive = early.receive
             turn.place.result()
-        except OverloadedError:
-            raise
-        except BaseException:  # the parent may not know
-            limiter.leave(turn)
+        except BaseException:
+            if not turn.is_refused:  # else the parent may not know
+                limiter.leave(turn)
             raise
         limiter.running += 1
         return receive

@@ -159,3 +159,6 @@ def test_questions_come_from_all_over_the_file(tmp_path: Path) -> None:
     path.write_text('{"id": 1}\n')
     with pytest.raises(ConfigurationError, match="id and question"):
         read_questions(path, 4)
+    path.write_text('{"id": 1\n')
+    with pytest.raises(ConfigurationError, match=r"questions.jsonl:1: not valid JSON"):
+        read_questions(path, 4)

@@ -200,6 +200,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
     ({"input": [{"id": "msg_1"}]}, "input[0].id"),
+    ({"input": [{"id": "msg_1", "type": None}]}, "input[0].id"),
+    ({"input": [{"id": "msg_1", "role": None, "content": None}]}, "input[0].id"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].file_id"),
     ({"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]}, "tools[0].vector_store_ids"),
     ({"tools": [{"type": "code_interpreter", "container": "cntr_1"}]}, "tools[0].container"),

@@ -169,6 +169,27 @@ def test_refusals_come_from_the_parent() -> None:
     run(main())
 
 
+def test_a_request_that_is_refused_its_memory_while_it_waits_leaves_the_line() -> None:
+    async def no_room() -> Any:
+        raise OverloadedError("too many large requests")
+
+    async def main() -> None:
+        parent = Parent(max_concurrent=1, queue_timeout=60)
+        over = asyncio.Event()
+        first = asyncio.create_task(hold(parent.workers[0], over))
+        await turns()
+        with pytest.raises(OverloadedError, match="large requests"):
+            await hold(parent.workers[1], over, receive=no_room)
+        await turns()
+        assert not parent.limiter.waiting
+        over.set()
+        await first
+        await turns()
+        assert parent.limiter.running == 0
+
+    run(main())
+
+
 def test_a_client_that_leaves_leaves_the_line() -> None:
     async def main() -> None:
         parent = Parent(max_concurrent=1, queue_timeout=60)
