@@ -1,7 +1,7 @@
 """The data types that all packages share: requests, sampling parameters, deltas, drafts and counts.
 
-They are plain frozen dataclasses without behaviour beyond validation. This module imports only the error classes of
-agentspec, and no third-party package at run time, so every layer may import it at no cost.
+They are plain frozen dataclasses, which check their values and hardly do more. This module imports only the error
+classes of agentspec, and no third-party package at run time, so every layer may import it at no cost.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ class Namespace:
     tokenizer_hash: str = ""
     template_hash: str = ""
 
-    @classmethod
-    def of(cls, value: str | Namespace) -> Namespace:
-        """`value` itself, or the namespace of the tenant that a string names, without a model."""
-        return value if isinstance(value, Namespace) else cls(tenant=value)
-
     @property
     def key(self) -> str:
         """A stable 64-digit hexadecimal name for this namespace, usable as a database key."""
@@ -78,6 +73,17 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def path_length(tokens: Sequence[int], parents: Sequence[int], output: Sequence[int]) -> int:
+    """How many tokens of `output`, from the first on, lie on a path of the tree of these tokens and parents."""
+    children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
+    node = -1
+    for count, token in enumerate(output):
+        if (node, token) not in children:
+            return count
+        node = children[node, token]
+    return len(output)
 
 
 class Source:

@@ -21,6 +21,8 @@ class ContentFilter:
             raise ConfigurationError(message, param="refuse_patterns")
         try:
             self._patterns = [re.compile(pattern) for pattern in patterns]
+            for pattern in self._patterns:
+                pattern.search("")  # raises for one of bytes
         except (re.error, TypeError) as error:
             message = f"refuse_patterns must be regular expressions, not {list(patterns)!r}: {error}"
             raise ConfigurationError(message, param="refuse_patterns") from error

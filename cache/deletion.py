@@ -93,6 +93,13 @@ class Selection:
         tenant, session = (None if name is None else _digest(salt, name) for name in (self.tenant, self.session))
         return Scope(salt, tenant, session, self.tokenizer, self.before, self.searched)
 
+    def texts(self) -> list[str] | None:
+        """What to look for in a text that has no token ids, all of it; None where the ids searched for have no text."""
+        texts = [] if self.text is None else [self.text]
+        if self.tokens is None:
+            return texts
+        return None if self.decode is None else [*texts, self.decode(self.tokens.tolist())]
+
     def holds(self, tokens: Tokens) -> bool:
         """Whether a stored sequence, with the context before it, holds the patterns of this selection.
 

@@ -102,7 +102,7 @@ class NamespaceTable:
                 if partition.retired:  # between the two lines
                     continue
                 if not partition.loaded and self.source:
-                    self.source.load(partition, self._room(namespace.tenant))
+                    self.source.load(partition, self._room())
                 self.book(partition)
                 yield partition
                 return
@@ -233,7 +233,7 @@ class NamespaceTable:
     def _over(self) -> int:
         return self._sizes.total - (self.limit - self.limit // _RESERVE)
 
-    def _room(self, tenant: str) -> int:
+    def _room(self) -> int:
         """Bytes that a namespace may take that is loaded: what is free, or half of what the largest has to give."""
         with self._lock:
             largest = self._sizes.largest()

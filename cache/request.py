@@ -26,7 +26,7 @@ from agentspec.cache.partition import Partition
 from agentspec.cache.pool import CachePool
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens, require_budget, require_patience
 from agentspec.errors import CacheClosedError, InvalidRequestError
-from agentspec.types import Draft, Labels, Source
+from agentspec.types import Draft, Labels, Source, path_length
 
 ROUND = 32
 """Tokens that the drafter learns from at a time, before the session's index gets them."""
@@ -232,19 +232,8 @@ class CacheRequest:
         end = self._length + len(committed)
         for start in [start for start in self._drafts if start < end]:
             draft = self._drafts.pop(start)
-            self.count_draft(len(draft), _accepted(draft, committed[start - self._length :].tolist()))
-
-
-def _accepted(draft: Draft, tokens: list[int]) -> int:
-    """How many leading tokens lie on a path of the draft."""
-    edges = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
-    children = {edge: node for node, edge in enumerate(edges)}
-    node = -1
-    for count, token in enumerate(tokens):
-        if (node, token) not in children:
-            return count
-        node = children[node, token]
-    return len(tokens)
+            output = committed[start - self._length :].tolist()
+            self.count_draft(len(draft), path_length(draft.tokens.tolist(), draft.parents.tolist(), output))
 
 
 Extension = tuple[CacheRequest, Tokens]

@@ -270,7 +270,7 @@ class RetrievalSettings(BaseModel):
     query_tokens: int = Field(default=32, ge=1, description="Last tokens whose text is the query: q of the paper")
     document_tokens: int = Field(default=256, ge=1, description="Most tokens of a document that the model reads")
     max_tokens: int = Field(default=256, ge=1, description="Answer length where a request names none")
-    stride: Literal["os3"] | int = Field(
+    stride: Literal["os3"] | Annotated[int, Field(ge=0)] = Field(
         default="os3", description="Documents guessed before a verification: os3 adapts, down to none; or a number"
     )
     asynchronous: bool = Field(default=True, description="Generate on while documents are verified, where that pays")
@@ -311,7 +311,7 @@ class KnnSettings(BaseModel):
         default=100.0, gt=0, description="Squared distance that makes an entry count e times less"
     )
     prefetch: int = Field(default=10, ge=0, le=1024, description="Entries behind each one found that are cached: n")
-    stride: Literal["os3"] | int = Field(
+    stride: Literal["os3"] | Annotated[int, Field(ge=1)] = Field(
         default="os3", description="Queries gathered for one search of the datastore; os3 adapts to what pays"
     )
     bound: bool = Field(default=True, description="Ask for no neighbours where they cannot change a greedy token")

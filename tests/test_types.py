@@ -62,4 +62,3 @@ def test_an_answer_has_one_form(fields: dict[str, Any]) -> None:
 def test_a_namespaces_key_depends_on_every_part_and_on_where_it_stands() -> None:
     parts = [Namespace("a"), Namespace("b"), Namespace("a", "b"), Namespace("a", "", "b"), Namespace("a", "", "", "b")]
     assert len({space.key for space in parts}) == len(parts)
-    assert Namespace.of("a") == Namespace("a") and Namespace.of(parts[2]) is parts[2]

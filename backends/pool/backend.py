@@ -68,19 +68,11 @@ class PoolBackend:
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
         """One vector for each text. Raises as `generate` does."""
-
-        async def ask(backend: OpenAIBackend, known: str | None) -> list[list[float]]:
-            return await backend.embed(texts, known or model, tenant)
-
-        return await self._ask(ask)
+        return await self._ask(lambda backend, known: backend.embed(texts, known or model, tenant))
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """A server's own model list; `headers` may carry a client's key. Raises as `generate` does."""
-
-        async def ask(backend: OpenAIBackend, known: str | None) -> list[dict[str, Any]]:
-            return await backend.models(headers)
-
-        return await self._ask(ask)
+        return await self._ask(lambda backend, _: backend.models(headers))
 
     async def probe(self, timeout: float = 10.0) -> ProbeReport:
         """Find out what the first server that answers can do. Never raises; see `ProbeReport.error`."""

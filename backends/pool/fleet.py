@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from time import monotonic
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
@@ -31,17 +31,14 @@ class Fleet:
         backends: Mapping[str, OpenAISettings],
         ready: Mapping[str, OpenAIBackend],
         settings: FleetSettings,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
         used = dict.fromkeys(target.backend for spec in specs.values() for target in spec.targets)
         self.servers = {name: Servers(name, backends[name], settings, ready.get(name)) for name in used}
         self.pools: dict[str, Pool] = {}
         for name in specs:
             self._build(name, specs, settings)
         self._first_look: asyncio.Future[list[None]] | None = None
-        self._watch = Watch(list(self.servers.values()), list(self.pools.values()), settings, clock)
+        self._watch = Watch(list(self.servers.values()), list(self.pools.values()), settings, monotonic)
 
     def _build(self, name: str, specs: Mapping[str, PoolSpec], settings: FleetSettings) -> Pool:
         """The pool `name`, after those that it falls back on. The settings have refused cycles."""
@@ -53,7 +50,7 @@ class Fleet:
                 chain |= dict.fromkeys((pool, *pool.fallbacks))
             targets = [(self.servers[target.backend], target.model) for target in spec.targets]
             policy = POLICIES[spec.placement]()
-            pool = Pool(name, targets, policy, settings, fallbacks=tuple(chain), clock=self._clock)
+            pool = Pool(name, targets, policy, settings, fallbacks=tuple(chain))
             pool.prepare = self.begin
             self.pools[name] = pool
         return self.pools[name]
@@ -68,7 +65,7 @@ class Fleet:
         """Look after the servers from now on, in this loop; returns once all have been looked for a first time."""
         unknown = [servers for servers in self.servers.values() if servers.is_dynamic and not servers.looked]
         if unknown and not self._is_looking():
-            now = self._clock()
+            now = monotonic()
             self._first_look = asyncio.gather(*(servers.refresh(now) for servers in unknown))
         self._watch.ensure()
         if unknown and self._first_look is not None:
@@ -119,7 +116,7 @@ class Fleet:
 
     def samples(self) -> list[MemberSample]:
         """How the members are now."""
-        now = self._clock()
+        now = monotonic()
         return [member.sample(now) for member in self._members()]
 
     def _members(self) -> list[PoolMember]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.server_kind import ServerKind
@@ -15,7 +15,6 @@ from agentspec.placement import Member
 from agentspec.telemetry.samples import MemberSample
 
 MemberState = Literal["ready", "busy", "unhealthy", "ejected", "half_open", "open", "draining"]
-STATES: tuple[MemberState, ...] = get_args(MemberState)
 FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
 _LAST_RESORT = ("busy", "unhealthy", "ejected")
 

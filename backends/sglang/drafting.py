@@ -11,10 +11,11 @@ from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.engine_plugin.round_stats import RoundStats
-from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, accepted, chain, within
+from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, chain, within
 from agentspec.cache.index import DraftJob, Sourced, propose_batch
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.speculation.governor import RequestStats
+from agentspec.types import path_length
 
 PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
 
@@ -100,7 +101,7 @@ class TreeDrafter:
             if request.state.predicted is not None:
                 request.state.predicted.follow(fresh)
             if drafted := len(request.tree.tokens):
-                right = accepted(request.tree, fresh)
+                right = path_length(*request.tree, fresh)
                 self._stats.accepted += right
                 updates.append(OutputUpdate(request.state, EMPTY, drafted, right))
         self._recorder.extend(updates)

@@ -39,18 +39,6 @@ def within(tree: TokenTree, vocabulary: int) -> TokenTree:
     return TokenTree(tokens, parents)
 
 
-def accepted(tree: TokenTree, tokens: Sequence[int]) -> int:
-    """How many of `tokens`, from the first on, the tree holds as a path."""
-    at, count = -1, 0
-    children = {(parent, token): node for node, (token, parent) in enumerate(zip(*tree, strict=True))}
-    for token in tokens:
-        found = children.get((at, token))
-        if found is None:
-            break
-        at, count = found, count + 1
-    return count
-
-
 def to_arrays(last_tokens: Sequence[int], trees: Sequence[TokenTree], nodes: int) -> tuple[Int64s, Int64s]:
     """The trees of a batch of requests, flat: tokens of shape (requests * nodes,), and a mask of shape
     (requests * nodes * nodes,) that is 1 where the column's node is the row's node or above it.

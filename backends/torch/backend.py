@@ -85,7 +85,7 @@ class TorchBackend(ModelTokens):
         self._cache = cache
         self._cache_health = CacheHealth()
         self._tokenizer = TokenizerAdapter(loaded.tokenizer)
-        self._stop_ids = end_ids(loaded)
+        self._stop_ids = ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
         self._structured_outputs = StructuredOutputBuilder(self._tokenizer, loaded.target.vocab_size, self._stop_ids)
         self._drafters = DrafterFactory(settings.drafter_names(cache=cache is not None), small)
         context = EngineContext(
@@ -386,8 +386,3 @@ class TorchBackend(ModelTokens):
             message = f"{prompt} prompt tokens and {asked} more do not fit the model's {self.context_length}"
             raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
         return min(self.settings.default_max_tokens, room) if wanted is None else wanted
-
-
-def end_ids(loaded: LoadedModel) -> frozenset[int]:
-    """The token ids that end an answer, according to the model's generation settings and its tokenizer."""
-    return ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentspec.backends.torch.backend import TorchBackend
 from agentspec.backends.torch.engine.compute_thread import on_own_thread
+from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
 from agentspec.types import GenerateRequest, Labels, SamplingParams
@@ -116,9 +118,7 @@ def first_divergence(
     target: TargetModel, question: ExactnessCase, way: str, number: int, off: Sequence[int], on: Sequence[int]
 ) -> TokenDivergence:
     """Find where two different answers to a question diverge, and by how much. Computes on a thread of its own."""
-    position = next((i for i, (one, other) in enumerate(zip(off, on, strict=False)) if one != other), None)
-    if position is None:
-        position = min(len(off), len(on))
+    position = common_prefix(np.asarray(off), np.asarray(on))
     first, second = (answer[position] if position < len(answer) else -1 for answer in (off, on))
     apart = together = float("inf")
     if -1 not in (first, second):

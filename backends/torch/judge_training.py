@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from agentspec.backends.base import Floats
+from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.types import Message
@@ -102,8 +104,7 @@ async def labelled_states(model: TrainableModel, pair: JudgePair) -> tuple[Tenso
     accepted, rejected = await model.tokenize(pair.accepted), await model.tokenize(pair.rejected)
     if not (prompt and accepted and rejected):
         raise InvalidRequestError("a pair has an empty text", param="prompt")
-    shared = next((i for i, both in enumerate(zip(accepted, rejected, strict=False)) if both[0] != both[1]), None)
-    shared = min(len(accepted), len(rejected)) if shared is None else shared
+    shared = common_prefix(np.asarray(accepted), np.asarray(rejected))
     found = await model.hidden_states([[*prompt, *accepted], [*prompt, *rejected]])
     right, wrong = (torch.from_numpy(states[len(prompt) :]).float() for states in found)
     # What both begin with is learned once.

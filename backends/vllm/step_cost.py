@@ -48,17 +48,13 @@ class StepTimeModel:
         return self._curve
 
     def seconds(self, tokens: int) -> float:
-        """As `many` for one number; asked several times a step, and numpy takes several times as long for it."""
+        """What a step of so many tokens takes. Asked several times a step, for which `numpy.interp` is too slow."""
         points, seconds = self._points
         behind = bisect_right(points, tokens)
         if behind in (0, len(points)):
             return seconds[max(0, behind - 1)]
         low, high = points[behind - 1], points[behind]
         return seconds[behind - 1] + (seconds[behind] - seconds[behind - 1]) * (tokens - low) / (high - low)
-
-    def many(self, tokens: NDArray[np.integer]) -> Floats:
-        """`seconds` for each number of tokens."""
-        return np.asarray(np.interp(tokens, *self._curve))
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from one step."""

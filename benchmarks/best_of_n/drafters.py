@@ -154,8 +154,8 @@ class MixedContender(Contender):
             part.open(question)
 
     def draft(self, choice: int, budget: int) -> Draft:
-        drafts = [draft for part in self._parts if len(draft := part.draft(choice, budget))]
-        return merge(drafts) if drafts else NOTHING
+        merged = merge(part.draft(choice, budget) for part in self._parts)
+        return NOTHING if merged is None else merged
 
     def commit(self, choice: int, start: int, end: int) -> None:
         for part in self._parts:

@@ -102,7 +102,7 @@ class _Late:
         paths = likeliest_paths(self._request.draft(self._shape.nodes), self._shape.rows)
         rows = torch.from_numpy(passages(paths, self._context, self._shape))[None]
         own, length = torch.from_numpy(text)[None], torch.tensor([len(text)])
-        found: list[int] = matching.draft(own, length, rows, self._shape.overlap, self._tokens)[0].tolist()
+        found: list[int] = matching.draft(own, length, rows, self._shape.overlap, self._tokens)[0][0].tolist()
         return found
 
     def extend(self, fresh: Tokens) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -51,7 +50,7 @@ class MemoryResponses:
         with self._lock:
             self._expire()
             entry = self._entries.get(id)
-        if entry is None or entry.stored.tenant != tenant or entry.stored.created_at < self._oldest():
+        if entry is None or entry.stored.tenant != tenant or entry.stored.created_at < self._limits.oldest:
             return None
         return replace(entry.stored, **unpacked(entry.body, id))
 
@@ -90,16 +89,12 @@ class MemoryResponses:
             del self._bytes[tenant]
 
     def _expire(self) -> None:
-        before = self._oldest()
+        before = self._limits.oldest
         while self._entries:
             oldest = next(iter(self._entries.values())).stored
             if oldest.created_at >= before:
                 return
             self._remove(oldest.id)
-
-    def _oldest(self) -> float:
-        """The time before which answers are too old."""
-        return 0.0 if self._limits.seconds is None else time.time() - self._limits.seconds
 
     def _keep_bounds(self, tenant: str) -> None:
         if self._limits.tenant is not None:

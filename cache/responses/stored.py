@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,11 @@ class ResponseLimits:
         ages = [seconds for seconds in (age, retention) if seconds is not None]
         shares = [total] if disk is None else [total, disk // 4]
         return cls(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
+
+    @property
+    def oldest(self) -> float:
+        """The time, in seconds since 1970, before which answers are too old."""
+        return 0.0 if self.seconds is None else time.time() - self.seconds
 
     @property
     def largest(self) -> int:
@@ -124,11 +130,9 @@ def covers(selection: Selection, tenant: str, session: str | None, created_at: f
 
 
 def _holds(selection: Selection, content: bytes) -> bool:
-    wanted = [selection.text] if selection.text is not None else []
-    if selection.tokens is not None:
-        if selection.decode is None:
-            return False
-        wanted.append(selection.decode(selection.tokens.tolist()))
+    wanted = selection.texts()
+    if wanted is None:
+        return False
     try:
         texts = list(_texts(unpacked(content, "")))
     except CacheFormatError:

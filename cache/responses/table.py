@@ -130,7 +130,7 @@ class DatabaseResponses:
 
     def _expire(self) -> None:
         with self._table.reading() as connection:
-            query = sa.select(responses.c.id).where(is_older(responses.c.created_at, self._oldest())).limit(1)
+            query = sa.select(responses.c.id).where(is_older(responses.c.created_at, self._limits.oldest)).limit(1)
             old = connection is not None and connection.execute(query).first() is not None
         if not old:
             return
@@ -138,15 +138,11 @@ class DatabaseResponses:
             if changing is not None:
                 self._delete_old(changing)
 
-    def _oldest(self) -> float:
-        """The time before which answers are too old."""
-        return 0.0 if self._limits.seconds is None else time.time() - self._limits.seconds
-
     def _delete_old(self, connection: sa.Connection) -> None:
-        self._table.delete_where(connection, is_older(responses.c.created_at, self._oldest()))
+        self._table.delete_where(connection, is_older(responses.c.created_at, self._limits.oldest))
 
     def _mine(self, tenant: str, id: str) -> list[sa.ColumnElement[bool]]:
-        return [responses.c.id == id, responses.c.tenant == tenant, responses.c.created_at >= self._oldest()]
+        return [responses.c.id == id, responses.c.tenant == tenant, responses.c.created_at >= self._limits.oldest]
 
     def _keep_bounds(self, connection: sa.Connection, added: int) -> None:
         limits = self._limits

@@ -65,12 +65,16 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
     split = len(packed) - row.token_count
     return SequenceRecord(
         row.number,
-        Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash),
+        namespace_of(row),
         Labels(row.session, row.workflow, row.step),
         packed[split:],
         packed[:split],
         float(row.created_at),
     )
+
+
+def namespace_of(row: sa.Row[Any]) -> Namespace:
+    return Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash)
 
 
 def names_agree(row: sa.Row[Any]) -> bool:

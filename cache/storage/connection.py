@@ -34,16 +34,25 @@ def open_database(target: str | Path) -> Database:
 
 
 @contextmanager
-def opened_database(target: str | Path) -> Iterator[Database]:
-    """The database alone, whatever is damaged in it. Raises as `SequenceStore.open`, also for what is done with it."""
+def opening(target: str | Path) -> Iterator[Database]:
+    """The database, closed again where the block fails; the block raises as `SequenceStore.open` does."""
     database = open_database(target)
     try:
+        yield database
+    except BaseException as error:
+        database.close()
+        if isinstance(error, OSError | exc.DBAPIError):
+            raise_unusable(database.name, error, transient=database.is_transient(error))
+        raise
+
+
+@contextmanager
+def opened_database(target: str | Path) -> Iterator[Database]:
+    """The database alone, whatever is damaged in it. Raises as `opening`."""
+    with opening(target) as database:
         database.connect()
         yield database
-    except (OSError, exc.DBAPIError) as error:
-        raise_unusable(database.name, error, transient=database.is_transient(error))
-    finally:
-        database.close()
+    database.close()
 
 
 def _is_address(target: str | Path) -> TypeGuard[str]:

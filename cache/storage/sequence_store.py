@@ -16,7 +16,7 @@ from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
-from agentspec.cache.storage.connection import acquire_writer, open_database, raise_unusable
+from agentspec.cache.storage.connection import acquire_writer, opening
 from agentspec.cache.storage.database import Database, PendingErasure, mending, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
@@ -88,8 +88,7 @@ class SequenceStore(SequenceReader):
         Raises `CacheLockedError`, `CacheFormatError`, `CacheUnavailableError` if opening may succeed at another time or
         for another user, and `ConfigurationError` if `target` cannot be a database.
         """
-        database = open_database(target)
-        try:
+        with opening(target) as database:
             acquire_writer(database, mode)
             database.connect()
             if mode == "follower":
@@ -101,12 +100,6 @@ class SequenceStore(SequenceReader):
             if mode != "follower":  # a follower, which may have no right to write, claims with its first output
                 numbering.claim()
             return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes), numbering)
-        except (OSError, exc.DBAPIError) as error:
-            database.close()
-            raise_unusable(database.name, error, transient=database.is_transient(error))
-        except BaseException:
-            database.close()
-            raise
 
     @property
     def name(self) -> str:

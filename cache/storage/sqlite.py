@@ -23,6 +23,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from agentspec.cache.storage.database import Database, Upsert
 from agentspec.cache.storage.path_lock import PathLock
 from agentspec.cache.storage.repair import rebuild
+from agentspec.cache.storage.repair.salvage import DAMAGE
 from agentspec.errors import (
     CacheDamagedError,
     CacheFormatError,
@@ -38,7 +39,6 @@ _FILES = (DATABASE, "writer.lock", "writer.pid", "segments.lock")
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
-_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOTADB)
 _PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -205,7 +205,7 @@ class SqliteDatabase(Database):
 
     def is_damage(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        return code & _PRIMARY in _DAMAGE
+        return code & _PRIMARY in DAMAGE
 
     def leave_behind(self) -> None:
         SqliteDatabase._forked = True

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from agentspec.cache.deletion import Selection
-from agentspec.cache.tool_turns.turn import LARGEST, StoredTurn, is_covered
+from agentspec.cache.tool_turns.turn import LARGEST, MOST, StoredTurn, is_covered
 
-_MOST = 4000  # turns of an agent; then the older half goes
 _MOST_BYTES = 16 << 20
 Key = tuple[str, str]
 
@@ -32,8 +31,8 @@ class MemoryToolTurns:
             turns = self._turns.setdefault((turn.tenant, turn.agent), {})
             turns[turn.id] = turn
             self._bytes += turn.size
-            if len(turns) > _MOST:
-                self._remove(list(turns.values())[: _MOST // 2])
+            if len(turns) > MOST:
+                self._remove(list(turns.values())[: MOST // 2])
             while self._bytes > _MOST_BYTES:
                 self._remove_oldest()
         return True

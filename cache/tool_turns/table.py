@@ -15,12 +15,11 @@ from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.rows.side_table import SideTable
 from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
-from agentspec.cache.tool_turns.turn import LARGEST, ROW, StoredTurn, is_covered
+from agentspec.cache.tool_turns.turn import LARGEST, MOST, ROW, StoredTurn, is_covered
 from agentspec.errors import CacheClosedError, CacheFormatError
 
 _log = logging.getLogger(__name__)
 
-_MOST = 4000  # turns of an agent; then the older half goes
 _WAITING = 4096  # turns that may wait while the database cannot be written
 _LOOK_SECONDS = 600.0  # between two looks for what is too old or too much
 
@@ -95,7 +94,8 @@ class DatabaseToolTurns:
 
     def read(self, tenant: str, agent: str, ids: Sequence[str]) -> list[StoredTurn]:
         with self._lock:
-            waiting = {id: one for id in ids if (one := self._waiting.get(id)) and one.tenant == tenant}
+            asked = [self._waiting[id] for id in ids if id in self._waiting]
+        waiting = {one.id: one for one in asked if (one.tenant, one.agent) == (tenant, agent)}
         found: dict[str, StoredTurn] = {}
         with self._opened().reading() as connection:
             mine = sa.select(tool_turns).where(tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
@@ -176,10 +176,10 @@ class DatabaseToolTurns:
             self.generation += self._table.delete_where(connection, damaged) > 0
             columns = (tool_turns.c.tenant, tool_turns.c.agent)
             query = sa.select(*columns, sa.func.count(), sa.func.sum(tool_turns.c.size + ROW)).group_by(*columns)
-            sizes = {(tenant, agent): int(size) for tenant, agent, _, size in connection.execute(query)}
-            for tenant, agent, count, _ in connection.execute(query).all():
-                if count > _MOST:
-                    sizes[tenant, agent] -= self._delete_older_half(connection, tenant, agent)
+            sizes: dict[tuple[str, str], int] = {}
+            for tenant, agent, count, size in connection.execute(query).all():
+                freed = self._delete_older_half(connection, tenant, agent) if count > MOST else 0
+                sizes[tenant, agent] = int(size) - freed
             while sizes and self._is_too_much(sizes):
                 largest = max(sizes, key=lambda key: sizes[key])
                 freed = self._delete_older_half(connection, *largest)

@@ -13,6 +13,7 @@ from agentspec.cache.deletion import Selection
 
 ROW = 256  # bytes that a turn takes besides its body
 LARGEST = 64 << 10  # bytes of a body
+MOST = 4000  # turns of an agent; then the older half goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,8 @@ def is_covered(selection: Selection, turn: StoredTurn) -> bool:
         return False
     if not selection.scope.covers(turn.session, turn.created_at):
         return False
-    wanted = [selection.text] if selection.text is not None else []
-    if selection.tokens is not None:
-        if selection.decode is None:
-            return False
-        wanted.append(selection.decode(selection.tokens.tolist()))
-    return all(_holds(turn.body, text) for text in wanted)
+    wanted = selection.texts()
+    return wanted is not None and all(_holds(turn.body, text) for text in wanted)
 
 
 def _holds(body: str, text: str) -> bool:

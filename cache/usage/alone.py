@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sqlalchemy import exc
-
-from agentspec.cache.storage.connection import open_database, raise_unusable
+from agentspec.cache.storage.connection import opening
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.usage.row import Owner, UsageRow
@@ -26,17 +24,10 @@ class UsageAlone(DatabaseUsage):
     @classmethod
     def open(cls, target: str | Path, days: int) -> UsageAlone:
         """Open the database at `target`, a folder or an address. Raises as a follower's `SequenceStore.open`."""
-        database = open_database(target)
-        try:
+        with opening(target) as database:
             database.connect()
             prepare(database)
-        except (OSError, exc.DBAPIError) as error:
-            database.close()
-            raise_unusable(database.name, error, transient=database.is_transient(error))
-        except BaseException:
-            database.close()
-            raise
-        return cls(database, days)
+            return cls(database, days)
 
     def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
         stored = super().add(rows, since=since, day=day, batch=batch)

@@ -74,7 +74,9 @@ class Template:
 
 def _read(name: str) -> str:
     try:
-        return Path(name).expanduser().read_text()
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except UnicodeError as error:
+        raise ConfigurationError(f"chat template {name!r}: not UTF-8: {error}") from None
     except OSError as error:
         known = ", ".join(BUILT_IN)
         raise ConfigurationError(f"chat template {name!r}: not one of {known}, and no file: {error.strerror}") from None

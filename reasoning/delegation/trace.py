@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ class TraceFolder:
 
     def ids(self) -> list[str]:
         """The ids of all traces, newest first."""
-        files = sorted(self.path.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
-        return [file.stem for file in files]
+        written: dict[str, float] = {}
+        for file in self.path.glob(f"*{SUFFIX}"):
+            with suppress(FileNotFoundError):  # another process deletes, too
+                written[file.stem] = file.stat().st_mtime
+        return sorted(written, key=written.__getitem__, reverse=True)
 
     def read(self, trace: str) -> list[dict[str, Any]]:
         """The records of a trace: head, one for each event, answer. Raises `InvalidRequestError` for an unknown id."""
@@ -69,10 +73,9 @@ class TraceFolder:
             logger.warning("a trace was not kept: %s", error.strerror)
 
     def _file(self, trace: str) -> Path:
-        file = self.path / f"{trace}{SUFFIX}"
-        if trace != Path(trace).name or not file.is_file():
+        if trace not in self.ids():
             raise InvalidRequestError(f"no trace {trace!r} in {self.path}", param="id")
-        return file
+        return self.path / f"{trace}{SUFFIX}"
 
 
 @dataclass(slots=True)

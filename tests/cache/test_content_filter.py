@@ -61,3 +61,5 @@ def test_an_invalid_pattern() -> None:
     with pytest.raises(ConfigurationError, match=r"refuse_patterns.*'\(open'") as caught:
         SuffixCache.open(refuse_patterns=["fine", "(open"])
     assert caught.value.param == "refuse_patterns"
+    with pytest.raises(ConfigurationError, match=r"refuse_patterns.*b'key'"):
+        SuffixCache.open(refuse_patterns=[b"key"])  # type: ignore[list-item]  # matches no text

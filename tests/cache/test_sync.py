@@ -121,7 +121,7 @@ def test_namespaces_have_their_own(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache:
         assert [known(cache, range(6), tenant) for tenant in "abcd"] == [[1], [2, 3], [4], []]
         cache.forget(tenant="a")
-        assert [path.stem for path in segments(tmp_path)] == [Namespace.of("b").key]
+        assert [path.stem for path in segments(tmp_path)] == [Namespace("b").key]
 
 
 def test_hits_and_what_was_learned_go_on(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pydantic import ValidationError
 
 from agentspec.reasoning.settings import (
     DelegationSettings,
+    KnnSettings,
     LookaheadSettings,
+    RetrievalSettings,
     SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
@@ -63,3 +65,10 @@ def test_answers_name_the_settings_that_change_them() -> None:
     looking = LookaheadSettings(**MODELS, judge_sees="thinking", adaptive_depth=True).answer_settings
     assert looking["judge_sees"] == "thinking" and looking["adaptive_depth"] is True and "similarity" not in looking
     assert LookaheadSettings(**MODELS, compare="embedding").answer_settings["similarity"] == 0.95
+
+
+@pytest.mark.parametrize(("kind", "least"), [(RetrievalSettings, 0), (KnnSettings, 1)])
+def test_a_stride_is_a_number_of_guesses(kind: type[RetrievalSettings | KnnSettings], least: int) -> None:
+    assert kind(stride=least).stride == least
+    with pytest.raises(ValidationError, match="greater than or equal"):
+        kind(stride=least - 1)

@@ -27,9 +27,8 @@ class ConstrainedDrafter(Drafter):
         forced = self._constraint.forced()[:budget]
         draft = yield from self._drafter.drafting(context, budget)
         self.seconds_weighed = self._drafter.seconds_weighed
-        kept = [] if draft is None else [self._cut(draft)]
-        drafts = [chain_draft(forced, FORCED, Source.GRAMMAR), *kept] if forced else kept
-        return merge(drafts) if len(drafts) > 1 else next(iter(drafts), None)
+        spelled = chain_draft(forced, FORCED, Source.GRAMMAR) if forced else None
+        return merge((spelled, None if draft is None else self._cut(draft)))
 
     def rest(self) -> None:
         self._drafter.rest()

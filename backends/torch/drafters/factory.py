@@ -30,11 +30,6 @@ class DraftModel:
     model: TargetModel
     tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
-    @property
-    def slot_bytes(self) -> int:
-        """The bytes that the draft model keeps for each of an answer's tokens."""
-        return self.model.slot_bytes()
-
     def drafter(self, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None) -> Drafter:
         """A drafter for one answer. It draws with the answer's `noise`, or greedily if tokens must be translated.
         `room()` is the most slots that it may keep.
@@ -59,7 +54,7 @@ class DrafterFactory:
     @property
     def slot_bytes(self) -> int:
         """The bytes that drafting needs for each of an answer's tokens."""
-        return self.draft_model.slot_bytes if self.draft_model is not None and "model" in self.names else 0
+        return self.draft_model.model.slot_bytes() if self.draft_model is not None and "model" in self.names else 0
 
     def open(
         self,

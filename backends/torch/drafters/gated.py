@@ -10,7 +10,7 @@ from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, ti
 from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.telemetry.safe_errors import safe_message
-from agentspec.types import Draft
+from agentspec.types import Draft, path_length
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ class GatedDrafter(Drafter):
         if self._costly is None or not self._due(expected):
             return offered
         drafted = yield from self._ask(self._costly, context, budget)
-        drafts = [draft for draft in (offered, drafted) if draft is not None and len(draft)]
-        return merge(drafts) if len(drafts) > 1 else next(iter(drafts), None)
+        return merge((offered, drafted))
 
     def rest(self) -> None:
         self._cheap.rest()
@@ -81,7 +80,7 @@ class GatedDrafter(Drafter):
         if self._tried is None:
             return
         (before, draft, cost), self._tried = self._tried, None
-        net = followed(draft, context[before:]) - cost
+        net = path_length(draft.tokens.tolist(), draft.parents.tolist(), context[before:]) - cost
         self._gain += RATE * (net - self._gain)
         self._waited = 0
         self._wait = min(max(1, 2 * self._wait), LONGEST_WAIT) if self._gain < 0 and net < 0 else 0
@@ -90,15 +89,3 @@ class GatedDrafter(Drafter):
         costly, self._costly = self._costly, None
         if costly is not None:
             costly.close()
-
-
-def followed(draft: Draft, fresh: Sequence[int]) -> int:
-    """How many of the committed tokens `fresh`, from the first on, follow a path of `draft`."""
-    children = {(int(p), int(t)): node for node, (p, t) in enumerate(zip(draft.parents, draft.tokens, strict=True))}
-    node = -1
-    for count, token in enumerate(fresh):
-        child = children.get((node, token))
-        if child is None:
-            return count
-        node = child
-    return len(fresh)

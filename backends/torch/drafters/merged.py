@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from agentspec.backends.torch.drafters.base import Drafter, make_draft
 from agentspec.types import Draft
@@ -15,9 +15,7 @@ class MergedDrafter(Drafter):
         self._drafters = tuple(drafters)
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        drafts = [draft for drafter in self._drafters if (draft := drafter.propose(context, budget)) is not None]
-        drafts = [draft for draft in drafts if len(draft)]
-        return merge(drafts) if len(drafts) > 1 else next(iter(drafts), None)
+        return merge(drafter.propose(context, budget) for drafter in self._drafters)
 
     def rest(self) -> None:
         for drafter in self._drafters:
@@ -28,13 +26,16 @@ class MergedDrafter(Drafter):
             drafter.close()
 
 
-def merge(drafts: Sequence[Draft]) -> Draft:
-    """One tree with every path of `drafts`. A node in several drafts takes its values from the one that gives it the
-    highest probability.
+def merge(drafts: Iterable[Draft | None]) -> Draft | None:
+    """One tree with every path of `drafts`; None where no draft has any. A node in several drafts takes its values from
+    the one that gives it the highest probability.
     """
+    grown = [draft for draft in drafts if draft is not None and len(draft)]
+    if len(grown) < 2:
+        return next(iter(grown), None)
     nodes: dict[tuple[int, int], int] = {}
     rows: list[list[float]] = []
-    for draft in drafts:
+    for draft in grown:
         place: list[int] = []
         for i in range(len(draft)):
             parent = int(draft.parents[i])
@@ -47,5 +48,4 @@ def merge(drafts: Sequence[Draft]) -> Draft:
                 rows.append(row)
             elif probability > rows[node][2]:
                 rows[node] = row
-    columns = list(zip(*rows, strict=True))
-    return make_draft(columns[0], columns[1], columns[2], columns[3], columns[4])
+    return make_draft(*zip(*rows, strict=True))

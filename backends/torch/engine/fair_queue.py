@@ -57,7 +57,7 @@ class FairQueue:
         return request in self._waiting
 
     def push(self, request: EngineRequest) -> None:
-        self._tenants.lift(tenant_of(request), {tenant_of(other) for other in self._waiting})
+        self._tenants.lift(request.tenant, {other.tenant for other in self._waiting})
         self._sessions.lift(session_of(request), {session_of(other) for other in self._waiting})
         self._waiting[request] = next(self._arrivals)
 
@@ -77,17 +77,13 @@ class FairQueue:
 
     def charge(self, request: EngineRequest, tokens: int) -> None:
         """Charge `tokens` computed tokens to the request's tenant and session."""
-        self._tenants.charge(tenant_of(request), tokens)
+        self._tenants.charge(request.tenant, tokens)
         self._sessions.charge(session_of(request), tokens)
 
     def _rank(self, request: EngineRequest) -> tuple[int, bool, float, float, int]:
         arrival = self._waiting[request]
-        served = self._tenants.of(tenant_of(request)), self._sessions.of(session_of(request))
+        served = self._tenants.of(request.tenant), self._sessions.of(session_of(request))
         return request.priority, arrival >= 0, *served, arrival
-
-
-def tenant_of(request: EngineRequest) -> Hashable:
-    return request.tenant
 
 
 def session_of(request: EngineRequest) -> Hashable:

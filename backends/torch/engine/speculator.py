@@ -10,7 +10,7 @@ from traceback import clear_frames
 
 from agentspec.backends.torch.drafters import Drafter
 from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
-from agentspec.backends.torch.engine.stats import Counters, count
+from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
@@ -138,11 +138,9 @@ class Speculator:
 
     def _count(self, proposal: Proposal, path: Sequence[int]) -> None:
         self._counters.steps += 1
-        count(self._counters.draft_sizes, len(proposal))
-        for source in proposal.sources:
-            count(self._counters.drafted, source)
-        for node in path:
-            count(self._counters.accepted, proposal.sources[node])
+        self._counters.draft_sizes[len(proposal)] += 1
+        self._counters.drafted.update(proposal.sources)
+        self._counters.accepted.update(proposal.sources[node] for node in path)
 
     @property
     def speculation(self) -> Speculation | None:

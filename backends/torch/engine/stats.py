@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -74,18 +75,14 @@ class Counters:
     steps: int = 0
     prefill_tokens: int = 0
     reused_tokens: int = 0
-    drafted: dict[int, int] = field(default_factory=dict)
-    accepted: dict[int, int] = field(default_factory=dict)
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
     preempted: int = 0
-    batch_sizes: dict[int, int] = field(default_factory=dict)
-    draft_sizes: dict[int, int] = field(default_factory=dict)
-    step_drafts: dict[int, int] = field(default_factory=dict)
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    draft_sizes: Counter[int] = field(default_factory=Counter)
+    step_drafts: Counter[int] = field(default_factory=Counter)
     draft_failures: int = 0  # answers whose drafter failed
     substituted: int = 0  # drafted tokens that a lossy rule accepted in place of the model's own
-
-
-def count(counter: dict[int, int], key: int, amount: int = 1) -> None:
-    counter[key] = counter.get(key, 0) + amount
 
 
 def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, speculation: bool) -> EngineStats:
@@ -129,5 +126,5 @@ def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, s
     )
 
 
-def _named(by_source: dict[int, int]) -> dict[str, int]:
+def _named(by_source: Mapping[int, int]) -> dict[str, int]:
     return {Source.NAMES[source]: amount for source, amount in sorted(by_source.items())}

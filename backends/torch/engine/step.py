@@ -11,7 +11,6 @@ from agentspec.backends.torch.drafters.forwards import draft_together
 from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, kv_length
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
-from agentspec.backends.torch.engine.stats import count
 from agentspec.backends.torch.model.device import is_device_error, synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import fetch
@@ -41,8 +40,8 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
     if not any(each.draws for each in scheduled):
         synchronize(device)  # without a draw nothing waits for the forward, and the step would seem to cost nothing
     draw(scheduled)
-    count(context.counters.batch_sizes, len(scheduled))
-    count(context.counters.step_drafts, sum(len(each.proposal) for each in scheduled))
+    context.counters.batch_sizes[len(scheduled)] += 1
+    context.counters.step_drafts[sum(len(each.proposal) for each in scheduled)] += 1
     deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
     if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
         context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
@@ -100,7 +99,7 @@ def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
     if not run_together(sound, context.target):
         context.free_memory()  # only now: until here the exception kept the forward's tensors alive
         for each in sound:
-            isolate_failure(each, partial(run_alone, each, context.target))
+            isolate_failure(each, partial(run_forward, [each], context.target))
         return False
     return len(sound) == len(scheduled) and (len(scheduled) == 1 or context.target.batched)
 
@@ -114,10 +113,6 @@ def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> boo
         logger.warning("a step of %d answers failed, each is tried alone: %s", len(scheduled), error_location(error))
         return False
     return True
-
-
-def run_alone(each: ScheduledSequence, target: TargetModel) -> None:
-    run_forward([each], target)
 
 
 def run_forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from agentspec.backends.torch.model.target import layer_windows
+from agentspec.backends.torch.model.target import layer_windows, rotaries
 from agentspec.errors import ModelUnavailableError
 
 LIMITS = ("attention_chunk_size", "attention_window_size", "local_attention", "window_size")
@@ -40,13 +39,6 @@ def max_exact_context(config: Any) -> int | None:
     with a draft, would then differ from those of a run without drafts. (The dynamic kind changes only beyond the
     model's context.)
     """
-    ropes = _rotaries(config.get_text_config())
-    bounds = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+    ropes = [rope for rope in rotaries(config.get_text_config()) if rope.get("rope_type") == "longrope"]
+    bounds = [rope["original_max_position_embeddings"] for rope in ropes]
     return min(bounds, default=None)
-
-
-def _rotaries(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters; one set for each kind of layer if the kinds differ."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in parameters.values() if isinstance(each, dict)]
-    yield from nested if "rope_type" not in parameters and nested else [parameters]

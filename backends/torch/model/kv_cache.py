@@ -195,7 +195,7 @@ def _joined(parts: Sequence[RowsPart], store_of: Callable[[Rows], Layers], layer
     first = store_of(parts[0].rows)[layer]
     if first is None:
         return None
-    room, at = first.new_empty((*first.shape[:-2], capacity, first.shape[-1])), 0
+    room, at = _room(None, first, 0, capacity), 0
     for part in parts:
         store = store_of(part.rows)
         tensor = store[layer]

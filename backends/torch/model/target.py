@@ -41,7 +41,8 @@ class TargetModel:
         self.attention: str = config._attn_implementation
         self.graphs: Graphs | None = None
         self._packs = rewindable and self.attention == ATTENTION_NAME
-        self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(_rotaries(config))
+        kinds = {rope.get("rope_type") or rope.get("type") for rope in rotaries(config)}
+        self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(kinds)
         self._config = config
         self._groups = _groups(config)
         self._windows = layer_windows(config) or {}
@@ -199,11 +200,11 @@ class HeadInput:
         return (inputs[0][:, : self._max_rows], *inputs[1:])
 
 
-def _rotaries(config: Any) -> set[Any]:
-    """The kinds of rotary positions that the layers use."""
+def rotaries(config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters; one set for each kind of layer if the kinds differ."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [each for each in parameters.values() if isinstance(each, dict)]  # by kind of layer
-    return {each.get("rope_type") or each.get("type") for each in nested or [parameters]}
+    nested = [each for each in parameters.values() if isinstance(each, dict)]
+    return nested if nested and "rope_type" not in parameters else [parameters]
 
 
 def layer_windows(config: Any) -> dict[str, int | None] | None:

@@ -113,10 +113,7 @@ class TokenizerAdapter:
 
     def spell(self, token_id: int) -> str:
         """The text of one token, even if it is a special token."""
-        if self._fast is not None:
-            return str(self._fast.decode([token_id], skip_special_tokens=False))
-        with self._lock:
-            return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        return self.decode([token_id], special=True)
 
 
 def _longest_token(tokenizer: Any) -> int:

@@ -14,8 +14,9 @@ DEPTH = 16  # most tokens before a place that are compared
 _UNLIKE = -2  # equals no token, and not the -1 that fills passages
 
 
-def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: int) -> Tensor:
-    """The `count` tokens that followed the best earlier occurrence of each request's end; int64 (requests, count).
+def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` tokens that followed the best earlier occurrence of each request's end, int64 (requests, count); and
+    how many tokens are equal before it, int64 (requests).
 
     `own` (requests, columns) holds each request's prompt and output, of which the first `lengths` (requests) tokens
     count; `passages` (requests, passages, width) are filled up with -1, and their first `overlap` tokens are own text,
@@ -24,13 +25,6 @@ def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: i
     own text the newest place comes first. A draft that reaches the end of own text goes on from where it began, since
     what repeats goes on repeating; what is missing otherwise is the request's last token.
     """
-    return draft_after_match(own, lengths, passages, overlap, count)[0]
-
-
-def draft_after_match(
-    own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """`draft`, and how many tokens are equal before the place of each request's draft; int64 (requests)."""
     end = _last_tokens(own, lengths)
     fallback = end[:, -1:].clamp(min=0)
     own_score, own_place = _best_own(own, lengths, end)

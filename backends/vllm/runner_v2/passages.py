@@ -12,6 +12,7 @@ from agentspec.cache.tokens import Tokens
 from agentspec.types import Draft
 
 NO_TOKEN = -1
+_ROWS, _OVERLAP = 4, 16
 STEPS_BEHIND = 2
 """Steps whose tokens the host does not know yet when a passage is used, at most: with asynchronous scheduling one is
 computed while the next is being prepared."""
@@ -40,9 +41,9 @@ class PassageShape(NamedTuple):
         return 2 * self.ahead
 
 
-def shape_for(draft_tokens: int, *, count: int = 4, overlap: int = 16) -> PassageShape:
+def shape_for(draft_tokens: int) -> PassageShape:
     """Passages long enough for a chain of `draft_tokens` after all steps that the host does not know were accepted."""
-    return PassageShape(count, overlap, overlap + STEPS_BEHIND * (draft_tokens + 1) + draft_tokens)
+    return PassageShape(_ROWS, _OVERLAP, _OVERLAP + STEPS_BEHIND * (draft_tokens + 1) + draft_tokens)
 
 
 def passages(trees: Sequence[Sequence[int]], context: Tokens, shape: PassageShape) -> Rows:

@@ -209,7 +209,7 @@ def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[...
         def match(own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: torch.Tensor) -> torch.Tensor:
             rows = rows.long()
             texts, ends = own.index_select(0, rows), lengths.index_select(0, rows)
-            tokens, match_length = matching.draft_after_match(texts, ends, found, shape.overlap, drafts.shape[1])
+            tokens, match_length = matching.draft(texts, ends, found, shape.overlap, drafts.shape[1])
             drafts.copy_(tokens)
             return match_length
 

@@ -16,7 +16,7 @@ _PIECE = 256  # rows that are read at a time
 _ONE_BY_ONE = 4096  # ids in a row without a readable one; then ever more are passed over
 _PIECE_BYTES = 1 << 20
 _LAST = 2**63 - 1
-_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOTADB)
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOTADB)
 _RESTORED = (meta.name, revision.name, namespaces.name, processes.name)  # what they held is known from elsewhere
 _UNREADABLE = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)  # by the disk
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -246,5 +246,5 @@ def _note_lost_deletions(target: sqlite3.Connection) -> None:
 def require_damage(error: sqlite3.DatabaseError) -> None:
     """Raise what says nothing of the rows: a lock, no memory, no room."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    if code & 0xFF not in _DAMAGE and code not in _UNREADABLE:
+    if code & 0xFF not in DAMAGE and code not in _UNREADABLE:
         raise error

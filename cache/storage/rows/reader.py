@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class SequenceReader:
             rows = [row for row in connection.execute(query) if is_sound(row, _NAMESPACE)]
         found = (
             StoredNamespace(
-                Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash),
+                codec.namespace_of(row),
                 *(row.sequences, row.tokens, row.bytes),
             )
             for row in rows
@@ -111,7 +111,7 @@ class SequenceReader:
         with self._answering():
             for piece in self._pieces(_NONE, 0, self._newest_id(), columns=columns):
                 for row in filter(codec.names_agree, piece):
-                    namespace = Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash)
+                    namespace = codec.namespace_of(row)
                     count, tokens, size = found.pop(namespace, (0, 0, 0))  # and put back as the last one used
                     found[namespace] = count + 1, tokens + row.token_count, size + row.size
         return [StoredNamespace(namespace, *sizes) for namespace, sizes in found.items()]
@@ -160,21 +160,16 @@ class SequenceReader:
 
     # Sequences.
 
-    def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
-        """The newest sequences of at most `limit` tokens together, oldest first; sets `last_id`.
-
-        `beyond` maps namespaces (by key) to a row id: of these namespaces only later rows are read.
-        """
-        until, namespace = self.position(), sequences.c.namespace
-        after = beyond or {}
-        parts = [self._pages([namespace == key], last, until, newest_first=True) for key, last in after.items()]
-        parts.append(self._pages([namespace.not_in(after)] if after else _NONE, 0, until, newest_first=True))
-        return self._within(limit, (row for part in parts for row in part))
-
     def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
         """The newest sequences of one namespace, in rows after `beyond`, at most `limit` tokens, oldest first."""
         mine = [sequences.c.namespace == namespace.key]  # with the tenant, damaged rows would be read by no namespace
-        return self._within(limit, self._pages(mine, beyond, self._newest_id(), newest_first=True))
+        found: list[SequenceRecord] = []
+        for record in self._readable(self._pages(mine, beyond, self._newest_id(), newest_first=True)):
+            limit -= len(record.tokens)
+            if limit < 0:
+                break
+            found.append(record)
+        return found[::-1]
 
     def hottest(self, tenant: str, tokenizer_hash: str, limit: int) -> list[SequenceRecord]:
         """A tenant's sequences of a tokenizer that were drafted from most often, then the newest, of at most `limit`
@@ -192,36 +187,17 @@ class SequenceReader:
             rows = [connection.execute(sa.select(sequences).where(sequences.c.id == id_)).first() for id_ in chosen]
         return list(self._readable(row for row in rows if row is not None))
 
-    def _within(self, limit: int, rows: Iterator[sa.Row[Any]]) -> list[SequenceRecord]:
-        found: list[SequenceRecord] = []
-        for record in self._readable(rows):
-            limit -= len(record.tokens)
-            if limit < 0:
-                break
-            found.append(record)
-        return found[::-1]
-
-    def poll(self, process: int | None, wanted: Callable[[str], bool] | None = None) -> Iterator[SequenceRecord]:
-        """Sequences that processes other than `process` added since the last call, read as they are asked for.
-
-        Without reading them, `last_id` passes over the rows of namespaces whose key `wanted` refuses.
-        """
+    def poll(self, process: int | None) -> Iterator[SequenceRecord]:
+        """Sequences that processes other than `process` added since the last call, read as they are asked for."""
         begun, looked_at = self.last_id, time.monotonic()
         self._newest = newest = self._newest_id()
         number = sequences.c.number
         others = sa.true() if process is None else sa.not_(number.between(process << 32, ((process + 1) << 32) - 1))
-        names = (sequences.c.id, sequences.c.namespace)
         with self._answering():
-            pieces = self._pieces([others], begun, newest, columns=(sequences,) if wanted is None else names)
-            for piece in pieces:
-                yield from self._readable(piece if wanted is None else self._chosen(piece, wanted))
+            for piece in self._pieces([others], begun, newest):
+                yield from self._readable(piece)
                 self.last_id = piece[-1].id
         self.last_id, self._whole_at = max(newest, begun), looked_at
-
-    def _chosen(self, piece: Sequence[sa.Row[Any]], wanted: Callable[[str], bool]) -> Iterator[sa.Row[Any]]:
-        ids = [row.id for row in piece if wanted(row.namespace)]
-        if ids:
-            yield from self._pages([sequences.c.id.in_(ids)], ids[0] - 1, ids[-1])
 
     def records(self) -> Iterator[SequenceRecord]:
         """Every sequence, oldest first, read as they are asked for."""

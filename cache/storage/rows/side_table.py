@@ -37,7 +37,7 @@ class SideTable:
     def create(self, connection: sa.Connection) -> None:
         """Make the table unless it is there."""
         if not self.is_there(connection):
-            self._table.metadata.create_all(connection)
+            self._table.create(connection)  # and no other one: `is_there` must not find what may be rolled back
 
     @contextmanager
     def reading(self) -> Iterator[sa.Connection | None]:

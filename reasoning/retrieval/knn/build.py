@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -60,10 +60,12 @@ class Corpus:
                 raise ConfigurationError(f"{file}, line {number}: not a document, {wanted}: {error!r}") from error
 
     def _lines(self) -> Iterator[tuple[Path, int, str]]:
-        with ExitStack() as stack:
-            for file in self.files:
-                lines = stack.enter_context(open_lines(file))
-                yield from ((file, number, line) for number, line in enumerate(lines, 1) if line.strip())
+        for file in self.files:
+            try:
+                with open_lines(file) as lines:
+                    yield from ((file, number, line) for number, line in enumerate(lines, 1) if line.strip())
+            except (OSError, EOFError, UnicodeError, zlib.error) as error:
+                raise ConfigurationError(f"{file} cannot be read: {error}") from error
 
 
 async def build(
@@ -76,7 +78,8 @@ async def build(
 ) -> DatastoreManifest:
     """Add the documents that `folder` lacks and finish its datastore. An interrupted build loses at most one batch.
 
-    Raises `ConfigurationError` for a folder with another datastore and for lines that are no documents.
+    Raises `ConfigurationError` for a folder with another datastore, a file that cannot be read and a line that is no
+    document.
     """
     fresh = DatastoreManifest(model, backend.fingerprint, corpus.digest())
     total = corpus.count()

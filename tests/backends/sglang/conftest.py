@@ -167,7 +167,7 @@ def corpora(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cor
     """Makes corpora on one cache. They wait until each batch that they see is recorded, and no search gives up."""
     monkeypatch.setattr(drafting, "PATIENCE", 60.0)
     made: list[TokenCacheCorpus] = []
-    router = CacheRouter(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace.of, None)
+    router = CacheRouter(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace, None)
 
     class Flushed(TokenCacheCorpus):
         def see(self, reqs: Any) -> None:
@@ -186,5 +186,5 @@ def corpora(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cor
 
 def stored(cache: SuffixCache, namespace: str = "default") -> list[list[int]]:
     """The outputs in the cache's index, in order."""
-    shared = cache.request([1], namespace=Namespace.of(namespace)).indexes[-1][0]
+    shared = cache.request([1], namespace=namespace).indexes[-1][0]
     return sorted(shared.tokens(number).tolist() for number in shared.usage().sequences.tolist())

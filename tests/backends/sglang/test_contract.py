@@ -26,8 +26,9 @@ import torch
 from agentspec.backends.engine_plugin.source_contract import missing
 from agentspec.backends.sglang import plugin
 from agentspec.backends.sglang.corpus import TokenCacheCorpus
-from agentspec.backends.sglang.tree_layout import TokenTree, accepted, to_arrays
+from agentspec.backends.sglang.tree_layout import TokenTree, to_arrays
 from agentspec.cache import SuffixCache
+from agentspec.types import path_length
 from tests.backends.conftest import Unpack
 from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler, parents_of, stored
 
@@ -186,7 +187,7 @@ def test_its_links_between_nodes_lead_along_our_trees(worker: Any) -> None:
         rows = tokens.reshape(3, NODES).tolist()
         for row, tree in enumerate(trees):
             text = [rng.randrange(1, 4) for _ in range(NODES)]
-            assert walked(rows[row], children[row].tolist(), siblings[row].tolist(), text) == accepted(tree, text)
+            assert walked(rows[row], children[row].tolist(), siblings[row].tolist(), text) == path_length(*tree, text)
 
 
 def walked(tokens: list[int], children: list[int], siblings: list[int], text: list[int]) -> int:

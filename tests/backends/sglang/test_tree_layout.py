@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, accepted, chain, to_arrays, within
+from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, chain, to_arrays, within
+from agentspec.types import path_length
 from tests.backends.sglang.conftest import parents_of, verified
 
 
@@ -39,7 +40,7 @@ def test_random_trees_are_verified_as_what_they_are(seed: int) -> None:
             assert {*np.flatnonzero(mask[row, node]).tolist()} == above
         for _ in range(30):
             text = [rng.randrange(1, 4) for _ in range(6)]
-            assert verified(tokens[row].tolist(), parents, text) == accepted(tree, text)
+            assert verified(tokens[row].tolist(), parents, text) == path_length(*tree, text)
 
 
 def test_a_tree_that_is_too_small_ends_in_a_chain() -> None:
@@ -59,4 +60,4 @@ def test_tokens_that_the_model_does_not_know_go_with_all_below() -> None:
 def test_a_chain() -> None:
     assert chain([4, 5, 6]) == TokenTree([4, 5, 6], [-1, 0, 1])
     assert chain([]) == EMPTY_TREE
-    assert accepted(chain([4, 5, 6]), [4, 5, 7]) == 2
+    assert path_length(*chain([4, 5, 6]), [4, 5, 7]) == 2

@@ -19,9 +19,10 @@ import torch
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.backend import LONG_PROMPT, end_ids
+from agentspec.backends.torch.backend import LONG_PROMPT
 from agentspec.backends.torch.grammars.helper import CompileHelper
 from agentspec.backends.torch.grammars.matcher import GrammarMatcher
+from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.cache import SuffixCache
 from agentspec.errors import (
     AgentSpecError,
@@ -332,8 +333,8 @@ async def test_loading_a_folder(tmp_path: Path, saved_model: Path) -> None:
         TorchBackend.load(TorchSettings(model=str(tmp_path)))
 
 
-async def test_end_ids_come_from_model_and_tokenizer(lab: Any) -> None:
-    assert end_ids(lab.loaded) == {256}
+def test_end_ids_come_from_model_and_tokenizer(lab: Any) -> None:
+    assert ids_of_end(lab.loaded.target.module.generation_config, lab.loaded.tokenizer) == {256}
 
 
 async def test_what_a_pattern_refuses_is_answered_and_not_shared(backend_of: Any) -> None:

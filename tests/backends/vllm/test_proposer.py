@@ -84,7 +84,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     with SuffixCache.open() as cache:
-        memories = CacheRouter(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace.of, None)
+        memories = CacheRouter(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace, None)
         opened: list[RequestCache] = []
 
         def open_cache(state: RequestState, prompt: Tokens) -> RequestCache:

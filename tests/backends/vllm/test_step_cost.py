@@ -35,7 +35,7 @@ class Line(StepTimeModel):
 
     def of(self, requests: int) -> Callable[[np.ndarray], np.ndarray]:
         """Seconds by the number of drafted tokens."""
-        return lambda drafted: self.many(requests + drafted)
+        return lambda drafted: np.interp(requests + drafted, *self.curve)
 
 
 falling = st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda worth: np.array(sorted(worth, reverse=True)))
@@ -88,7 +88,7 @@ def test_whatever_steps_come_first_there_is_a_cost_of_every_size(seed: int) -> N
     for step in range(40):
         tokens = usual + random.randrange(2 * usual + 2) if step < 25 else random.choice([1, usual, 5 * usual])
         cost.observe(tokens, 0.02 + slope * tokens)
-    found = cost.many(np.arange(1, 1000))
+    found = np.interp(np.arange(1, 1000), *cost.curve)
     assert np.isfinite(found).all() and (found > 0).all() and (np.diff(found) > -1e-12).all()
 
 
@@ -179,7 +179,9 @@ def learned_goodput(drafts: Drafts, machine: Costs, first: float, random: Random
         least = cost.least_acceptance(8)
         if trials.begin():
             return [int((part >= min(least, LIKELY)).sum()) for part in parts]
-        return allocate_budget([part[part >= least] for part in parts], 8, lambda more: cost.many(8 + more))
+        return allocate_budget(
+            [part[part >= least] for part in parts], 8, lambda more: np.interp(8 + more, *cost.curve)
+        )
 
     def after(step: int, size: int, seconds: float) -> None:
         seen = seconds * random.lognormvariate(0, 0.05) * (first if step < 2 else 1.0)

@@ -24,7 +24,7 @@ STRIDES = [31, pytest.param(7, marks=SLOW), pytest.param(1, marks=LONG)]
 
 def stored(location: str | Path) -> list[list[int]]:
     store = SequenceStore.open(location, disk_bytes=None, mode="auto")
-    rows = [row.tokens.tolist() for row in store.newest(limit=1 << 30)]
+    rows = [row.tokens.tolist() for row in store.records()]
     store.close()
     return rows
 
@@ -129,7 +129,7 @@ def outputs(path):
     with SuffixCache.open(path) as cache:
         assert cache.stats().mode == "writer", cache.stats()
         from agentspec.cache.storage.sequence_store import SequenceStore
-        rows = [row.tokens.tolist() for row in cache._store.newest(limit=1 << 30)]
+        rows = [row.tokens.tolist() for row in cache._store.records()]
         return rows
 
 def drafts(cache, turn):

@@ -73,7 +73,7 @@ def test_rows_round_trip(location: str | Path, rows: list[tuple[list[int], list[
         store.put(row(number, tokens, context))
     store.close()
     store = opened(location)
-    loaded = store.newest(limit=10_000)
+    loaded = list(store.records())
     store.close()
     assert [(r.sequence, r.tokens.tolist(), r.context.tolist()) for r in loaded] == [
         (number, tokens, context) for number, (tokens, context) in enumerate(rows)
@@ -181,7 +181,7 @@ def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> N
         durable = [int(worker.stdout.readline()) for _ in range(reports)][-1]
         worker.kill()
     store = opened(location)
-    stored = [r.tokens.tolist() for r in store.newest(limit=1 << 30)]
+    stored = [r.tokens.tolist() for r in store.records()]
     store.close()
     assert len(stored) > durable
     assert stored == [[turn, turn + 1, turn + 2] for turn in range(len(stored))]
@@ -199,7 +199,7 @@ def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str,
     kept = replace(row(1, [1, 2]), namespace=Namespace("t", "m"), labels=Labels(session, session, session))
     store.put(kept)
     store.flush()
-    assert [found.labels for found in store.newest(limit=100)] == [kept.labels]
+    assert [found.labels for found in store.records()] == [kept.labels]
     assert store.forget(select(session=session + "x")) == 0
     assert store.forget(select(session=session)) == 1
     # Of no session: one that was just forgotten by that name would not be written.

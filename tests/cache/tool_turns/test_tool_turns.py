@@ -48,6 +48,7 @@ def test_what_is_put_comes_back_to_its_agent_alone(store: Open) -> None:
     turns = [made(body=f'{{"n": {n}, "text": "wörld"}}') for n in range(3)]
     assert all(opened.put(turn) for turn in turns)
     assert kept(opened) == turns  # before it is written
+    assert opened.read("a", "y", [turns[0].id]) == opened.read("b", "x", [turns[0].id]) == []
     opened.maintain()
     assert kept(opened) == turns
     assert kept(opened, "b") == [] and kept(opened, "a", "y") == []
@@ -96,7 +97,7 @@ def test_refused_and_huge_turns_are_not_kept(store: Open) -> None:
 
 def test_an_agent_keeps_its_newest_turns(store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (memory_module, table_module):
-        monkeypatch.setattr(module, "_MOST", 8)
+        monkeypatch.setattr(module, "MOST", 8)
     opened = store()
     turns = [made(age=100.0 - n) for n in range(9)]
     for turn in turns:

@@ -95,7 +95,7 @@ def test_a_database_of_an_older_version_gets_the_names_of_batches(database: Data
         pytest.skip("memory has no versions")
     add(DatabaseUsage(database, 400), row())
     with database.writing() as connection:
-        connection.exec_driver_sql("DROP TABLE usage_batches")
+        connection.exec_driver_sql("DROP TABLE IF EXISTS usage_batches")
     opened = DatabaseUsage(database, 400)
     opened.maintain()
     for _ in range(2):
@@ -244,3 +244,14 @@ def test_bytes_of_forgotten_names_are_erased(tmp_path: Path) -> None:
         opened.forget(tenant="canary-tenant")
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert files and not any(b"canary" in file.read_bytes() for file in files)
+
+
+def test_a_first_addition_that_fails_leaves_nothing_that_is_looked_for(database: Database | None) -> None:
+    if database is None:
+        pytest.skip("nothing fails in memory")
+    opened, before = DatabaseUsage(database, 400), database.disk_bytes()
+    with pytest.raises((OverflowError, CacheUnavailableError)):
+        opened.add([row(requests=2**70)], since=time.time(), day=TODAY, batch="b")
+    opened.maintain()  # its tables went with the transaction
+    assert database.disk_bytes() >= before and opened.read() == []
+    assert add(opened, row()) == {("a", "k"): 10}

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.protocol.responses import Accumulator
 from agentspec.types import GenerateRequest, Message
@@ -24,7 +27,7 @@ def known_prompt(tokenizer: TokenizerAdapter, request: GenerateRequest, *, unfin
     messages = list(request.messages or ())
     variants = (continued(messages, text, unfinished=unfinished) for text in UNKNOWN)
     first, second = (tokenizer.prompt(replace(request, messages=each, start_answer=False)) for each in variants)
-    return first[: common_length(first, second)]
+    return first[: common_prefix(np.asarray(first), np.asarray(second))]
 
 
 def continued(messages: list[Message], text: str, *, unfinished: bool) -> list[Message]:
@@ -55,8 +58,3 @@ def after_calls(request: GenerateRequest, answer: Accumulator) -> GenerateReques
         return None
     said: Mapping[str, Any] = {"role": "assistant", "content": "".join(choices[0][1].text), "tool_calls": calls}
     return replace(request, messages=[*request.messages, said])
-
-
-def common_length(left: list[int], right: list[int]) -> int:
-    size = min(len(left), len(right))
-    return next((at for at in range(size) if left[at] != right[at]), size)

@@ -9,8 +9,8 @@ import pytest
 
 from agentspec.backends.torch.drafters import Drafter, chain_draft
 from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, timed
-from agentspec.backends.torch.drafters.gated import LONGEST_WAIT, GatedDrafter, followed
-from agentspec.types import Draft, Source
+from agentspec.backends.torch.drafters.gated import LONGEST_WAIT, GatedDrafter
+from agentspec.types import Draft, Source, path_length
 
 
 class Scripted(Drafter):
@@ -40,7 +40,8 @@ def play(drafter: GatedDrafter, rounds: int) -> None:
     for _ in range(rounds):
         draft = drafter.propose(context, 8)
         after = list(range(len(context), len(context) + 8))
-        context += after[: 1 + (0 if draft is None else followed(draft, after))]
+        accepted = 0 if draft is None else path_length(draft.tokens.tolist(), draft.parents.tolist(), after)
+        context += after[: 1 + accepted]
 
 
 def test_a_model_that_pays_is_asked_every_round_and_weighs_its_own_time() -> None:

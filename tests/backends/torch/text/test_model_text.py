@@ -43,12 +43,11 @@ def test_plain_prompts_and_answers_by_themselves(text: ModelText) -> None:
 @pytest.mark.model
 def test_namespaces_are_the_engines(default_model: Any, text: ModelText) -> None:
     from agentspec.backends.settings import TorchSettings
-    from agentspec.backends.torch.backend import end_ids
     from agentspec.backends.torch.loader import load
 
     loaded = load(TorchSettings(model=str(default_model.folder)))
     assert loaded.namespace("t") == text.namespace("t")
-    assert end_ids(loaded) == text.end_ids
+    assert ids_of_end(loaded.target.module.generation_config, loaded.tokenizer) == text.end_ids
 
 
 @pytest.mark.model

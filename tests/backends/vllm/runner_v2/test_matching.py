@@ -49,14 +49,14 @@ def test_drafts_are_those_of_the_search(requests: list[tuple[list[int], list[lis
     own = torch.tensor([text + [7] * (columns - len(text)) for text, _ in requests], dtype=torch.int32)
     lengths = torch.tensor([len(text) for text, _ in requests], dtype=torch.int32)
     passages = torch.tensor([rows for _, rows in requests], dtype=torch.int32)
-    found = draft(own, lengths, passages, OVERLAP, tokens)
+    found, _ = draft(own, lengths, passages, OVERLAP, tokens)
     assert found.dtype == torch.int64
     assert found.tolist() == [drafted_by_search(text, rows, tokens) for text, rows in requests]
 
 
 def one(text: list[int], *passages: list[int]) -> list[int]:
     rows = [row + [-1] * (WIDTH - len(row)) for row in passages] or [[-1] * WIDTH]
-    return draft(torch.tensor([text]), torch.tensor([len(text)]), torch.tensor([rows]), OVERLAP, 3).tolist()[0]
+    return draft(torch.tensor([text]), torch.tensor([len(text)]), torch.tensor([rows]), OVERLAP, 3)[0].tolist()[0]
 
 
 def test_a_passage_is_followed_from_where_the_output_has_got_to() -> None:

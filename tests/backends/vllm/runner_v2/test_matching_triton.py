@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.backends.vllm.runner_v2.matching import draft_after_match
+from agentspec.backends.vllm.runner_v2.matching import draft
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")]
@@ -88,7 +88,7 @@ def test_the_kernels_draft_as_plain_torch(kernels: Any, columns: int, tokens: in
         drafts = torch.full((4, tokens), -5)
         match = matcher.draft(own, lengths, rows, torch.ones(4, dtype=torch.int32), passages, drafts)
         index = rows.long()
-        plain, plain_match = draft_after_match(own[index], lengths[index], passages, shape.overlap, tokens)
+        plain, plain_match = draft(own[index], lengths[index], passages, shape.overlap, tokens)
         assert torch.equal(drafts, plain) and torch.equal(match, plain_match)
 
 

@@ -99,7 +99,7 @@ def test_many_bad_rows(location: str | Path) -> None:
     fill(location, 700)
     execute(location, "UPDATE sequences SET token_count = token_count + 1000000 WHERE id % 2 = 0 OR id < 100")
     store = opened(location)
-    assert [one.sequence for one in store.newest(10_000_000)] == [n for n in range(100, 700) if n % 2 == 0]
+    assert [one.sequence for one in store.records()] == [n for n in range(100, 700) if n % 2 == 0]
     assert store.damaged == 700 - 300
     store.close()
 
@@ -156,7 +156,7 @@ def test_a_page_that_is_no_page_costs_its_rows(tmp_path: Path) -> None:
     store = opened(tmp_path)
     found = [one.sequence for one in store.records()]
     assert ROWS - 100 < len(found) < ROWS and len(found) + store.damaged == ROWS
-    newest = [one.sequence for one in store.newest(10**9)]
+    newest = [one.sequence for there in store.namespaces() for one in store.load(there.namespace, 10**9)]
     assert ROWS - 100 < len(newest) < ROWS and len(set(newest) ^ set(found)) <= 1  # a row at the edge of the page
     assert [problem for problem in store.problems() if "sequence" in problem]
     store.close()
@@ -212,15 +212,6 @@ def test_namespaces_are_told_by_their_totals(location: str | Path) -> None:
     execute(location, "DELETE FROM sequences")
     with store._database.engine.connect() as connection:
         assert connection.execute(sa.select(namespaces)).all() == []
-    store.close()
-
-
-def test_rows_of_namespaces_that_are_not_wanted_are_passed_over(location: str | Path) -> None:
-    store = opened(location)
-    fill(location, 30)
-    wanted = {Namespace("t0").key}
-    assert [one.sequence for one in store.poll(1, wanted.__contains__)] == list(range(0, 30, 3))
-    assert store.last_id == 30
     store.close()
 
 

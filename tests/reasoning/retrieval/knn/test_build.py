@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -129,6 +129,34 @@ async def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(ConfigurationError, match=r"bad\.jsonl, line 2"):
         await built(Corpus((file,)), tmp_path / "store", Countable())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bad.jsonl", b'{"text": "\xff"}\n'),
+        ("bad.jsonl.gz", b"plain"),
+        ("bad.jsonl.gz", gzip.compress(b"{}" * 99)[:-9]),
+    ],
+    ids=["not UTF-8", "not gzip", "cut off"],
+)
+async def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=rf"{name} cannot be read"):
+        await built(Corpus((tmp_path / name,)), tmp_path / "store", Countable())
+
+
+def test_one_file_is_open_at_a_time(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[IO[str]] = []
+    really = build_module.open_lines
+
+    def open_lines(file: Path) -> IO[str]:
+        assert all(before.closed for before in opened)
+        opened.append(really(file))
+        return opened[-1]
+
+    monkeypatch.setattr(build_module, "open_lines", open_lines)
+    assert corpus.count() == 25 and len(opened) == len(corpus.files)
 
 
 async def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
