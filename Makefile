@@ -85,7 +85,7 @@ check: check-static check-tests
 
 # vLLM is a download of 400 MB into an environment of its own, agent frameworks are one of 150 MB into another, and
 # `langgraph dev` into a third; without them the tests of real servers and of these clients are skipped.
-check-long: CHOICE = -m long
+check-long: CHOICE = --hypothesis-profile=long -m "long or costly"
 check-long: WORKERS = 0
 check-long: export AGENTSPEC_VLLM_ENV = $(CURDIR)/.ci/vllm
 check-long: export AGENTSPEC_CLIENTS_ENV = $(CURDIR)/.ci/clients

@@ -36,23 +36,24 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 ENCODER_WORDS = "[PAD] [UNK] [CLS] [SEP] cat dog bird fish tree house river stone the a".split()
 
 
-# On how many examples a property is tried; `make check` asks for the second, always the same ones.
-PROFILES = {"dev": 10, "ci": 100}
+# On how many examples a property is tried; `make check` asks for the second, always the same ones, and for costly
+# properties `make check-long` for the third.
+PROFILES = {"dev": 10, "ci": 100, "long": 400}
 for name, examples in PROFILES.items():
     hypothesis.settings.register_profile(
         name,
         max_examples=examples,
         deadline=None,
-        derandomize=name == "ci",
+        derandomize=name != "dev",
         suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("dev")
 
 
 def costly(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Fewer examples of a property of which each opens a database, or runs agents: 25 where others have 100."""
+    """Mark a property of which each example opens a database or runs agents: a quarter of the examples, 10 or more."""
     examples = hypothesis.settings.default.max_examples  # of the profile that the command line chose
-    return hypothesis.settings(max_examples=max(PROFILES["dev"], examples // 4))(test)
+    return pytest.mark.costly(hypothesis.settings(max_examples=max(PROFILES["dev"], examples // 4))(test))
 
 
 # One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.

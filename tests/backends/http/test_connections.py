@@ -8,10 +8,9 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 from agentspec.backends.http import Endpoint
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamTimeoutError
+from tests.instructions import counted_instructions
 
 pytestmark = pytest.mark.anyio
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -145,7 +145,7 @@ async def test_connections_are_used_again_beside_many_streams(streams: int) -> N
 
 
 async def test_what_a_call_costs_does_not_grow_with_the_open_connections() -> None:
-    """Counted in bytecode instructions of our HTTP client and of its library, so that no other program counts."""
+    """Counted in bytecode instructions of our HTTP client and of its library, without those of the event loop."""
 
     async def script(client: Client) -> None:
         while True:
@@ -156,7 +156,7 @@ async def test_what_a_call_costs_does_not_grow_with_the_open_connections() -> No
             await client.send(ANSWER)
 
     async def cost(endpoint: Endpoint) -> int:
-        with instructions_of_client() as count:
+        with counted_instructions("asyncio.", "selectors", __name__) as count:
             await endpoint.fetch("POST", "/x", body=b"{}")
         return count()
 
@@ -167,27 +167,6 @@ async def test_what_a_call_costs_does_not_grow_with_the_open_connections() -> No
             await stack.enter_async_context(endpoint.send("POST", "/x", headers={}, body=b"stream"))
         beside = min([await cost(endpoint) for _ in range(5)])
         assert 500 < beside < 1.05 * alone
-
-
-@contextmanager
-def instructions_of_client() -> Iterator[Callable[[], int]]:
-    """Count the bytecode instructions run inside the block, other than those of the event loop and of this file."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if frame.f_globals.get("__name__", "").startswith(("asyncio.", "selectors", __name__)):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()  # which counts the lines for coverage
-    sys.settrace(trace)
-    try:
-        yield lambda: count
-    finally:
-        sys.settrace(before)
 
 
 async def test_idle_connections_are_closed_in_time_and_not_kept_for_the_next_call() -> None:

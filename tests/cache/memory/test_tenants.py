@@ -7,7 +7,7 @@ import threading
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from agentspec.cache.memory import group
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
+from tests.instructions import counted_instructions
 
 MIB = 1 << 20
 NATIVE = {
@@ -166,22 +167,9 @@ def test_a_request_costs_the_same_beside_many_tenants() -> None:
 
 
 def instructions(work: Callable[[], None]) -> int:
-    """How many bytecode instructions `work` takes, in all functions that it calls."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()  # which counts the lines for coverage
-    sys.settrace(trace)
-    try:
+    with counted_instructions() as count:
         work()
-    finally:
-        sys.settrace(before)
-    return count
+    return count()
 
 
 def test_an_empty_namespace_takes_little() -> None:
