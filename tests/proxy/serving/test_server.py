@@ -22,17 +22,24 @@ from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.server import ServerSettings
 
 PROGRAM = """
-import sys
+import asyncio, os, sys
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.proxy import create_app, logs
 from agentspec.proxy.serving.server import GatewayServer
 from agentspec.runtime import Runtime
-from agentspec.testing import Answer, FakeBackend
+from agentspec.testing import FakeBackend
+
+class Held(FakeBackend):
+    async def generate(self, request):
+        async for delta in super().generate(request):
+            yield delta
+            while not os.path.exists(sys.argv[2]):  # the rest comes once this file is there
+                await asyncio.sleep(0.01)
 
 logs.configure("INFO", sys.stdout)
 settings = Settings(server=ServerSettings(port=0, drain_timeout=float(sys.argv[1])), backends={})
-runtime = Runtime(settings, backends={"fake": FakeBackend(Answer("one two three four five", latency=0.3))})
+runtime = Runtime(settings, backends={"fake": Held("one two three four five")})
 GatewayServer(create_app(runtime, settings), settings).run()
 print("flushed", runtime.ready, flush=True)
 """
@@ -40,8 +47,9 @@ BODY = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "strea
 
 
 class Process:
-    def __init__(self, drain_timeout: float) -> None:
-        command = [sys.executable, "-c", PROGRAM, str(drain_timeout)]
+    def __init__(self, drain_timeout: float, released: Path) -> None:
+        self.released = released
+        command = [sys.executable, "-c", PROGRAM, str(drain_timeout), released]
         self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.popen.stdout
         for line in self.popen.stdout:
@@ -74,8 +82,8 @@ class Process:
 
 
 @pytest.fixture
-def process(request: pytest.FixtureRequest) -> Iterator[Any]:
-    started = Process(request.param)
+def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    started = Process(request.param, tmp_path / "released")
     yield started
     if started.popen.poll() is None:
         started.popen.kill()
@@ -96,6 +104,7 @@ def test_sigterm_lets_running_requests_finish(process: Any) -> None:
     assert refused.headers["retry-after"] == "1"
     assert httpx.get(f"{process.url}/ready").json() == {"status": "draining"}
     assert httpx.get(f"{process.url}/health").status_code == 200
+    process.released.touch()
     thread.join(60)
     status, output = process.end()
     assert "data: [DONE]" in lines and len([line for line in lines if line]) == 7
