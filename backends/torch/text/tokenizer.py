@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from agentspec.backends.base import NONE
 from agentspec.backends.torch.text.chat_template import render
-from agentspec.errors import ContextLengthError, ModelUnavailableError
+from agentspec.errors import ContextLengthError, InvalidRequestError, ModelUnavailableError
+from agentspec.protocol.validation import NOT_TEXT, is_text
 from agentspec.text.detokenizer import Decode
 from agentspec.types import GenerateRequest, Message
 
@@ -77,7 +78,12 @@ class TokenizerAdapter:
         return render(self.tokenizer, shown, start=start, continue_final=continue_final)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of `text`; `special` adds the special tokens that the model wants around a prompt."""
+        """Token ids of `text`; `special` adds the special tokens that the model wants around a prompt.
+
+        Raises `InvalidRequestError` for half a surrogate pair.
+        """
+        if not is_text(text):
+            raise InvalidRequestError(f"the text{NOT_TEXT}")
         if self._fast is None:
             with self._lock:
                 return list(self.tokenizer.encode(text, add_special_tokens=special))

@@ -102,13 +102,21 @@ def test_several_threads_may_encode_and_decode(codec: TokenizerAdapter) -> None:
         assert list(pool.map(lambda text: codec.decode(codec.encode(text)), texts)) == texts
 
 
-@given(st.text(st.sampled_from("ab é\N{GRINNING FACE}<|>\n") | st.characters(), max_size=40), st.booleans())
+@given(
+    st.text(st.sampled_from("ab é\N{GRINNING FACE}<|>\n") | st.characters(codec="utf-8"), max_size=40), st.booleans()
+)
 def test_long_texts_are_encoded_like_short_ones(codec: TokenizerAdapter, text: str, special: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         ids = codec.encode(text, special=special)
         patch.setattr(tokenizer, "LONG_TEXT", 0)
         assert codec.encode(text, special=special) == ids
         assert codec.fewest_tokens(text) <= len(ids)
+
+
+@pytest.mark.parametrize("length", [0, tokenizer.LONG_TEXT])
+def test_half_a_surrogate_pair_is_refused(codec: TokenizerAdapter, length: int) -> None:
+    with pytest.raises(InvalidRequestError, match="half a surrogate pair"):
+        codec.encode("a" * length + "\ud83d")
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(codec: TokenizerAdapter) -> None:
