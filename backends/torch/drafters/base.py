@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,10 @@ from agentspec.backends.torch.drafters.forwards import Drafting
 from agentspec.types import Draft
 
 MIN_PROBABILITY = 0.02  # nodes less likely than this are not proposed
+ODDS = 0.5  # of a token, from which on a draft model that reads it in advance saves more than it loses if it is wrong
+
+Guess = Callable[[Sequence[int], int], Sequence[int]]
+"""At most so many tokens that are likely to follow the context and these tokens."""
 
 
 class Drafter(Protocol):
@@ -35,6 +39,12 @@ class Drafter(Protocol):
         return self.propose(context, budget)
         yield  # makes this a generator
 
+    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
+        """At most `budget` tokens that follow the context of the last `propose` and then `path`, each at least with the
+        chance `ODDS`. Nothing is learned from `path`, which may never come.
+        """
+        return ()
+
     def rest(self) -> None:
         """Free memory that can be filled again from the context of the next `propose`."""
         return None
@@ -44,6 +54,12 @@ class Drafter(Protocol):
         return None
 
 
+class Refiner(Drafter, Protocol):
+    """A drafter that saves time where it can guess its own tokens."""
+
+    def drafting(self, context: Sequence[int], budget: int, guess: Guess | None = None) -> Drafting[Draft | None]: ...
+
+
 def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], source: int) -> Draft:
     """A draft of one path. `confidence`, a single value or one per token, is the probability that a token is right
     given that all tokens before it are.
@@ -51,6 +67,18 @@ def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], sour
     count = len(tokens)
     chances = np.cumprod(np.broadcast_to(np.asarray(confidence, dtype=np.float64), (count,)))
     return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [source] * count)
+
+
+def likeliest_path(draft: Draft, least: float) -> list[int]:
+    """The tokens of the path that follows the likeliest child from the root, as far as it has a chance of `least`."""
+    path: list[int] = []
+    node = -1
+    while True:
+        children = np.flatnonzero((draft.parents == node) & (draft.probabilities >= least))
+        if not len(children):
+            return path
+        node = int(children[draft.probabilities[children].argmax()])
+        path.append(int(draft.tokens[node]))
 
 
 def make_draft(

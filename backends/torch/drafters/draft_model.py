@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from time import perf_counter
 
-from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
-from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, DraftLogits, draft_alone
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Guess, Refiner, make_draft
+from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, draft_alone
 from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -21,13 +22,16 @@ Least = Callable[[float, int], float]
 Room = Callable[[], int | None]
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(Refiner):
     """Drafts a path of the model's own draws, one forward per token, with the next best candidates as leaves beside it.
 
     It keeps KV slots of its own for one answer and, at each call, rewinds those of tokens that the target did not
     accept. The path ends where its probability falls below `least(seconds, context)`, the probability that makes one
     more forward of `seconds` worth its time. All answers of the engine's thread share the model, and its forwards.
     `room()` is the most slots that it may keep (None: any number); with fewer than it needs it drafts nothing.
+
+    What another drafter's `guess` says comes next is read in the same forward, as the target verifies a draft: as far
+    as the model draws the same tokens, they cost one forward together (staged speculation, Spector and Re 2023).
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class ModelDrafter(Drafter):
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return draft_alone(self.drafting(context, budget))
 
-    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
+    def drafting(self, context: Sequence[int], budget: int, guess: Guess | None = None) -> Drafting[Draft | None]:
         if budget <= 0 or len(context) + budget > self._model.context_length:
             return None
         room = self._room()
@@ -65,9 +69,10 @@ class ModelDrafter(Drafter):
         if max(waiting) >= self._model.vocab_size:  # same tokenizer, but fewer embeddings
             return None
         if len(waiting) > BEHIND:
-            yield from self._read(waiting[:CHUNK], needs_logits=False)
+            yield DraftForward(self._model, BatchItem(self._cache, waiting[:CHUNK], needs_logits=False))
+            self._keep(waiting[:CHUNK])
             return None
-        return (yield from self._grow(waiting, len(context), budget))
+        return (yield from self._grow(waiting, guess or _nothing, len(context), budget))
 
     def rest(self) -> None:
         self._cache, self._known, self._settled = SequenceCache(1), [], 0
@@ -84,29 +89,60 @@ class ModelDrafter(Drafter):
         del self._known[kept:]
         self._settled = kept
 
-    def _read(self, tokens: list[int], *, needs_logits: bool = True) -> Drafting[DraftLogits]:
-        """Read `tokens` into the cache."""
-        read = yield DraftForward(self._model, BatchItem(self._cache, tokens, needs_logits=needs_logits))
-        self._cache.commit(len(tokens), ())
-        self._known += tokens
-        return read
+    def _grow(self, waiting: list[int], guess: Guess, position: int, budget: int) -> Drafting[Draft]:
+        tree = _Tree(budget)
+        while True:
+            ahead = list(takewhile(self._embeds, guess(tree.path, tree.room - 1)))
+            chain = range(-1, len(ahead) - 1)
+            read = yield DraftForward(self._model, BatchItem(self._cache, waiting, ahead, chain))
+            started, right = perf_counter(), 0
+            drawn = tree.grow(*self._sampler.rank(read.logits[0], position, self._width))
+            while ahead[right : right + 1] == [drawn] and tree.room:
+                right += 1
+                drawn = tree.grow(*self._sampler.rank(read.logits[right], position + right, self._width))
+            self._keep(waiting, ahead[:right])
+            position += right + 1
+            least = self._least(read.seconds + perf_counter() - started, position)
+            if not tree.room or tree.chance < max(least, MIN_PROBABILITY):
+                return tree.draft()
+            waiting = [drawn]
 
-    def _grow(self, waiting: list[int], position: int, budget: int) -> Drafting[Draft]:
-        tokens: list[int] = []
-        parents: list[int] = []
-        chances: list[float] = []
-        trunk, chance = -1, 1.0
-        while len(tokens) < budget:
-            read = yield from self._read(waiting)
-            started = perf_counter()
-            best, shares = self._sampler.rank(read.logits[0], position, self._width)
-            likely = [share for share in shares[1:] if chance * share >= MIN_PROBABILITY]
-            width = min(1 + len(likely), budget - len(tokens))
-            above, trunk = trunk, len(tokens)
-            tokens += best[:width]
-            parents += [above] * width
-            chances += [chance * share for share in shares[:width]]
-            chance, waiting, position = chances[trunk], [best[0]], position + 1
-            if chance < max(self._least(read.seconds + perf_counter() - started, position), MIN_PROBABILITY):
-                break
-        return make_draft(tokens, parents, chances, [0] * len(tokens), [Source.MODEL] * len(tokens))
+    def _embeds(self, token: int) -> bool:
+        return token < self._model.vocab_size
+
+    def _keep(self, tokens: list[int], path: Sequence[int] = ()) -> None:
+        """Keep the slots of the last forward's `tokens`, and of the tokens of `path` that it read in advance."""
+        self._cache.commit(len(tokens), range(len(path)))
+        self._known += [*tokens, *path]
+
+
+def _nothing(path: Sequence[int], budget: int) -> Sequence[int]:
+    return ()
+
+
+class _Tree:
+    """A `path` of drawn tokens with leaves beside it: `room` is for how many more nodes, `chance` the path's."""
+
+    def __init__(self, budget: int) -> None:
+        self.room, self._trunk, self.chance = budget, -1, 1.0
+        self.path: list[int] = []
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._chances: list[float] = []
+
+    def grow(self, best: list[int], shares: list[float]) -> int:
+        """Add the candidates of the next position, and go on from the first, which is returned."""
+        likely = [share for share in shares[1:] if self.chance * share >= MIN_PROBABILITY]
+        width = min(1 + len(likely), self.room)
+        above, self._trunk = self._trunk, len(self._tokens)
+        self._tokens += best[:width]
+        self._parents += [above] * width
+        self._chances += [self.chance * share for share in shares[:width]]
+        self.chance = self._chances[self._trunk]
+        self.room -= width
+        self.path.append(best[0])
+        return best[0]
+
+    def draft(self) -> Draft:
+        count = len(self._tokens)
+        return make_draft(self._tokens, self._parents, self._chances, [0] * count, [Source.MODEL] * count)

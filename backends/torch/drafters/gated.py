@@ -1,11 +1,14 @@
-"""Asks cheap drafters in every step, and a costly one when it promises more accepted tokens than they do."""
+"""Asks cheap drafters in every step, and lets a costly one go on from their draft where that gains tokens."""
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from agentspec.backends.torch.drafters.base import Drafter
+from agentspec.backends.torch.drafters.base import ODDS, Drafter, Refiner, likeliest_path
 from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
 from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.model.device import is_device_error
@@ -17,23 +20,56 @@ logger = logging.getLogger(__name__)
 START_GAIN = 2.0  # tokens that an untried model is assumed to gain
 RATE = 0.15
 LONGEST_WAIT = 64  # most rounds between two trials of a model that does not pay
+EXPECTED = (
+    0.5,
+    2.0,
+    6.0,
+)  # tokens expected of the cheap drafters; between any two, what a model gains is learned apart
+
+
+@dataclass(slots=True)
+class Gate:
+    """Whether to ask a costly drafter. While its recent `gain` is negative, it is tried ever more rarely."""
+
+    gain: float = START_GAIN
+    wait: int = 0
+    waited: int = 0
+
+    def due(self) -> bool:
+        self.waited += 1
+        return self.waited > self.wait
+
+    def learn(self, gained: float) -> None:
+        self.gain += RATE * (gained - self.gain)
+        self.waited = 0
+        self.wait = min(max(1, 2 * self.wait), LONGEST_WAIT) if self.gain < 0 and gained < 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The drafts of one round without and with the costly drafter, and what that cost, in tokens."""
+
+    gate: Gate
+    length: int  # of the context
+    offered: Draft | None
+    merged: Draft
+    cost: float
 
 
 class GatedDrafter(Drafter):
-    """Asks `costly` when the cheap drafters expect fewer tokens than its recent gain, and merges its tree with theirs.
+    """Lets `costly` go on from what the cheap drafters offer, where that gains tokens, and merges its tree with theirs.
 
-    The gain of a round is the number of accepted tokens from its draft less the tokens that the target would have
-    generated in the time drafting took (`token_seconds(context)` each). While the gain is negative, `costly` is tried
-    ever more rarely. If it raises an error, it is dropped: drafting is optional. The rule is SuffixDecoding's hybrid
-    (Oliaro et al. 2025) with the drafting cost subtracted.
+    The gain of a round is the number of accepted tokens of the merged tree less those of the cheap drafters' own, and
+    less the tokens that the target would have generated in the time drafting took (`token_seconds(context)` each). If
+    `costly` raises an error, it is dropped: drafting is optional. Like SuffixDecoding's hybrid (Oliaro et al. 2025) it
+    decides by what the cheap drafters expect, but what follows from that is learned.
     """
 
-    def __init__(self, cheap: Drafter, costly: Drafter, token_seconds: Callable[[int], float]) -> None:
+    def __init__(self, cheap: Drafter, costly: Refiner, token_seconds: Callable[[int], float]) -> None:
         self._cheap, self._token_seconds = cheap, token_seconds
-        self._costly: Drafter | None = costly
-        self._gain = START_GAIN
-        self._wait = self._waited = 0
-        self._tried: tuple[int, Draft, float] | None = None  # context length, draft, drafting cost in tokens
+        self._costly: Refiner | None = costly
+        self._gates = [Gate() for _ in range(len(EXPECTED) + 1)]
+        self._trial: Trial | None = None
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return draft_alone(self.drafting(context, budget))
@@ -42,11 +78,15 @@ class GatedDrafter(Drafter):
         self.seconds_weighed = 0.0
         self._learn(context)
         offered = self._cheap.propose(context, budget)
-        expected = 0.0 if offered is None else float(offered.probabilities.sum())
-        if self._costly is None or not self._due(expected):
+        gate = self._gates[bisect_right(EXPECTED, 0.0 if offered is None else float(offered.probabilities.sum()))]
+        if self._costly is None or not gate.due():
             return offered
-        drafted = yield from self._ask(self._costly, context, budget)
-        return merge((offered, drafted))
+        drafted = yield from self._ask(self._costly, context, budget, offered)
+        merged = merge((offered, drafted))
+        if merged is not None and drafted is not None:  # None: the model still reads the prompt, which occurs only once
+            cost = self.seconds_weighed / self._token_seconds(len(context))
+            self._trial = Trial(gate, len(context), offered, merged, cost)
+        return merged
 
     def rest(self) -> None:
         self._cheap.rest()
@@ -57,35 +97,39 @@ class GatedDrafter(Drafter):
         self._cheap.close()
         self._drop()
 
-    def _due(self, expected: float) -> bool:
-        """Whether to ask the costly drafter: its gain exceeds `expected`, or its next trial is due."""
-        self._waited += 1
-        return self._waited > self._wait and (self._gain > expected or self._wait > 0)
-
-    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
+    def _ask(
+        self, costly: Refiner, context: Sequence[int], budget: int, offered: Draft | None
+    ) -> Drafting[Draft | None]:
         try:
-            draft, self.seconds_weighed = yield from timed(costly.drafting(context, budget))
+            guess = partial(self._guess, offered)
+            draft, self.seconds_weighed = yield from timed(costly.drafting(context, budget, guess))
         except Exception as error:
             if is_device_error(error):
                 raise
             logger.warning("going on without the draft model: %s", safe_message(error))
             self._drop()
             return None
-        if draft is not None:  # None: the model still reads the prompt, a cost that occurs only once
-            self._tried = len(context), draft, self.seconds_weighed / self._token_seconds(len(context))
         return draft
 
+    def _guess(self, offered: Draft | None, path: Sequence[int], budget: int) -> Sequence[int]:
+        """What the cheap drafters say comes next, so that the costly one need not find it token by token."""
+        if not path and offered is not None:
+            return likeliest_path(offered, ODDS)[:budget]
+        return self._cheap.ahead(path, budget) if budget > 0 else ()
+
     def _learn(self, context: Sequence[int]) -> None:
-        """Update the gain by how many tokens of the last trial's draft were accepted."""
-        if self._tried is None:
+        """Update the gate by how many more tokens of the last trial's draft were accepted."""
+        if self._trial is None:
             return
-        (before, draft, cost), self._tried = self._tried, None
-        net = path_length(draft.tokens.tolist(), draft.parents.tolist(), context[before:]) - cost
-        self._gain += RATE * (net - self._gain)
-        self._waited = 0
-        self._wait = min(max(1, 2 * self._wait), LONGEST_WAIT) if self._gain < 0 and net < 0 else 0
+        trial, self._trial = self._trial, None
+        output = context[trial.length :]
+        trial.gate.learn(_accepted(trial.merged, output) - _accepted(trial.offered, output) - trial.cost)
 
     def _drop(self) -> None:
         costly, self._costly = self._costly, None
         if costly is not None:
             costly.close()
+
+
+def _accepted(draft: Draft | None, output: Sequence[int]) -> int:
+    return 0 if draft is None else path_length(draft.tokens.tolist(), draft.parents.tolist(), output)

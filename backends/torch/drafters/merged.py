@@ -17,6 +17,9 @@ class MergedDrafter(Drafter):
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return merge(drafter.propose(context, budget) for drafter in self._drafters)
 
+    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
+        return max((drafter.ahead(path, budget) for drafter in self._drafters), key=len, default=())
+
     def rest(self) -> None:
         for drafter in self._drafters:
             drafter.rest()

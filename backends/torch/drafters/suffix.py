@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, ODDS, Drafter, likeliest_path
 from agentspec.types import Draft
 
 
 class DraftingRequest(Protocol):
     """The open cache request that a `SuffixDrafter` drafts from."""
 
-    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None: ...
+    def draft(
+        self, max_tokens: int = 32, min_probability: float = 0.0, *, after: Sequence[int] = ()
+    ) -> Draft | None: ...
 
 
 class SuffixDrafter(Drafter):
@@ -23,3 +25,7 @@ class SuffixDrafter(Drafter):
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return self._request.draft(budget, MIN_PROBABILITY)
+
+    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
+        draft = self._request.draft(budget, ODDS, after=path)
+        return () if draft is None else likeliest_path(draft, ODDS)

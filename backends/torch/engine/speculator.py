@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import clear_frames
 
+import numpy as np
+
 from agentspec.backends.torch.drafters import Drafter
 from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
 from agentspec.backends.torch.engine.stats import Counters
@@ -151,12 +153,15 @@ class Speculator:
 
 
 def usable(draft: Draft, vocab_size: int, budget: int) -> Proposal:
-    """Remove from a draft the token ids that the model does not have, their descendants, and nodes beyond `budget`."""
+    """Remove from a draft the token ids that the model does not have, their descendants, and the least likely nodes
+    beyond `budget`.
+    """
     tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+    likeliest = set(np.argsort(-draft.probabilities, kind="stable")[:budget].tolist())
     keep: list[int] = []
     alive = [False] * len(tokens)
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if len(keep) < budget and 0 <= token < vocab_size and (parent < 0 or alive[parent]):
+        if node in likeliest and 0 <= token < vocab_size and (parent < 0 or alive[parent]):
             alive[node] = True
             keep.append(node)
     whole = Proposal(tokens, parents, draft.probabilities.tolist(), draft.source.tolist())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from agentspec.backends.torch.drafters import Drafter, chain_draft
+from agentspec.backends.torch.drafters.base import Guess
 from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, timed
 from agentspec.backends.torch.drafters.gated import LONGEST_WAIT, GatedDrafter
 from agentspec.types import Draft, Source, path_length
@@ -20,6 +21,11 @@ class Scripted(Drafter):
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         self.asked += 1
         return self.script(context)
+
+    def drafting(self, context: Sequence[int], budget: int, guess: Guess | None = None) -> Drafting[Draft | None]:
+        self.guess = guess
+        return self.propose(context, budget)
+        yield
 
     def close(self) -> None:
         self.closed = True
@@ -62,11 +68,38 @@ def test_a_model_that_does_not_pay_is_asked_ever_less(
     assert before >= 6, "it is tried again"
 
 
-def test_a_model_is_not_asked_where_the_others_expect_more() -> None:
+def test_a_model_that_adds_nothing_to_the_others_is_asked_ever_less() -> None:
     costly = Scripted(right)
-    rich = GatedDrafter(Scripted(lambda context: chain_draft([1] * 9, 0.99, Source.SHARED)), costly, lambda rows: 1.0)
-    play(rich, 20)
-    assert costly.asked == 0 and rich.seconds_weighed == 0
+    play(GatedDrafter(Scripted(right), costly, lambda rows: 1e-9), 4 * LONGEST_WAIT)
+    assert costly.asked < 40
+
+
+def test_where_the_others_expect_much_and_where_little_is_learned_apart() -> None:
+    """They are right at every second place and know nothing at the others, where the model does."""
+
+    def even(context: Sequence[int]) -> Draft | None:
+        return right(context) if len(context) % 2 else None
+
+    alone = Scripted(lambda context: right(context) if len(context) % 2 == 0 else wrong(context))
+    gated = GatedDrafter(Scripted(even), alone, lambda rows: 1e-3)
+    context = list(range(5))
+    asked = []
+    for length in range(5, 205):
+        before = alone.asked
+        gated.propose(context, 8)
+        if alone.asked > before:
+            asked.append(length)
+        context.append(length)
+    assert sum(length % 2 == 0 for length in asked) == 100 and sum(length % 2 for length in asked) < 50
+
+
+def test_a_model_is_told_what_the_others_think_comes_next() -> None:
+    cheap, costly = Scripted(right), Scripted(right)
+    cheap.ahead = lambda path, budget: [sum(path)] * budget  # type: ignore[method-assign]
+    GatedDrafter(cheap, costly, lambda rows: 1.0).propose([0, 1], 8)
+    assert costly.guess is not None
+    assert costly.guess([], 8) == [2, 3, 4] and costly.guess([], 2) == [2, 3]
+    assert costly.guess([5, 6], 2) == [11, 11] and not costly.guess([5, 6], 0)
 
 
 def test_trees_are_merged_and_silence_is_passed_on() -> None:

@@ -49,6 +49,13 @@ def test_what_is_left_is_legal_closed_and_within_budget(
         assert len(kept.tokens) == sum(node_is_legal(tokens, parents, node) for node in range(len(tokens)))
 
 
+def test_the_likeliest_nodes_are_left() -> None:
+    """Not the first: merged trees begin with those of the cheapest drafter."""
+    draft = make_draft([1, 2, 3, 4], [-1, 0, -1, 2], [0.2, 0.1, 0.9, 0.8], [0] * 4, [1] * 4)
+    kept = usable(draft, 10, 2)
+    assert list(kept.tokens) == [3, 4] and list(kept.parents) == [-1, 0]
+
+
 def node_is_legal(tokens: Sequence[int], parents: Sequence[int], node: int) -> bool:
     return node < 0 or (0 <= tokens[node] < 10 and node_is_legal(tokens, parents, parents[node]))
 
