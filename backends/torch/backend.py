@@ -316,6 +316,7 @@ class TorchBackend(ModelTokens):
         prompt = [*read, *answer]
         self._check_ids(prompt, "prompt")
         self._check_ids(list(sampling.logit_bias), "logit_bias")
+        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
         most = self._max_tokens(request, len(prompt))  # before a grammar is compiled for a prompt that does not fit

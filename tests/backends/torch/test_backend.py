@@ -161,6 +161,8 @@ async def test_a_prediction_is_drafted_from(backend_of: Any) -> None:
         ({"token_ids": [-1]}, InvalidRequestError, "prompt"),
         ({"text": ""}, InvalidRequestError, "prompt"),
         ({"sampling": SamplingParams(logit_bias={259: 1.0})}, InvalidRequestError, "logit_bias"),
+        ({"sampling": SamplingParams(stop_token_ids=(259,))}, InvalidRequestError, "stop_token_ids"),
+        ({"sampling": SamplingParams(stop_token_ids=(-1,))}, InvalidRequestError, "stop_token_ids"),
         ({"messages": [{"role": "x", "content": ""}]}, InvalidRequestError, "messages"),
         ({"token_ids": [1] * 512}, ContextLengthError, "prompt"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, ContextLengthError, "messages"),
