@@ -55,7 +55,11 @@ def test_a_stop_string_inside_the_shortest_length_does_not_count() -> None:
 def test_what_was_held_back_is_told_at_the_end() -> None:
     assert streamed([*b"go ST", END], stop=("STOP",))[0] == "go ST"
     assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"
-    assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",))[0] == "a"
+
+
+def test_a_stop_string_may_be_found_only_in_what_was_held_back() -> None:
+    assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",)) == ("a", "stop", 2)
+    assert streamed([0x61, 0xE2], max_tokens=2, min_tokens=2, stop=("\ufffd",)) == ("a\ufffd", "length", 2)
 
 
 # Choices.
