@@ -45,8 +45,8 @@ class PrefillReader:
         self._give_back: Callable[[], None] = lambda: None
 
     def add(self, tenant: str, tokens: Sequence[int]) -> bool:
-        """Expect a prompt that begins with `tokens`; False if its slots could not be kept, or the model could not answer
-        it. Any thread may call this.
+        """Expect a prompt that begins with `tokens`; False if its slots could not be kept, or the model could not
+        answer it. Any thread may call this.
         """
         fits = SHORTEST <= len(tokens) < self._context.target.context_length
         if not fits or not self._scheduler.keeps(len(tokens)) or self._scheduler.closed:
