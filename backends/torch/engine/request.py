@@ -73,8 +73,8 @@ class AnswerText:
         return self.finish is not None
 
     def _scanned(self, text: str) -> str:
-        """The part of `text` that can be passed on. Stop strings count only after `min_tokens` tokens."""
-        return self._scanner.feed(text) if self.num_tokens > self._request.sampling.min_tokens else text
+        """The part of `text` that can be passed on. A stop string counts only if it ends after `min_tokens` tokens."""
+        return self._scanner.feed(text, counts=self.num_tokens > self._request.sampling.min_tokens)
 
     @property
     def stop_reason(self) -> str | None:
