@@ -43,5 +43,6 @@ class Detokenizer:
 
 def added_text(whole: str, known: str) -> str:
     """The text that `whole` adds to `known`, whose last character may have been incomplete."""
-    known = known if whole.startswith(known) else known.rstrip(REPLACEMENT)
+    while known.endswith(REPLACEMENT) and not whole.startswith(known):  # some decoders write one for each of its bytes
+        known = known[:-1]
     return whole[len(known) :]

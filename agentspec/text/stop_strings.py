@@ -22,12 +22,16 @@ class StopScanner:
         """Whether a stop string is complete."""
         return self.matched is not None
 
-    def feed(self, piece: str) -> str:
-        """The text that can now be passed on; `stopped` is True once a stop string is complete."""
+    def feed(self, piece: str, *, counts: bool = True) -> str:
+        """The text that can now be passed on; `stopped` is True once a stop string is complete.
+
+        A stop string that ends in a piece that does not count is text like any other; it may only begin there.
+        """
         if not self.stops:
             return piece
-        text = self.held + piece
-        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        text, known = self.held + piece, len(self.held)
+        ends = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self.stops if counts)
+        found = [(at + len(stop), at, stop) for at, stop in ends if at >= 0]
         if found:  # cut the text before the stop string that is complete first
             (_, at, self.matched), self.held = min(found), ""
             return text[:at]

@@ -316,6 +316,7 @@ class TorchBackend(ModelTokens):
         prompt = [*read, *answer]
         self._check_ids(prompt, "prompt")
         self._check_ids(list(sampling.logit_bias), "logit_bias")
+        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
         most = self._max_tokens(request, len(prompt))  # before a grammar is compiled for a prompt that does not fit
@@ -380,9 +381,9 @@ class TorchBackend(ModelTokens):
             raise InvalidRequestError(f"token id {wrong!r} is not below the model's {vocab_size}", param=param)
 
     def _max_tokens(self, request: GenerateRequest, prompt: int) -> int:
-        room, wanted = self.context_length - prompt, request.sampling.max_tokens
-        if room < 1 or (wanted is not None and wanted > room):
-            asked = "at least one" if wanted is None else wanted
-            message = f"{prompt} prompt tokens and {asked} more do not fit the model's {self.context_length}"
+        sampling, room = request.sampling, self.context_length - prompt
+        least = max(1, sampling.min_tokens) if sampling.max_tokens is None else sampling.max_tokens
+        if least > room:
+            message = f"{prompt} prompt tokens and {least} more do not fit the model's {self.context_length}"
             raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
-        return min(self.settings.default_max_tokens, room) if wanted is None else wanted
+        return min(max(self.settings.default_max_tokens, least), room) if sampling.max_tokens is None else least

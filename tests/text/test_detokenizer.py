@@ -41,6 +41,7 @@ def test_the_prompt_is_not_repeated(prompt: str, text: str) -> None:
 
 def test_a_character_begun_in_the_prompt_is_completed() -> None:
     assert "".join(pieces([0x82, 0xAC, 0x61], [0x61, 0xE2])) == "€a"
+    assert "".join(pieces([0x82, 0xAC, 0x61], [0xAC, 0xAC, 0xE2])) == "€a"  # the prompt's other errors stay there
 
 
 def test_words_keep_their_leading_space_as_in_context() -> None:

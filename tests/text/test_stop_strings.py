@@ -47,3 +47,16 @@ def test_held_back_text_is_at_most_a_proper_beginning() -> None:
     assert scanner.feed("go STO") == "go "
     assert scanner.feed("RM ST") == "STORM "
     assert scanner.finish() == "ST"
+
+
+@given(TEXTS, STOPS, st.integers(0, 30), st.integers(1, 5))
+def test_a_stop_string_counts_where_it_ends(text: str, stops: tuple[str, ...], counted: int, size: int) -> None:
+    scanner, out = StopScanner(stops), ""
+    pieces = [*(text[:counted][at : at + size] for at in range(0, counted, size)), *text[counted:]]
+    for at, piece in enumerate(pieces):
+        if not scanner.stopped:
+            out += scanner.feed(piece, counts=at >= -(-counted // size))
+    ends = [(end, end - len(stop)) for stop in stops for end in range(counted + 1, len(text) + 1)
+            if text[:end].endswith(stop)]  # fmt: skip
+    assert scanner.stopped == bool(ends)
+    assert out + scanner.finish() == (text[: min(ends)[1]] if ends else text)

@@ -65,15 +65,16 @@ class AnswerText:
         if token in self._request.stop_ids:
             self.finish = "stop"
         else:
-            text = self._detokenizer.feed(token)
-            # Stop strings count only after `min_tokens` tokens: the text before is not scanned.
-            scans = self.num_tokens > self._request.sampling.min_tokens
-            self._fresh.append(self._scanner.feed(text) if scans else text)
+            self._fresh.append(self._scanned(self._detokenizer.feed(token)))
             if self._scanner.stopped:
                 self.finish = "stop"
             elif self.num_tokens >= self._request.max_tokens:
                 self.finish = "length"
         return self.finish is not None
+
+    def _scanned(self, text: str) -> str:
+        """The part of `text` that can be passed on. A stop string counts only if it ends after `min_tokens` tokens."""
+        return self._scanner.feed(text, counts=self.num_tokens > self._request.sampling.min_tokens)
 
     @property
     def stop_reason(self) -> str | None:
@@ -83,8 +84,10 @@ class AnswerText:
     def take(self) -> str:
         """The text added since the last call; when the answer is finished, also the text that was held back."""
         if self.finish is not None and not self._scanner.stopped:
-            self._fresh.append(self._scanner.feed(self._detokenizer.finish()))
+            self._fresh.append(self._scanned(self._detokenizer.finish()))
             self._fresh.append(self._scanner.finish())
+            if self._scanner.stopped:  # by a character that more tokens would have completed
+                self.finish = "stop"
         text, self._fresh = "".join(self._fresh), []
         return text
 

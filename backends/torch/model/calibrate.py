@@ -31,8 +31,10 @@ def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple
     assert isinstance(cache, SequenceCache)
     target.forward(cache, [0])
     samples: list[tuple[int, int, float]] = []
-    far = min(FAR, target.context_length - max(SIZES))
-    plan = [(size, 0) for _ in range(PASSES) for size in SIZES] + [(1, far), (1, far), (16, far), (16, far)]
+    sizes = [size for size in SIZES if size <= target.context_length]
+    far = min(FAR, target.context_length - max(sizes))
+    several = min(16, max(sizes))
+    plan = [(size, 0) for _ in range(PASSES) for size in sizes] + [(1, far), (1, far), (several, far), (several, far)]
     for size, context in plan:
         if samples and perf_counter() - started > limit_seconds:
             break
@@ -51,7 +53,7 @@ def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
 
 
 def _timed(target: TargetModel, cache: SequenceCache, size: int, context: int) -> float:
-    cache.fill_blank(max(context, 0))
+    cache.fill_blank(context)
     return _clocked(target, [BatchItem(cache, [0], [0] * (size - 1), range(-1, size - 2))])
 
 

@@ -253,7 +253,8 @@ def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, si
     A model that cannot be recorded (such as a mixture of experts that reads values from the device half-way) runs as
     before, with a warning in the log. `recorder` defaults to CUDA's; without one, only a CUDA device is recorded.
     """
-    if not target.batched or (recorder is None and target.device.type != "cuda"):
+    sizes = [size for size in sizes if size < target.context_length]  # they come after one token
+    if not (target.batched and sizes) or (recorder is None and target.device.type != "cuda"):
         return False
     try:
         _record(target, recorder or CudaGraphRecorder(target.device), sizes)

@@ -42,6 +42,10 @@ class JsonObjectParser:
         begin, end = self._spans.get(key, (0, 0))
         return self.text[begin:end].strip() if end is not None else self.text[begin:].lstrip()
 
+    def ended(self, key: str) -> bool:
+        """Whether the value of `key` is complete."""
+        return self._spans.get(key, (0, None))[1] is not None
+
     def string(self, key: str) -> str | None:
         """The value of `key` if it is a complete string; else None."""
         begin, end = self._spans.get(key, (0, None))

@@ -64,6 +64,7 @@ class OutputParser:
             extra["tool_calls"] = calls
         answer = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = delta.finish_reason
-        if finish == "stop" and self._called and not self.spec.named:
+        whole = self._called and self._calls is not None and not self._calls.cut  # by a stop string, for example
+        if finish == "stop" and whole and not self.spec.named:
             finish = "tool_calls"  # for a named tool, OpenAI reports "stop"
         return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)

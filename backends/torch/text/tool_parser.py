@@ -152,6 +152,16 @@ class ToolCallParser:
         return [] if called or closed or over or blank or not rest else [rest]
 
     @property
+    def cut(self) -> bool:
+        """Whether the arguments of the last call are not complete."""
+        known = not self.format.named and any(self._object.ended(key) for key in self._argument_keys)
+        return self._state == "object" and self._sent is not None and not known
+
+    @property
+    def _argument_keys(self) -> tuple[str, ...]:
+        return self.format.arguments, "arguments", "parameters"
+
+    @property
     def _separators(self) -> str:
         return " \n\t[];," if self.format.listed else " \n\t;,"
 
@@ -240,8 +250,7 @@ class ToolCallParser:
         """The call's name and arguments as far as they are known."""
         if self._name is not None:
             return self._name, self._object.text
-        keys = (self.format.arguments, "arguments", "parameters")
-        given = next(((key, value) for key in keys if (value := self._object.value(key))), None)
+        given = next(((key, value) for key in self._argument_keys if (value := self._object.value(key))), None)
         if given is None:
             none = "{}" if self._object.complete and not self.format.bare else ""
             return self._object.string("name"), none

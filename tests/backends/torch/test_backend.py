@@ -161,10 +161,13 @@ async def test_a_prediction_is_drafted_from(backend_of: Any) -> None:
         ({"token_ids": [-1]}, InvalidRequestError, "prompt"),
         ({"text": ""}, InvalidRequestError, "prompt"),
         ({"sampling": SamplingParams(logit_bias={259: 1.0})}, InvalidRequestError, "logit_bias"),
+        ({"sampling": SamplingParams(stop_token_ids=(259,))}, InvalidRequestError, "stop_token_ids"),
+        ({"sampling": SamplingParams(stop_token_ids=(-1,))}, InvalidRequestError, "stop_token_ids"),
         ({"messages": [{"role": "x", "content": ""}]}, InvalidRequestError, "messages"),
         ({"token_ids": [1] * 512}, ContextLengthError, "prompt"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, ContextLengthError, "messages"),
         ({"token_ids": [1] * 500, "sampling": SamplingParams(max_tokens=13)}, ContextLengthError, "prompt"),
+        ({"token_ids": [1] * 500, "sampling": SamplingParams(min_tokens=13)}, ContextLengthError, "prompt"),
         # Nothing is compiled for a prompt that does not fit: else the form would be at fault.
         (
             {"token_ids": [1] * 512, "sampling": SamplingParams(structured_outputs=StructuredOutputs(regex="("))},
@@ -193,8 +196,9 @@ async def test_the_answer_ends_with_the_context(backend_of: Any, lab: Any) -> No
 
 async def test_default_length_of_an_answer(backend_of: Any) -> None:
     sampling = SamplingParams(temperature=0, logit_bias={256: -100.0})
-    tokens, _, _ = await answer(backend_of(default_max_tokens=9), ask(sampling))
-    assert len(tokens) == 9
+    backend = backend_of(default_max_tokens=9)
+    assert len((await answer(backend, ask(sampling)))[0]) == 9
+    assert len((await answer(backend, ask(replace(sampling, min_tokens=12))))[0]) == 12
 
 
 async def test_without_a_seed_answers_differ(backend_of: Any) -> None:

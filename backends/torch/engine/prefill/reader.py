@@ -45,8 +45,11 @@ class PrefillReader:
         self._give_back: Callable[[], None] = lambda: None
 
     def add(self, tenant: str, tokens: Sequence[int]) -> bool:
-        """Expect a prompt that begins with `tokens`; False if its slots could not be kept. Any thread may call this."""
-        if len(tokens) < SHORTEST or not self._scheduler.keeps(len(tokens)) or self._scheduler.closed:
+        """Expect a prompt that begins with `tokens`; False if its slots could not be kept, or the model could not
+        answer it. Any thread may call this.
+        """
+        fits = SHORTEST <= len(tokens) < self._context.target.context_length
+        if not fits or not self._scheduler.keeps(len(tokens)) or self._scheduler.closed:
             return False
         self.queue.add(tenant, tokens)
         return True

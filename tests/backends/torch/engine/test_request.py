@@ -50,12 +50,17 @@ def test_an_answer_ends_by_its_end_token_or_by_its_length() -> None:
 def test_a_stop_string_inside_the_shortest_length_does_not_count() -> None:
     assert streamed(b"xaya", stop=("a",), min_tokens=3)[:2] == ("xay", "stop")
     assert streamed(b"xaya", stop=("a",), min_tokens=4)[:2] == ("xaya", None)
+    assert streamed(b"xaya", stop=("ya",), min_tokens=3)[:2] == ("xa", "stop")
 
 
 def test_what_was_held_back_is_told_at_the_end() -> None:
     assert streamed([*b"go ST", END], stop=("STOP",))[0] == "go ST"
     assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"
-    assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",))[0] == "a"
+
+
+def test_a_stop_string_may_be_found_only_in_what_was_held_back() -> None:
+    assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",)) == ("a", "stop", 2)
+    assert streamed([0x61, 0xE2], max_tokens=2, min_tokens=2, stop=("\ufffd",)) == ("a\ufffd", "length", 2)
 
 
 # Choices.

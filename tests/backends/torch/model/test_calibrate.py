@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import AutoModelForCausalLM, GPT2Config
+
 from agentspec.backends.torch.model.calibrate import FAR, PASSES, SEQUENCES, SIZES, measure_batches, measure_costs
 from agentspec.backends.torch.model.target import TargetModel
 
@@ -12,6 +14,12 @@ def test_every_size_is_timed_and_a_long_context_too(lab: Any) -> None:
     far = min(FAR, lab.target.context_length - max(SIZES))
     assert {tokens for tokens, context, _ in samples if context == far} == {1, 16}
     assert all(seconds > 0 for _, _, seconds in samples)
+
+
+def test_no_size_is_beyond_the_context() -> None:
+    config = GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=12)
+    samples = measure_costs(TargetModel(AutoModelForCausalLM.from_config(config).eval(), rewindable=True), 60.0)
+    assert {(tokens, context) for tokens, context, _ in samples} == {(1, 0), (2, 0), (4, 0), (8, 0), (1, 4), (8, 4)}
 
 
 def test_time_is_limited_but_something_is_always_measured(lab: Any) -> None:

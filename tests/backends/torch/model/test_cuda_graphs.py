@@ -295,6 +295,14 @@ def test_nothing_is_recorded_without_a_cuda_device(tiny_model: Any, byte_tokens:
     assert not record_graphs(alone, TapeRecorder(), SIZES)
 
 
+def test_no_recorded_size_is_beyond_the_context(tiny_model: Any, byte_tokens: Any) -> None:
+    target = prepare(tiny_model("gpt2"), byte_tokens, name="tiny", fingerprint="f").target
+    target.context_length = 12  # a token comes before those of the forward that is compared
+    assert record_graphs(target, TapeRecorder(), SIZES) and target.graphs.sizes == (1, 2, 5)
+    target.context_length = 1
+    assert not record_graphs(target, TapeRecorder(), SIZES)
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_setting_decides(saved_model: Any, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
     asked: list[TargetModel] = []

@@ -144,6 +144,12 @@ def test_what_could_not_be_kept_is_not_read(stepped: Any) -> None:
     assert not one.engine.prefill("default", known[:7])
 
 
+def test_what_the_model_could_not_answer_is_not_read(stepped: Any, lab: Any) -> None:
+    one, most = stepped(kv_bytes=ROW_BYTES * 2000), lab.target.context_length
+    assert not one.engine.prefill("default", long_prompt(length=most + 1)) and not one.turn()
+    assert one.engine.prefill("default", long_prompt(length=most))  # a token less, so that one can follow
+
+
 def test_a_model_without_slots_that_can_be_kept_reads_nothing_ahead(stepped: Any, monkeypatch: Any) -> None:
     one = stepped()
     one.scheduler.kv_budget.limit = None
