@@ -17,7 +17,7 @@ from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, opening
-from agentspec.cache.storage.database import Database, PendingErasure, mending, reason
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, mending, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.remote import open_segments
@@ -216,7 +216,7 @@ class SequenceStore(SequenceReader):
                 if not self._database.is_damage(error):
                     raise
                 deleted, unread = self._delete_readable(selection, anyhow=rewrite)
-        except exc.DBAPIError as error:
+        except FAILURES as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erasure.mark(deleted.tenants if rewrite else ())
         if unread:
@@ -310,7 +310,7 @@ class SequenceStore(SequenceReader):
             return
         try:
             self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0, everything=everything)
-        except exc.DBAPIError as error:
+        except FAILURES as error:
             raise CacheError(
                 f"deleted, but bytes of it may be left in {self._database.name}: {reason(error)}"
             ) from error
@@ -326,7 +326,7 @@ class SequenceStore(SequenceReader):
 
     def disk_bytes(self) -> int:
         """Size of the database with its journal; the last known size if it does not answer."""
-        with contextlib.suppress(exc.DBAPIError, OSError):
+        with contextlib.suppress(*FAILURES, OSError):
             self._disk_bytes = self._database.disk_bytes()
         return self._disk_bytes
 
@@ -345,7 +345,7 @@ class SequenceStore(SequenceReader):
         mending(self._database, lambda: self._write(jobs))
         try:
             self.enforce_budget()
-        except (exc.DBAPIError, OSError, CacheError) as error:
+        except Exception as error:  # what was written above is committed whatever fails here
             _log.warning("the database cannot be kept within its budget: %s", reason(error))
 
     def _write(self, jobs: list[_Job]) -> None:
