@@ -201,7 +201,7 @@ class SqliteDatabase(Database):
 
     def is_transient(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        return code & _PRIMARY in _PASSING or code in _PASSING_IO
+        return isinstance(error, exc.TimeoutError) or code & _PRIMARY in _PASSING or code in _PASSING_IO
 
     def is_damage(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
@@ -232,9 +232,13 @@ class WriterLock:
         self._lock = PathLock(folder / "writer.lock")
         if not self._lock.acquire():
             raise CacheLockedError(f"{folder} is written by process {self._holder()}; open it as a follower")
-        file = os.open(self._pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "w") as pid_file:
-            pid_file.write(str(os.getpid()))
+        try:
+            file = os.open(self._pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(file, "w") as pid_file:
+                pid_file.write(str(os.getpid()))
+        except BaseException:
+            self._lock.release()  # or nobody could be the writer as long as this process lives
+            raise
 
     def _holder(self) -> str:
         try:

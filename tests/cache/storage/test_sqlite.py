@@ -92,6 +92,14 @@ def test_the_holder_is_named_and_release_frees(tmp_path: Path) -> None:
     WriterLock(tmp_path).release()
 
 
+def test_who_cannot_say_that_it_writes_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    (tmp_path / "writer.pid").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        WriterLock(tmp_path)
+    (tmp_path / "writer.pid").rmdir()
+    WriterLock(tmp_path).release()
+
+
 def test_a_killed_holder_does_not_block(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\nfrom agentspec.cache.storage.sqlite import WriterLock\n"
