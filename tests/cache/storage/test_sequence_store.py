@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -9,6 +10,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -237,6 +239,26 @@ def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest
         with cache.request([9, 41]) as request:
             assert request.draft(max_tokens=1).tokens.tolist() == [51]
     assert len(caplog.records) == 1
+
+
+def test_it_is_an_outage_while_all_connections_are_in_use(location: str | Path) -> None:
+    with SuffixCache.open(location) as cache, contextlib.ExitStack() as busy:
+        assert cache._store is not None
+        engine = cache._store.database.engine
+        pool = cast(sa.QueuePool, engine.pool)
+        pool._timeout = 0.01
+        while True:
+            try:
+                busy.enter_context(engine.connect())
+            except sa.exc.TimeoutError:
+                break
+        with cache.request([1], namespace="new") as request:  # which is to be loaded
+            request.extend([40, 50])
+        for call in (cache.flush, lambda: cache.forget(tenant="no one")):
+            with pytest.raises(CacheError, match="QueuePool"):
+                call()
+        pool._timeout = 30
+    assert execute(location, "SELECT count(*) FROM sequences") == [(1,)]
 
 
 def test_a_follower_that_may_only_read_goes_on_in_memory(location: str | Path) -> None:
