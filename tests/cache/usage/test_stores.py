@@ -127,6 +127,8 @@ def test_a_tenant_is_forgotten_with_what_it_used(store: Open) -> None:
     add(opened, row("a"), row("b"), row("a", day="2020-01-01"))
     for kept in (select(session="a"), select(tenant="a", session="s"), select(older_than=0.0)):
         assert opened.forget(kept) == 0
+    for nameless in (select(tenant="a", session=""), select(tenant="a", tokenizer="")):
+        assert opened.forget(nameless) == 0
     assert opened.forget(select(tenant="a", older_than=86400.0)) == 1
     assert opened.forget(select(tenant="a")) == 1
     assert opened.read() == [row("b")]
