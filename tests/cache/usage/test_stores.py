@@ -228,8 +228,13 @@ def test_a_database_that_is_away_is_said_to_be() -> None:
 def test_a_cache_in_memory_forgets_too() -> None:
     with SuffixCache.open() as opened:
         add(opened.usage, row("a"), row("b"))
+        before = time.time()
         opened.forget(tenant="a")
         assert opened.usage.read() == [row("b")]
+        add(opened.usage, row("a"), row("b"), since=before)  # what was counted before
+        assert opened.usage.read() == [row("b").plus(row("b"))]
+        add(opened.usage, row("a"))
+        assert row("a") in opened.usage.read()
 
 
 def test_only_the_deletion_of_a_whole_tenant_drops_what_waits() -> None:
