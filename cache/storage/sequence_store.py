@@ -57,6 +57,13 @@ class SequenceStore(SequenceReader):
         super().__init__(database)
         self.segments = segments
         self._budget = budget
+        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
+        self._disk_bytes = 0
+        # A process killed after a deletion may have left bytes behind.
+        self._erasure = PendingErasure(database, pending=database.is_writer)
+        self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
+        self.numbering = numbering
+        # Last: nobody would end its thread if anything before failed.
         self._writer: BatchWriter[_Job] = BatchWriter(
             self._commit,
             name="agentspec-cache-writer",
@@ -66,12 +73,6 @@ class SequenceStore(SequenceReader):
             room=_ROOM,
             linger=_LINGER,
         )
-        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
-        self._disk_bytes = 0
-        # A process killed after a deletion may have left bytes behind.
-        self._erasure = PendingErasure(database, pending=database.is_writer)
-        self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
-        self.numbering = numbering
 
     @classmethod
     def open(

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -24,7 +25,7 @@ from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, ConfigurationError
+from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
 from agentspec.types import Labels, Namespace
 from tests.conftest import costly
 
@@ -276,6 +277,17 @@ def test_a_follower_that_may_only_read_goes_on_in_memory(location: str | Path) -
         with pytest.raises(CacheError, match="disk is gone"):
             cache.flush()
         assert cache.stats().sequences == 2 and cache.stats().store_error
+
+
+def test_an_open_that_fails_leaves_no_thread(location: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: SequenceStore) -> int:
+        raise CacheUnavailableError("away")
+
+    monkeypatch.setattr(SequenceStore, "_newest_deletion", away)
+    before = threading.active_count()
+    with pytest.raises(CacheUnavailableError, match="away"):
+        SuffixCache.open(location, mode="writer")
+    assert threading.active_count() == before
 
 
 def test_a_missing_table_is_damage(location: str | Path) -> None:
