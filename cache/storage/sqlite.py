@@ -38,6 +38,7 @@ DATABASE = "sequences.sqlite3"
 _FILES = (DATABASE, "writer.lock", "writer.pid", "segments.lock")
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
+_INCREMENTAL = 2  # SQLite's number for it
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
 _PASSING = {
     sqlite3.SQLITE_BUSY,
@@ -297,7 +298,8 @@ def _text(data: bytes) -> str:
 def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
     connection.text_factory = _text
     cursor = connection.cursor()
-    cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    if cursor.execute("PRAGMA auto_vacuum").fetchone() != (_INCREMENTAL,):  # to set it waits for whoever writes
+        cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
     _use_write_ahead_log(cursor)
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA secure_delete = ON")  # overwrite deleted and moved data

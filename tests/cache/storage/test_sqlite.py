@@ -35,6 +35,18 @@ def test_a_new_database_is_private_and_shrinks(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
+def test_nobody_waits_for_a_writer_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.storage.sqlite._TIMEOUT", 0)
+    first, second = SqliteDatabase(tmp_path), SqliteDatabase(tmp_path)
+    first.connect()
+    prepare(first)
+    with first.writing(), second.engine.connect() as connection, first.engine.connect() as other:
+        for one in (connection, other):
+            assert one.exec_driver_sql("SELECT count(*) FROM sequences").scalar() == 0
+    first.close()
+    second.close()
+
+
 def test_what_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_bytes(b"my novel, chapter one: it was a dark and stormy night")
     with pytest.raises(CacheFormatError, match="not a database"):
