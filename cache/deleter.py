@@ -67,14 +67,26 @@ class Deleter:
         return self._forget_stored(self._store, selection, expiring)
 
     def expire(self) -> None:
-        """Delete sequences older than the retention, unless this process is a follower."""
+        """Delete what is older than the retention from memory, and from the store unless this process is a follower."""
         if self._retention is None:
             self._expires_at = math.inf
             return
         self._expires_at = time.monotonic() + _OFTEN  # again soon if it fails
+        selection = select(older_than=self._retention)
+        if self._store:
+            self._expire_in_memory(selection.scope)
         if not (self._store and self._store.mode == "follower"):
-            self.forget(select(older_than=self._retention), expiring=True)
+            self.forget(selection, expiring=True)
         self._expires_at = time.monotonic() + min(_SELDOM, max(_OFTEN, _SHARE * self._retention))
+
+    def _expire_in_memory(self, scope: Scope) -> None:
+        """Of what the store never got, or cannot be asked about, no deletion in the store would tell."""
+        self._pool.invalidate_sessions(scope)
+        covered = [(partition, numbers) for partition, numbers in self._pool.covered(scope) if numbers]
+        for partition, numbers in covered:
+            self._pool.forget(partition, numbers)
+        if covered:
+            self._tell(scope)
 
     def expire_soon(self) -> None:
         """Let the next `maintain` delete old sequences: this process has become the writer."""
@@ -82,12 +94,14 @@ class Deleter:
 
     def maintain(self) -> None:
         """Called periodically: apply other processes' deletions, finish a pending erasure, expire old sequences."""
-        if self._store:
-            self.apply_deletions()
-            self._store.secure_erase()
-        if time.monotonic() >= self._expires_at:
-            self._examine()
-            self.expire()
+        try:
+            if self._store:
+                self.apply_deletions()
+                self._store.secure_erase()
+        finally:  # nothing outlives its term because something else fails
+            if time.monotonic() >= self._expires_at:
+                self._examine()
+                self.expire()
 
     def _examine(self) -> None:
         """Have damage mended that no search meets, and that may hide old sequences from it."""

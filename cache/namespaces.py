@@ -114,16 +114,17 @@ class NamespaceTable:
             if tenant and found:
                 tenant.partitions.move_to_end(namespace)
                 return found
-            learned = self._kept.take(namespace)
         made = Partition(namespace, loaded=self.source is None)
-        if learned:
-            made.restore(learned, saved=False)
-        with self._lock:
-            tenant = self._tenants.setdefault(namespace.tenant, _Tenant())
-            found = tenant.partitions.setdefault(namespace, made)
-            self._count += found is made
-            many = self._tenant_namespaces is not None and len(tenant.partitions) > self._tenant_namespaces
-            candidates = list(islice(tenant.partitions.values(), _TRIED)) if many else []
+        with made.lock:  # who finds it meanwhile waits for what it had learned
+            with self._lock:
+                tenant = self._tenants.setdefault(namespace.tenant, _Tenant())
+                found = tenant.partitions.setdefault(namespace, made)
+                learned = self._kept.take(namespace) if found is made else None
+                self._count += found is made
+                many = self._tenant_namespaces is not None and len(tenant.partitions) > self._tenant_namespaces
+                candidates = list(islice(tenant.partitions.values(), _TRIED)) if many else []
+            if learned:
+                made.restore(learned, saved=False)
         any(self._leave(one) for one in candidates if one is not found)
         return found
 

@@ -124,6 +124,8 @@ class SuffixCache(BatchCalls):
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
+        if type(usage_days) is not int or usage_days < 1:
+            raise ConfigurationError(f"usage_days must be 1 or more, not {usage_days!r}", param="usage_days")
         limits = CacheLimits(memory_bytes, tenant_memory_bytes, tenant_namespaces, disk_bytes, tenant_disk_bytes)
         try:
             default = namespace_of(namespace)
@@ -350,13 +352,15 @@ class SuffixCache(BatchCalls):
             (self._maintenance or self._maintenance_thread()).wake()
 
     def _maintain(self) -> None:
-        self._pool.namespaces.relieve()
-        if self._sync:
-            self._sync.follow()
-        self._deleter.maintain()
-        if self._sync:
-            self._sync.maintain()
-        self._beside.maintain()
+        sync = self._sync
+        with contextlib.ExitStack() as done:  # a stack, the first step last; each is done whatever fails before it
+            done.callback(self._beside.maintain)
+            if sync:
+                done.callback(sync.maintain)
+            done.callback(self._deleter.maintain)
+            if sync:
+                done.callback(sync.follow)
+            done.callback(self._pool.namespaces.relieve)
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

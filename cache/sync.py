@@ -118,7 +118,8 @@ class StoreSync:
             if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
                 row = loaded.segment.coverage.row
         left = max(0, room - partition.memory_bytes()) // BYTES_PER_TOKEN
-        for record in self._store.load(namespace, left, row):
+        unwritten = self._store.unwritten(namespace)  # from before it left memory
+        for record in (*self._store.load(namespace, left, row), *unwritten):
             if not partition.holds(record.sequence):
                 partition.add(record)
         partition.merge(lambda: False)  # its size is looked at next

@@ -32,6 +32,7 @@ class KeptLearned:
     def take(self, namespace: Namespace) -> bytes | None:
         """The state of a namespace that comes into memory again; None if it is not known."""
         state = self._states.pop(namespace, None)
+        self._unsaved.discard(namespace)
         self._bytes -= len(state or b"")
         return state
 

@@ -284,6 +284,7 @@ void bind_drafter(nb::module_& m) {
             "state"_a.noconvert())
         .def_prop_ro("version", &Drafter::version)
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
+    nb::class_<Drafter::Reading>(m, "DrafterReading").def(nb::init<const Drafter&>(), "drafter"_a);  // tests hold one
     m.def("extend_batch", &extend_all, "jobs"_a);
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }

@@ -49,6 +49,7 @@ class BatchWriter(Generic[Job]):
         self._linger = linger
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
+        self._taken: list[Job] = []  # that are being committed
         self._waiting = 0  # total size of the waiting jobs
         self._put = self._done = 0  # jobs so far
         self._reported = 0  # dropped jobs that `flush` has reported
@@ -84,6 +85,11 @@ class BatchWriter(Generic[Job]):
                 raise CacheError(f"the cache is not written now: {self.error}{again}")
             if fresh:
                 raise CacheError(f"{fresh} writes were dropped: there was no room to wait for the database")
+
+    def waiting(self) -> list[Job]:
+        """The jobs that are not committed yet, oldest first."""
+        with self._changed:
+            return [*self._taken, *self._jobs]
 
     def revise(self, change: Callable[[Iterable[Job]], Iterable[Job]]) -> None:
         """Replace the waiting jobs by `change(jobs)`, while no job is being committed."""
@@ -129,7 +135,7 @@ class BatchWriter(Generic[Job]):
                 self._changed.wait_for(lambda: not self._revising)
                 if self._jobs or self._closing:  # `revise` may have left none
                     break
-            jobs = list(self._jobs)
+            jobs = self._taken = list(self._jobs)
             self._jobs.clear()
             self._waiting = 0
             self._busy = bool(jobs)  # without any the thread ends
@@ -145,7 +151,7 @@ class BatchWriter(Generic[Job]):
                 _log.warning("the cache is written again; %d writes were dropped", self.dropped)
             self.error = None
             self._done += len(jobs)
-            self._busy = False
+            self._taken, self._busy = [], False
             self._changed.notify_all()
 
     def _failed(self, jobs: list[Job], error: Exception, last: bool) -> None:
@@ -159,7 +165,7 @@ class BatchWriter(Generic[Job]):
             self._ended = last or not transient
             self._jobs.extendleft(reversed(jobs))
             self._waiting += sum(map(self._size, jobs))
-            self._busy = False
+            self._taken, self._busy = [], False
             self._bound()
             if last:
                 _log.warning("at the end %d writes were left undone: %s", self.dropped, message)

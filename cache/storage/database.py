@@ -19,6 +19,9 @@ Result = TypeVar("Result")
 
 Upsert = sqlite.Insert | postgresql.Insert
 
+FAILURES = (exc.DBAPIError, exc.TimeoutError)
+"""What a database raises that does not answer; the second where all connections of this process stay in use."""
+
 _LEFT: list[sa.Pool] = []
 
 

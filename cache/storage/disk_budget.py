@@ -7,10 +7,11 @@ import time
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.schema import namespaces, sequences
+from agentspec.cache.storage.schema import learned, namespaces, sequences
 from agentspec.cache.storage.segment_folder import SegmentFolder
 
 _ROW = 512  # bytes that a sequence takes besides its tokens, in the table and in its indexes
+_UNUSED = learned.delete().where(learned.c.namespace.not_in(sa.select(namespaces.c.key)))
 _SHARE = 20  # measuring takes at most 1/20 of the time
 
 
@@ -49,13 +50,17 @@ class DiskBudget:
                 self._delete_oldest(tenant, taken - limit + limit // 16)
 
     def _enforce_limit(self, limit: int) -> None:
-        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate."""
+        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate.
+
+        Learned states without sequences go first: nobody would miss them.
+        """
+        with self._database.writing() as connection:
+            if self._database.confirm_writer(connection):
+                connection.execute(_UNUSED)
         while self._database.shrink() and (excess := self._database.disk_bytes() - limit) > 0:
             tenants = self._tenants()
-            if not tenants:
-                return
-            tenant, taken = tenants[0]
-            if not self._delete_oldest(tenant, max(taken // 8, min(excess, taken // 2))):
+            # Of a tenant whose name is damaged nothing is found: then the next largest gives.
+            if not any(self._delete_oldest(one, max(taken // 8, min(excess, taken // 2))) for one, taken in tenants):
                 return
 
     def _tenants(self) -> list[tuple[str, int]]:
@@ -80,4 +85,6 @@ class DiskBudget:
                     size -= (row.size if isinstance(row.size, int) else 0) + _ROW  # SQLite keeps any value
                     if size <= 0:
                         break
-            return connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount > 0
+            gone = connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount
+            connection.execute(_UNUSED)
+            return gone > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections import Counter
@@ -61,9 +62,10 @@ def parse(line: bytes, place: str) -> SequenceRecord | None:
             as_tokens(record["context"]).copy(),
             float(record["created_at"]),
         )
-        names = (*asdict(row.labels).values(), *asdict(row.namespace).values())
-        if not len(row.tokens) or len(row.context) > DEPTH or not all(isinstance(name, str | None) for name in names):
-            raise ValueError("no tokens, too many tokens before them, or a name that is no string")
+        named = all(isinstance(name, str | None) for name in asdict(row.labels).values())
+        named = named and all(isinstance(name, str) for name in asdict(row.namespace).values())
+        if not len(row.tokens) or len(row.context) > DEPTH or not named or not math.isfinite(row.created_at):
+            raise ValueError("no tokens, too many tokens before them, a name that is no string, or an impossible time")
     except (ValueError, KeyError, TypeError, AttributeError, InvalidRequestError) as error:
         raise ConfigurationError(f"{place}: not an exported sequence ({type(error).__name__}: {error})") from None
     return row

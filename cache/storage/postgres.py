@@ -213,7 +213,7 @@ class PostgresDatabase(Database):
 
     def is_transient(self, error: BaseException) -> bool:
         if not isinstance(error, exc.DBAPIError):
-            return False
+            return isinstance(error, exc.TimeoutError)
         state = getattr(error.orig, "sqlstate", None)
         if state is None:  # it did not come from the server
             return isinstance(error, exc.OperationalError | exc.InterfaceError)

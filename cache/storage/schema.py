@@ -29,7 +29,9 @@ class Name(sa.types.TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
-        return value if value is None else _UNSAFE.sub(lambda found: f"\x1a{ord(found[0]):04x}", value)
+        if not isinstance(value, str):
+            return value  # none, or a damaged one that was read
+        return _UNSAFE.sub(lambda found: f"\x1a{ord(found[0]):04x}", value)
 
     def process_result_value(self, value: str | None, dialect: sa.Dialect) -> str | None:
         if not isinstance(value, str):

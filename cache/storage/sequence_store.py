@@ -17,7 +17,7 @@ from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, opening
-from agentspec.cache.storage.database import Database, PendingErasure, mending, reason
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, mending, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.remote import open_segments
@@ -27,6 +27,7 @@ from agentspec.cache.storage.rows.reader import SequenceReader
 from agentspec.cache.storage.schema import learned, sequences
 from agentspec.cache.storage.segment_folder import SegmentFolder
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError
+from agentspec.types import Namespace
 
 _REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
@@ -57,6 +58,12 @@ class SequenceStore(SequenceReader):
         super().__init__(database)
         self.segments = segments
         self._budget = budget
+        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
+        self._disk_bytes = 0
+        self._erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
+        self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
+        self.numbering = numbering
+        # Last: nobody would end its thread if anything before failed.
         self._writer: BatchWriter[_Job] = BatchWriter(
             self._commit,
             name="agentspec-cache-writer",
@@ -66,12 +73,6 @@ class SequenceStore(SequenceReader):
             room=_ROOM,
             linger=_LINGER,
         )
-        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
-        self._disk_bytes = 0
-        # A process killed after a deletion may have left bytes behind.
-        self._erasure = PendingErasure(database, pending=database.is_writer)
-        self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
-        self.numbering = numbering
 
     @classmethod
     def open(
@@ -138,6 +139,14 @@ class SequenceStore(SequenceReader):
     def put(self, record: SequenceRecord) -> None:
         """Queue a sequence for writing; `flush` waits until it is durable."""
         self._writer.put(record)
+
+    def unwritten(self, namespace: Namespace) -> list[SequenceRecord]:
+        """A namespace's sequences that wait to be written. What is read from the database afterwards has the others."""
+        if not self._writer.waiting():
+            return []
+        scopes = self.deletions_since(self.last_deletion)  # first: what these cover may be dropped meanwhile
+        waiting = _allowed(self._writer.waiting(), scopes)
+        return [job for job in waiting if isinstance(job, SequenceRecord) and job.namespace == namespace]
 
     def put_usage(self, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
         """Add hits to sequences; the writer process also saves each namespace's (by key) learned state."""
@@ -216,7 +225,7 @@ class SequenceStore(SequenceReader):
                 if not self._database.is_damage(error):
                     raise
                 deleted, unread = self._delete_readable(selection, anyhow=rewrite)
-        except exc.DBAPIError as error:
+        except FAILURES as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erasure.mark(deleted.tenants if rewrite else ())
         if unread:
@@ -310,10 +319,9 @@ class SequenceStore(SequenceReader):
             return
         try:
             self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0, everything=everything)
-        except exc.DBAPIError as error:
-            raise CacheError(
-                f"deleted, but bytes of it may be left in {self._database.name}: {reason(error)}"
-            ) from error
+        except FAILURES as error:
+            message = f"deleted, but bytes of it may be left in {self._database.name}: {reason(error)}"
+            raise CacheError(message) from error
 
     def compact(self) -> None:
         """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
@@ -326,7 +334,7 @@ class SequenceStore(SequenceReader):
 
     def disk_bytes(self) -> int:
         """Size of the database with its journal; the last known size if it does not answer."""
-        with contextlib.suppress(exc.DBAPIError, OSError):
+        with contextlib.suppress(*FAILURES, OSError):
             self._disk_bytes = self._database.disk_bytes()
         return self._disk_bytes
 
@@ -345,7 +353,7 @@ class SequenceStore(SequenceReader):
         mending(self._database, lambda: self._write(jobs))
         try:
             self.enforce_budget()
-        except (exc.DBAPIError, OSError, CacheError) as error:
+        except Exception as error:  # what was written above is committed whatever fails here
             _log.warning("the database cannot be kept within its budget: %s", reason(error))
 
     def _write(self, jobs: list[_Job]) -> None:
@@ -368,14 +376,11 @@ class SequenceStore(SequenceReader):
             named = sequences.update().where(sequences.c.number == sa.bindparam("of"))
             more = named.values(hits=sequences.c.hits + sa.bindparam("more"))
             connection.execute(more, [{"of": number, "more": hits} for number, hits in usage.hits])
-        if states := self._if_still_writer(connection, usage.learned):
+        states = usage.learned
+        if states and self._database.confirm_writer(connection):  # else another process has become the writer
             insert = self._database.insert(learned)
             saved = insert.on_conflict_do_update(index_elements=["namespace"], set_={"state": insert.excluded.state})
             connection.execute(saved, [{"namespace": key, "state": state} for key, state in states.items()])
-
-    def _if_still_writer(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
-        """`states`; none if another process has become the database's writer meanwhile."""
-        return states if states and self._database.confirm_writer(connection) else {}
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:

@@ -38,6 +38,7 @@ DATABASE = "sequences.sqlite3"
 _FILES = (DATABASE, "writer.lock", "writer.pid", "segments.lock")
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
+_INCREMENTAL = 2  # SQLite's number for it
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
 _PASSING = {
     sqlite3.SQLITE_BUSY,
@@ -201,7 +202,7 @@ class SqliteDatabase(Database):
 
     def is_transient(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        return code & _PRIMARY in _PASSING or code in _PASSING_IO
+        return isinstance(error, exc.TimeoutError) or code & _PRIMARY in _PASSING or code in _PASSING_IO
 
     def is_damage(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
@@ -232,9 +233,13 @@ class WriterLock:
         self._lock = PathLock(folder / "writer.lock")
         if not self._lock.acquire():
             raise CacheLockedError(f"{folder} is written by process {self._holder()}; open it as a follower")
-        file = os.open(self._pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "w") as pid_file:
-            pid_file.write(str(os.getpid()))
+        try:
+            file = os.open(self._pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(file, "w") as pid_file:
+                pid_file.write(str(os.getpid()))
+        except BaseException:
+            self._lock.release()  # or nobody could be the writer as long as this process lives
+            raise
 
     def _holder(self) -> str:
         try:
@@ -293,7 +298,8 @@ def _text(data: bytes) -> str:
 def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
     connection.text_factory = _text
     cursor = connection.cursor()
-    cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    if cursor.execute("PRAGMA auto_vacuum").fetchone() != (_INCREMENTAL,):  # to set it waits for whoever writes
+        cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
     _use_write_ahead_log(cursor)
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA secure_delete = ON")  # overwrite deleted and moved data

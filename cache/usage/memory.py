@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from agentspec.cache.deletion import Selection
-from agentspec.cache.usage.row import BATCH_SECONDS, Owner, UsageRow, last_day, oldest_day
+from agentspec.cache.deletion import Scope, Selection
+from agentspec.cache.usage.row import BATCH_SECONDS, Owner, UsageRow, forgets_tenant, last_day, oldest_day
 
 
 class MemoryUsage:
@@ -18,6 +18,7 @@ class MemoryUsage:
         self._days = days
         self._lock = threading.Lock()
         self._batches: dict[str, float] = {}
+        self._forgotten: list[tuple[float, Scope]] = []  # and when
         self._rows: dict[tuple[str, str, str, str], UsageRow] = {}
 
     def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
@@ -25,7 +26,10 @@ class MemoryUsage:
             known = batch in self._batches
             if batch is not None:
                 self._batches[batch] = time.time()
+            scopes = [scope for at, scope in self._forgotten if at >= since]
             for row in () if known else rows:
+                if any(forgets_tenant(scope, row.tenant) for scope in scopes):
+                    continue
                 key = (row.day, row.tenant, row.key, row.model)
                 present = self._rows.get(key)
                 self._rows[key] = row if present is None else present.plus(row)
@@ -50,6 +54,8 @@ class MemoryUsage:
         last = last_day(selection)
         if last is None:
             return 0
+        with self._lock:
+            self._forgotten.append((time.time(), selection.scope))
         return self._remove(lambda row: row.tenant == selection.tenant and row.day <= last)
 
     def maintain(self) -> None:
@@ -58,6 +64,7 @@ class MemoryUsage:
         with self._lock:
             old = time.time() - BATCH_SECONDS
             self._batches = {name: stored for name, stored in self._batches.items() if stored > old}
+            self._forgotten = [one for one in self._forgotten if one[0] > old]
 
     def _remove(self, goes: Callable[[UsageRow], bool]) -> int:
         with self._lock:

@@ -106,7 +106,8 @@ def last_day(selection: Selection) -> str | None:
     What is deleted by session, content, tokenizer or age alone is content, and counts are none: these have an age of
     their own.
     """
-    if selection.tenant is None or selection.searched or selection.session or selection.tokenizer:
+    others = (selection.session, selection.tokenizer)
+    if selection.tenant is None or selection.searched or any(one is not None for one in others):
         return None
     return "9999" if selection.before is None else day_of(selection.before - 86400)  # the day itself is not over
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -340,6 +340,44 @@ def test_a_cache_in_memory_keeps_to_its_retention() -> None:
         Turn("default", "s", [1], [10, 11, 12]).record(cache)
         wait(lambda: not cache.stats().sequences)
         assert (cache.stats().sequences, cache.stats().forgotten) == (0, 1)
+
+
+@pytest.mark.parametrize("mode", ["writer", "follower"])
+def test_so_does_what_a_process_alone_knows(tmp_path: Path, mode: Literal["writer", "follower"]) -> None:
+    """Sessions, and outputs that could not be written: nothing in the database tells when their term ends."""
+    SuffixCache.open(tmp_path).close()
+    told: list[object] = []
+    with SuffixCache.open(tmp_path, mode=mode, retention=1e6) as cache:
+        assert cache._store is not None
+        cache.on_forget(told.append)
+        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+            connection.execute("CREATE TRIGGER no BEFORE INSERT ON sequences BEGIN SELECT RAISE(ABORT, 'no'); END")
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        with pytest.raises(CacheError):
+            cache.flush()
+        cache._deleter.expire()
+        assert (cache.stats().sequences, cache.stats().sessions, told) == (1, 1, [])
+        cache._deleter._retention = 0.0
+        cache._deleter.expire()
+        assert (cache.stats().sequences, cache.stats().sessions, len(told)) == (0, 0, 1)
+
+
+def test_it_keeps_to_it_whatever_else_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise CacheError("damaged")
+
+    with SuffixCache.open(tmp_path, retention=1e6) as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        cache.flush()
+        assert cache._sync is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(cache._sync, "follow", fails)
+            broken.setattr(cache._deleter, "apply_deletions", fails)
+            cache._deleter._retention = 0.0
+            cache._deleter.expire_soon()
+            with pytest.raises(CacheError, match="damaged"):
+                cache._maintain()
+        assert (cache.stats().sequences, stored_rows(tmp_path)) == (0, [])
 
 
 @pytest.mark.parametrize(("conditions", "left"), [({"session": "s"}, 1), ({"tenant": "default"}, 0)])

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.cache import _native
 from agentspec.cache.index import IndexDrafter, SuffixIndex, checksum
 from agentspec.errors import CacheFormatError, InvalidRequestError
 from agentspec.types import Draft, Source
@@ -529,6 +530,29 @@ def test_an_append_waits_for_no_reader() -> None:
     for reader in readers:
         reader.join()
     assert index.sequence_count == 350
+
+
+def test_learning_waits_for_no_draft() -> None:
+    """What is learned while a draft is made waits, and is known afterwards as if there had been no draft."""
+    index, learned = filled(50, 400), []
+    for holds in (True, False):
+        drafter = IndexDrafter()
+        reading = _native.DrafterReading(drafter.native) if holds else None
+
+        def learn(drafter: IndexDrafter = drafter) -> None:
+            for start in range(40):
+                text = index.tokens(start % 7)
+                drafter.observe([(index, Source.SHARED)], text[:start], text[start : start + 5])
+                drafter.observe_end(int(text[start]))
+
+        thread = threading.Thread(target=learn, daemon=True)
+        before = drafter.memory_bytes()
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive() and drafter.version == 80 and drafter.memory_bytes() > before
+        del reading
+        learned.append(drafter.state())
+    assert np.array_equal(*learned)
 
 
 def test_the_least_recently_used_are_known_without_a_search() -> None:

@@ -100,7 +100,15 @@ def test_use_after_close() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"memory_bytes": 0}, {"memory_bytes": "1MiB"}, {"disk_bytes": -1}, {"mode": "reader"}, {"path": "sqlite://u:p@h"}],
+    [
+        {"memory_bytes": 0},
+        {"memory_bytes": "1MiB"},
+        {"disk_bytes": -1},
+        {"mode": "reader"},
+        {"path": "sqlite://u:p@h"},
+        {"usage_days": 0},
+        {"usage_days": "x"},
+    ],
 )
 def test_settings_that_cannot_work(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(settings))) as caught:

@@ -42,7 +42,7 @@ void extend_batch(std::span<const ExtendJob> jobs) {
     share_out(jobs.size(), threads_for(jobs.size(), 4 * tokens), look_back);  // a token takes as long as four drafted
     for (std::size_t i = 0; i < jobs.size(); ++i) {
         const ExtendJob& job = jobs[i];
-        if (lessons[i]) job.drafter->learn(*lessons[i]);
+        if (lessons[i]) job.drafter->learn(std::move(*lessons[i]));
         if (job.into) job.into->append(job.sequence, job.tokens, job.before);
     }
 }

@@ -232,8 +232,12 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
                          double min_probability, bool chain, const Deadline& until) const {
     require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
     const SearchedIndexes searched = searched_in(indexes, scan_limit_);
-    const std::shared_lock lock(mutex_);
-    return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until).grow(searched, context);
+    std::optional<Reading> reading(*this);
+    DraftTree tree =
+        Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until).grow(searched, context);
+    reading.reset();
+    if (waiting_ != nullptr) const_cast<Drafter*>(this)->take_in(false);
+    return tree;
 }
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
@@ -241,18 +245,53 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
     learn(look_back(indexes, context, tokens));
 }
 
-void Drafter::learn(const Lesson& lesson) {
+struct Drafter::Waiting {
+    Lesson lesson;
+    Waiting* older;
+};
+
+Drafter::~Drafter() { waiting(); }
+
+void Drafter::learn(Lesson lesson) {
     for (const auto& [index, generation, positions] : lesson.hits_) {
         if (!positions.empty()) index->record_hits(generation, positions);
     }
-    const std::unique_lock lock(mutex_);
+    lesson.hits_ = {};
+    waiting_bytes_ += lesson.bytes();
+    auto* const newest = new Waiting{std::move(lesson), waiting_};
+    while (!waiting_.compare_exchange_weak(newest->older, newest)) {
+    }
     ++version_;
+    take_in(waiting_bytes_ > kMostWaiting);
+}
+
+/// Learn what waits. Unless `wait`, it goes on waiting while drafts are made.
+void Drafter::take_in(bool wait) {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock && !wait) return;
+    if (!lock) lock.lock();
+    for (const auto& one : waiting()) take_in(one->lesson);
+}
+
+/// What waits no more from now on, the oldest first.
+std::vector<std::unique_ptr<Drafter::Waiting>> Drafter::waiting() {
+    std::vector<std::unique_ptr<Waiting>> out;
+    for (Waiting* one = waiting_.exchange(nullptr); one; one = one->older) {
+        out.emplace_back(one);
+        waiting_bytes_ -= one->lesson.bytes();
+    }
+    std::reverse(out.begin(), out.end());
+    return out;
+}
+
+void Drafter::take_in(const Lesson& lesson) {
     for (const Token token : lesson.tokens_) ends_.record(token);
     for (const auto& [key, depth, hit, lead, led] : lesson.outcomes_) {
         depths_.record(depth, rates_.rate(key), hit);
         if (hit && lead < 1.0) leads_.record(depth, lead, led);
         rates_.record(key, hit);
     }
+    if (lesson.end_) ends_.record_end(*lesson.end_);
 }
 
 /// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so
@@ -293,18 +332,19 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
 }
 
 void Drafter::observe_end(Token token) {
-    const std::unique_lock lock(mutex_);
-    ++version_;
-    ends_.record_end(token);
+    Lesson lesson;
+    lesson.end_ = token;
+    learn(std::move(lesson));
 }
 
 std::size_t Drafter::memory_bytes() const {
     const std::shared_lock lock(mutex_);
     return sizeof(*this) + rates_.memory_bytes() + depths_.memory_bytes() + leads_.memory_bytes() +
-           ends_.memory_bytes();
+           ends_.memory_bytes() + waiting_bytes_;
 }
 
 std::vector<double> Drafter::state() const {
+    if (waiting_ != nullptr) const_cast<Drafter*>(this)->take_in(true);
     const std::shared_lock lock(mutex_);
     std::vector<double> state = rates_.state();
     for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) {
@@ -327,6 +367,7 @@ void Drafter::restore(std::span<const double> state) {
     leads.restore(take(state, DepthRates::kStateSize));
     ends.restore(state);
     const std::unique_lock lock(mutex_);
+    waiting();
     ++version_;
     rates_ = std::move(rates);
     depths_ = std::move(depths);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <shared_mutex>
 #include <span>
@@ -24,10 +25,15 @@ struct DraftTree {
     std::vector<std::uint8_t> sources;
 };
 
-/// Makes drafts, and learns how reliable each kind of level is. Safe to use from several threads at once.
+/// Makes drafts, and learns how reliable each kind of level is. Safe to use from several threads at once. Neither waits
+/// for the other: what is to be learned while drafts are made is put off, until the next call that can.
 class Drafter {
 public:
+    /// As long as it lives, nothing is learned: a draft holds one.
+    class Reading;
+
     explicit Drafter(std::uint32_t scan_limit) : scan_limit_(scan_limit) {}
+    ~Drafter();
 
     /// A tree of at most `max_tokens` nodes that continues `context`; no path probability is below `min_probability`.
     /// At equal match length an earlier index goes first. In a `chain` each node has at most one child, the likeliest.
@@ -56,19 +62,40 @@ public:
     class Lesson;
     Lesson look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                      std::span<const Token> tokens) const;
-    void learn(const Lesson& lesson);
+    void learn(Lesson lesson);
 
 private:
+    static constexpr std::size_t kMostWaiting = std::size_t{1} << 18;  // bytes; who brings more waits for drafts
+    struct Waiting;
+
+    void take_in(bool wait);
+    std::vector<std::unique_ptr<Waiting>> waiting();
+    void take_in(const Lesson& lesson);
+
     std::uint32_t scan_limit_;
     mutable std::shared_mutex mutex_;
+    std::atomic<Waiting*> waiting_{nullptr};  // lessons put off, the newest first
+    std::atomic<std::size_t> waiting_bytes_{0};
     HitRates rates_;
     DepthRates depths_, leads_;  // of a level's hit rate, and of its leading symbol's share once it is hit
     EndRates ends_;
     std::atomic<std::uint64_t> version_{0};
 };
 
+class Drafter::Reading {
+public:
+    explicit Reading(const Drafter& drafter) : lock_(drafter.mutex_) {}
+
+private:
+    std::shared_lock<std::shared_mutex> lock_;
+};
+
 class Drafter::Lesson {
     friend class Drafter;
+    std::size_t bytes() const {
+        return sizeof(*this) + outcomes_.capacity() * sizeof(Outcome) + tokens_.capacity() * sizeof(Token);
+    }
+
     struct Outcome {
         LevelKey key;
         int depth;
@@ -84,7 +111,8 @@ class Drafter::Lesson {
 
     std::vector<Outcome> outcomes_;
     std::vector<Token> tokens_;  // that came after others
-    std::vector<Hits> hits_;  // of each index
+    std::optional<Token> end_;
+    std::vector<Hits> hits_;  // of each index; not kept while a lesson waits
 };
 
 }  // namespace agentspec

@@ -19,7 +19,10 @@ const Symbol& Level::leader() const {
 }
 
 void TokenSlots::clear() {
-    ++stamp_;
+    if (++stamp_ == 0) {
+        std::fill(entries_.begin(), entries_.end(), Entry{});
+        stamp_ = 1;
+    }
     size_ = 0;
 }
 

@@ -40,7 +40,7 @@ struct SourcedIndex {
     int source;
 };
 
-/// A small set of tokens with a slot number each; clearing is free.
+/// A small set of tokens with a slot number each; clearing is free but once in 2^32 times.
 class TokenSlots {
 public:
     TokenSlots() : entries_(64), mask_(63) {}
@@ -50,9 +50,14 @@ public:
     std::size_t size() const { return size_; }
 
 private:
+#ifdef AGENTSPEC_STAMP
+    using Stamp = AGENTSPEC_STAMP;  // small in tests
+#else
+    using Stamp = std::uint32_t;
+#endif
     struct Entry {
         Token token = 0;
-        std::uint32_t stamp = 0;
+        Stamp stamp = 0;
         int slot = 0;
     };
     Entry& locate(Token token);
@@ -60,7 +65,7 @@ private:
 
     std::vector<Entry> entries_;  // a power of two
     std::size_t mask_;            // their number, less one
-    std::uint32_t stamp_ = 1;
+    Stamp stamp_ = 1;  // of the entries that count; 0: none
     std::size_t size_ = 0;
 };
 

@@ -7,9 +7,7 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 
-from sqlalchemy import exc
-
-from agentspec.cache.storage.database import Database, mending
+from agentspec.cache.storage.database import FAILURES, Database, mending
 from agentspec.cache.storage.schema import processes
 from agentspec.errors import CacheError
 
@@ -49,7 +47,7 @@ class SequenceNumbers:
         """A number that no other process has; where nothing can be written, a random one beyond all of them."""
         try:
             return mending(self._database, self._insert)
-        except (exc.DBAPIError, CacheError) as error:
+        except (*FAILURES, CacheError) as error:
             if not (anyhow or self._database.is_transient(error)):
                 raise
             return secrets.randbits(30) + (1 << 30)

@@ -15,7 +15,7 @@ from sqlalchemy import exc
 
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec
-from agentspec.cache.storage.database import Database, Result, reason
+from agentspec.cache.storage.database import FAILURES, Database, Result, reason
 from agentspec.cache.storage.rows.pages import PIECE, RowPages
 from agentspec.cache.storage.schema import Kinds, damaged, is_sound, learned, namespaces, sequences
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheUnavailableError
@@ -295,7 +295,7 @@ class SequenceReader:
     def _answering(self) -> Iterator[None]:
         try:
             yield
-        except exc.DBAPIError as error:
+        except FAILURES as error:
             if self._database.is_transient(error):
                 raise CacheUnavailableError(f"{self._database.name} cannot be read: {reason(error)}") from error
             raise damaged(self._database.name, reason(error)) from error

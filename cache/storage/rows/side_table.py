@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import sqlalchemy as sa
-from sqlalchemy import exc
 
-from agentspec.cache.storage.database import Database, PendingErasure, reason
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
 from agentspec.errors import CacheUnavailableError
 
 _IDS_AT_ONCE = 500  # in one statement
@@ -94,7 +93,7 @@ class SideTable:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except (exc.DBAPIError, exc.TimeoutError) as error:
+        except FAILURES as error:
             again = ""
             if self.database.is_damage(error) and self.database.mend() is not None:
                 again = "; the database was damaged and is mended: try again"

@@ -6,11 +6,14 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache, namespaces
+from agentspec.cache.deletion import select
+from agentspec.cache.partition import Partition
 from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
@@ -143,6 +146,46 @@ def test_a_tenant_has_no_more_namespaces_in_memory_than_it_may(tmp_path: Path, s
             request.close()
     with pytest.raises(ConfigurationError, match="tenant_namespaces"):
         SuffixCache.open(tenant_namespaces=0)
+
+
+def test_what_was_learned_is_there_for_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SuffixCache.open(tenant_namespaces=1) as cache:
+        one, other = Namespace("t", "m0"), Namespace("t", "m1")
+        record(cache, text(0, 60), one)
+        record(cache, text(1, 60), other)  # so that the first leaves
+        once = [None]
+
+        class Slow(Partition):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                if once:
+                    once.clear()
+                    table._find(self.namespace)  # as another thread would
+
+        table = cache._pool.namespaces
+        monkeypatch.setattr(namespaces, "Partition", Slow)
+        assert table._find(one).learning > 0
+
+
+def test_what_waits_to_be_written_is_there_when_its_namespace_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Namespace("t", "m0"), Namespace("t", "m1")
+    with SuffixCache.open(tmp_path, tenant_namespaces=1) as cache:
+        assert cache._store is not None
+        with cache._store.database.writing():  # nothing is written as long as this one is
+            record(cache, text(0, 60), one)
+            record(cache, text(1, 60), one, session="forgotten")
+            record(cache, text(2, 60), other)  # so that the first leaves
+            assert knows(cache, text(0, 60), one) and knows(cache, text(1, 60), one)
+            assert len(cache._store.unwritten(one)) == 2
+            with monkeypatch.context() as deleted:
+                deleted.setattr(cache._store, "deletions_since", lambda _: [select(session="forgotten").scope])
+                assert len(cache._store.unwritten(one)) == 1
+            record(cache, text(3, 60), other)
+        cache.flush()
+        assert knows(cache, text(0, 60), one)
+        assert cache.stats().unloaded > 2
 
 
 def test_only_namespaces_that_changed_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def program(built: dict[str, Path], sanitizer: str) -> Path:
             "-DAGENTSPEC_MERGE_PIECE=300",
             "-DAGENTSPEC_CHUNK_BITS=9",
             "-DAGENTSPEC_PAGED_BYTES=4096",
+            "-DAGENTSPEC_STAMP=std::uint8_t",
             "-fno-sanitize-recover=all",
             "-fno-omit-frame-pointer",
             f"-I{native}",

@@ -143,3 +143,34 @@ def test_a_follower_leaves_it_to_the_writer(location: str | Path) -> None:
     assert 5 < len(list(follower.records())) < 60
     follower.close()
     writer.close()
+
+
+def test_what_namespaces_learned_makes_room_once_they_are_gone(location: str | Path) -> None:
+    limit = budget(location, 600_000)
+    with closing(opened(location, disk_bytes=limit)) as store:
+        for number in range(12):
+            one = replace(row(number, text(number, 20)), namespace=Namespace(f"t{number}"))
+            store.put(one)
+            store.put_usage([], {one.namespace.key: text(number, 25_000).tobytes()})
+        store.flush()
+        store.enforce_budget()
+        assert store.disk_bytes() <= limit
+    left = execute(location, "SELECT namespace FROM learned ORDER BY 1")
+    assert left == execute(location, "SELECT namespace FROM sequences ORDER BY 1")
+    assert 0 < len(left) < 12
+
+
+@pytest.mark.parametrize("name", ["X'ff01'", "'other'"])
+@pytest.mark.parametrize("share", [None, 200_000])
+def test_a_damaged_total_lets_writing_and_the_budgets_be(tmp_path: Path, name: str, share: int | None) -> None:
+    with closing(opened(tmp_path)) as store:
+        store.put(replace(row(0, text(0, 60_000)), namespace=Namespace("damaged")))
+        store.flush()
+    execute(tmp_path, f"UPDATE namespaces SET tenant = {name}")
+    limit = 500_000
+    with closing(opened(tmp_path, disk_bytes=limit, tenant_disk_bytes=share)) as store:
+        for number in range(1, 12):
+            store.put(row(number, text(number, 10_000)))
+            store.flush()
+        store.enforce_budget()
+        assert store.disk_bytes() <= limit

@@ -140,7 +140,10 @@ GOOD = {"namespace": {"tenant": "t"}, "session": None, "workflow": None, "step":
         GOOD | {"tokens": [1], "session": 5},
         GOOD | {"tokens": [1], "namespace": {"tenant": 5}},
         GOOD | {"tokens": [1], "namespace": {"tenant": "t", "other": "x"}},
+        GOOD | {"tokens": [1], "namespace": {"tenant": None}},
         GOOD | {"tokens": [1], "created_at": "then"},
+        GOOD | {"tokens": [1], "created_at": float("nan")},
+        GOOD | {"tokens": [1], "created_at": float("inf")},
     ],
 )
 def test_a_line_that_is_no_sequence_is_named(record: object) -> None:

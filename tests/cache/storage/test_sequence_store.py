@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, ConfigurationError
+from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
 from agentspec.types import Labels, Namespace
 from tests.conftest import costly
 
@@ -239,6 +242,26 @@ def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest
     assert len(caplog.records) == 1
 
 
+def test_it_is_an_outage_while_all_connections_are_in_use(location: str | Path) -> None:
+    with SuffixCache.open(location) as cache, contextlib.ExitStack() as busy:
+        assert cache._store is not None
+        engine = cache._store.database.engine
+        pool = cast(sa.QueuePool, engine.pool)
+        pool._timeout = 0.01
+        while True:
+            try:
+                busy.enter_context(engine.connect())
+            except sa.exc.TimeoutError:
+                break
+        with cache.request([1], namespace="new") as request:  # which is to be loaded
+            request.extend([40, 50])
+        for call in (cache.flush, lambda: cache.forget(tenant="no one")):
+            with pytest.raises(CacheError, match="QueuePool"):
+                call()
+        pool._timeout = 30
+    assert execute(location, "SELECT count(*) FROM sequences") == [(1,)]
+
+
 def test_a_follower_that_may_only_read_goes_on_in_memory(location: str | Path) -> None:
     SuffixCache.open(location).close()
     statements = BREAK["postgres" if isinstance(location, str) else "sqlite"]
@@ -254,6 +277,17 @@ def test_a_follower_that_may_only_read_goes_on_in_memory(location: str | Path) -
         with pytest.raises(CacheError, match="disk is gone"):
             cache.flush()
         assert cache.stats().sequences == 2 and cache.stats().store_error
+
+
+def test_an_open_that_fails_leaves_no_thread(location: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: SequenceStore) -> int:
+        raise CacheUnavailableError("away")
+
+    monkeypatch.setattr(SequenceStore, "_newest_deletion", away)
+    before = threading.active_count()
+    with pytest.raises(CacheUnavailableError, match="away"):
+        SuffixCache.open(location, mode="writer")
+    assert threading.active_count() == before
 
 
 def test_a_missing_table_is_damage(location: str | Path) -> None:

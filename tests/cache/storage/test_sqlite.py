@@ -35,6 +35,18 @@ def test_a_new_database_is_private_and_shrinks(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
+def test_nobody_waits_for_a_writer_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.storage.sqlite._TIMEOUT", 0)
+    first, second = SqliteDatabase(tmp_path), SqliteDatabase(tmp_path)
+    first.connect()
+    prepare(first)
+    with first.writing(), second.engine.connect() as connection, first.engine.connect() as other:
+        for one in (connection, other):
+            assert one.exec_driver_sql("SELECT count(*) FROM sequences").scalar() == 0
+    first.close()
+    second.close()
+
+
 def test_what_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_bytes(b"my novel, chapter one: it was a dark and stormy night")
     with pytest.raises(CacheFormatError, match="not a database"):
@@ -89,6 +101,14 @@ def test_the_holder_is_named_and_release_frees(tmp_path: Path) -> None:
         WriterLock(tmp_path)
     lock.release()
     lock.release()
+    WriterLock(tmp_path).release()
+
+
+def test_who_cannot_say_that_it_writes_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    (tmp_path / "writer.pid").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        WriterLock(tmp_path)
+    (tmp_path / "writer.pid").rmdir()
     WriterLock(tmp_path).release()
 
 

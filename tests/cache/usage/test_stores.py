@@ -127,6 +127,8 @@ def test_a_tenant_is_forgotten_with_what_it_used(store: Open) -> None:
     add(opened, row("a"), row("b"), row("a", day="2020-01-01"))
     for kept in (select(session="a"), select(tenant="a", session="s"), select(older_than=0.0)):
         assert opened.forget(kept) == 0
+    for nameless in (select(tenant="a", session=""), select(tenant="a", tokenizer="")):
+        assert opened.forget(nameless) == 0
     assert opened.forget(select(tenant="a", older_than=86400.0)) == 1
     assert opened.forget(select(tenant="a")) == 1
     assert opened.read() == [row("b")]
@@ -226,8 +228,13 @@ def test_a_database_that_is_away_is_said_to_be() -> None:
 def test_a_cache_in_memory_forgets_too() -> None:
     with SuffixCache.open() as opened:
         add(opened.usage, row("a"), row("b"))
+        before = time.time()
         opened.forget(tenant="a")
         assert opened.usage.read() == [row("b")]
+        add(opened.usage, row("a"), row("b"), since=before)  # what was counted before
+        assert opened.usage.read() == [row("b").plus(row("b"))]
+        add(opened.usage, row("a"))
+        assert row("a") in opened.usage.read()
 
 
 def test_only_the_deletion_of_a_whole_tenant_drops_what_waits() -> None:
