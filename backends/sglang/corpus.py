@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
 
 logger = logging.getLogger(__name__)
+
+_RANKS = re.compile(r"(^|\|)elastic_ep_size=\d+$")  # that SGLang adds to every `extra_key` where it may change
 
 
 class RankGroup(Protocol):
@@ -214,6 +217,7 @@ def request_info(req: Any) -> RequestInfo:
 
 def _salt(req: Any) -> str | None:
     """What keeps a request's text apart: its `cache_salt` or `extra_key`; both together are a salt of their own."""
-    key = (req.extra_key or "").removesuffix(req.lora_id or "")  # SGLang appends the adapter
+    # SGLang appends the adapter, then the number of ranks of elastic expert parallelism.
+    key = _RANKS.sub("", req.extra_key or "").removesuffix(req.lora_id or "")
     given = [salt for salt in (req.cache_salt, key) if salt]
     return "\0".join(dict.fromkeys(given)) if given else None

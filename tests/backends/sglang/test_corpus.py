@@ -132,6 +132,20 @@ def test_adapters_keep_requests_apart(corpora: Corpora) -> None:
     assert first_tree(corpus, Req("d", [1], TEXT, lora_id="one", extra_key="one"), TEXT) > 3
 
 
+@pytest.mark.parametrize(
+    ("key", "adapter", "salt"),
+    [
+        ("elastic_ep_size=8", None, None),
+        ("x|elastic_ep_size=16", None, "x"),
+        ("xl|elastic_ep_size=16", "l", "x"),
+        ("l|elastic_ep_size=4", "l", None),
+        ("elastic_ep_size=", None, "elastic_ep_size="),
+    ],
+)
+def test_elastic_expert_parallelism_is_no_salt(key: str, adapter: str | None, salt: str | None) -> None:
+    assert request_info(Req("a", [1], [], extra_key=key, lora_id=adapter)).salt == salt
+
+
 def custom(**params: Any) -> SimpleNamespace:
     return SimpleNamespace(custom_params=params)
 
