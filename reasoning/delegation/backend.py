@@ -172,7 +172,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         left = request.sampling.max_tokens
         least, thought = request.sampling.min_tokens, thinking.counts.all_kept  # both limits count the thinking
         if left is not None and (left := left - thought) < 1:
-            yield Delta(finish_reason="length")
+            yield Delta(finish_reason="length", usage=Usage(thinking.steps[0].prompt_tokens + thought))
             return
         model = self.roles[role]
         sampling = replace(request.sampling, max_tokens=left, min_tokens=max(0, least - thought))

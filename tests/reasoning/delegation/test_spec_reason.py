@@ -424,10 +424,12 @@ async def test_endless_steps_are_cut_and_both_budgets_hold() -> None:
 
 
 async def test_max_tokens_counts_thinking_and_answer() -> None:
-    backend = DelegationBackend.of(knobs(), base=ThinkingModel(numbered("b")), small=ThinkingModel(numbered("s")))
+    base = ThinkingModel(numbered("b"))
+    backend = DelegationBackend.of(knobs(first_steps=1), base=base, small=ThinkingModel(numbered("s")))
     deltas = await deltas_of(backend.generate(ask(max_tokens=5)))
     last = deltas[-1]
     assert last.finish_reason == "length" and last.usage is not None and last.usage.completion_tokens <= 5
+    assert last.usage.prompt_tokens == len(base.encode(base.prompt_text(base.requests[0])))
     deltas = await deltas_of(backend.generate(ask(max_tokens=12)))
     assert deltas[-1].finish_reason == "length" and "".join(delta.text for delta in deltas) == "The"
 
