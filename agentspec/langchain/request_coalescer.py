@@ -54,7 +54,8 @@ class RequestCoalescer:
         except BaseException as error:
             future.set_exception(error)
         self._complete(place, failed=future.exception() is not None)
-        return future.result()
+        documents = future.result()
+        return documents if call.scope is None else copies(documents)  # other threads may copy them only later
 
     async def aask(self, call: RetrieverCall, *, early: bool = False) -> Documents:
         """As `ask`; different calls made in one event-loop turn go to the retriever's `abatch` together."""

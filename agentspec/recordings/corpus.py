@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ def read_corpus(path: Path, on_bad: OnBad = refuse) -> Iterator[Document]:
 
 def _document(line: bytes, place: str) -> Document:
     fields = json_object(line, place)
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # the index could not be written, after all its work
+        raise BadLineError(place, f"half a character, {error.object[error.start]!r}, stands alone") from None
     metadata = fields.get("metadata", {})
     if not isinstance(metadata, dict):
         raise BadLineError(place, '"metadata" must be an object')

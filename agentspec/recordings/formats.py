@@ -43,6 +43,7 @@ _TYPES = {
     "session": Format.pi,
     **dict.fromkeys(("session_meta", "response_item", "event_msg", "turn_context", "compacted"), Format.codex),
 }
+_VIOLATIONS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _HEAD = 20  # lines; the first may be about something else
 _LONGEST = 1 << 26  # bytes
 
@@ -122,7 +123,7 @@ def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[Record
         yield from sessions[format_]()
     except BadLineError as error:
         on_bad(error)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except _VIOLATIONS as error:
         on_bad(BadLineError(str(path), f"not of format {format_} ({type(error).__name__}: {error})"))
 
 
@@ -138,5 +139,5 @@ def _lines(path: Path, format_: Format, on_bad: OnBad) -> Iterator[RecordedCall]
             yield from list(parse(json_object(line, place), place))
         except BadLineError as error:
             on_bad(error)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except _VIOLATIONS as error:
             on_bad(BadLineError(place, f"not a line of format {format_} ({type(error).__name__}: {error})"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -30,9 +31,9 @@ class LaunchLimits:
     at_once: int = 8
 
     def __post_init__(self) -> None:
-        if isinstance(self.cost_weight, bool) or not isinstance(self.cost_weight, int | float) or self.cost_weight < 0:
-            message = f"cost_weight must be a number of 0 or more, not {self.cost_weight!r}"
-            raise ConfigurationError(message, param="cost_weight")
+        weight: object = self.cost_weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ConfigurationError(f"cost_weight must be a number of 0 or more, not {weight!r}", param="cost_weight")
         for name in ("per_turn", "per_minute", "at_once"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -239,7 +239,7 @@ def _calls(message: Message, *, strict: bool = True) -> Iterator[tuple[str, Tool
         function = call.get("function") or {}
         try:
             arguments = json.loads(function.get("arguments") or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if isinstance(arguments, dict):
             yield str(call.get("id")), ToolCall(str(function.get("name")), arguments)

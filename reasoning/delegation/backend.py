@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.base import CHAT, Backend, Capabilities
+from agentspec.backends.templates.messages import escape_markers
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.model_role import ModelRole
@@ -169,10 +170,12 @@ class DelegationBackend(Strategy[DelegationSettings]):
         """The deltas that the answering model writes after the closed thinking."""
         request, role = thinking.request, self._answerer(thinking)
         left = request.sampling.max_tokens
-        if left is not None and (left := left - thinking.counts.all_kept) < 1:
-            yield Delta(finish_reason="length")
+        least, thought = request.sampling.min_tokens, thinking.counts.all_kept  # both limits count the thinking
+        if left is not None and (left := left - thought) < 1:
+            yield Delta(finish_reason="length", usage=Usage(thinking.steps[0].prompt_tokens + thought))
             return
-        model, sampling = self.roles[role], replace(request.sampling, max_tokens=left)
+        model = self.roles[role]
+        sampling = replace(request.sampling, max_tokens=left, min_tokens=max(0, least - thought))
         prompt = await self._answering(thinking, model, role, sampling)
         seconds = thinking.step_limits.seconds * ANSWER_PATIENCE
         async with aclosing(model.deltas(prompt, seconds)) as deltas:
@@ -217,9 +220,10 @@ class DelegationBackend(Strategy[DelegationSettings]):
 
     def _closed(self, thinking: Thinking, model: ModelRole) -> str:
         """The thinking as the start of a message; without its marks if the template would delete closed thinking."""
+        text = escape_markers(thinking.text)  # as the models were shown it
         if model.keeps_thinking:
-            return self.settings.think_start + thinking.text + self._end()
-        return thinking.text.rstrip() + "\n\n"
+            return self.settings.think_start + text + self._end()
+        return text.rstrip() + "\n\n"
 
     def _end(self) -> str:
         return f"\n{self.settings.think_end}\n\n" if self.settings.think_end else ""

@@ -161,7 +161,8 @@ class ModelRole:
         ending = _ending_of(reader, last)
         # At an end of the model's own, `ids` include the token that ended the answer.
         exact = self.tokenization is not None and not reader.rest and ending not in ("closed", "stop")
-        return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
+        prompt = 0 if last.usage is None else last.usage.prompt_tokens
+        return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else (), prompt)
 
     async def ask(
         self, context: Context, question: str, prefill: str, seconds: float, spend: Spend

@@ -18,7 +18,7 @@ class Step:
     """A finished step. `text` ends with the blank line if one ended it, and never holds the closing mark.
 
     `token_ids` are those that the author generated, and decode exactly to `text`; empty if its backend gives none.
-    `tokens` counts all tokens generated for the step, in `seconds`.
+    `tokens` counts all tokens generated for the step, in `seconds`, after `prompt_tokens` (0: unknown).
     """
 
     text: str
@@ -27,6 +27,7 @@ class Step:
     tokens: int = 0
     seconds: float = 0.0
     token_ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
 
     @property
     def blank(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from agentspec.reasoning.retrieval.events import Event, Retrieved, RolledBack, Speculated, Verified, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import Document, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, first, name_of
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, first, name_of, shown
 from agentspec.reasoning.retrieval.partial_answer import PartialAnswer
 from agentspec.reasoning.retrieval.round_generator import RoundGenerator
 from agentspec.reasoning.speculative_task import cancel_tasks
@@ -190,12 +190,12 @@ class SpeculationState:
         self.governor.pace.spoke(round.seconds, changed=round.changed, alone=not round.beside)
 
     async def _compare(self, batch: VerificationBatch) -> list[Event]:
-        """Compare guesses with found documents by id; roll back the first wrong one (RaLMSpec, algorithm 1, line 9)."""
+        """Compare guesses with found documents; roll back the first wrong one (RaLMSpec, algorithm 1, line 9)."""
         found, seconds = batch.task.result()
         self.governor.pace.asked(seconds, alone=False)
         truths = [first(hits) for hits in found.hits]
         same = [
-            name_of(round.document) == name_of(truth) and round.version == found.version
+            shown(round.document) == shown(truth) and round.version == found.version
             for round, truth in zip(batch.rounds, truths, strict=True)
         ]
         right = same.index(False) if False in same else len(same)

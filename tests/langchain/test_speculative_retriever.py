@@ -17,7 +17,7 @@ from pydantic import Field
 import agentspec
 from agentspec.errors import ConfigurationError
 from agentspec.langchain import Correction, SpeculativeRetriever
-from agentspec.langchain.document_cache import MAX_SCOPES, DocumentCaches, key_of
+from agentspec.langchain.document_cache import MAX_SCOPES, DocumentCaches, copies, key_of
 
 pytestmark = pytest.mark.anyio
 
@@ -247,6 +247,41 @@ async def test_documents_may_be_changed_by_whoever_gets_them(mode):
             document.metadata["seen"] = True
         inner.documents = [one.model_copy(deep=True) for one in DOCUMENTS]
     assert await retriever.asettle() == []
+
+
+class Noting(threading.Event):
+    owner: threading.Thread | None = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.owner = threading.current_thread()
+        return super().wait(timeout)
+
+
+def test_documents_may_be_changed_while_another_thread_waits_for_them(monkeypatch):
+    retriever, inner = around(Scripted(go=Noting()), scope="retriever")
+    inner.documents = [one.model_copy(deep=True) for one in DOCUMENTS]
+    changed, seen = threading.Event(), []
+
+    def late(documents):
+        assert threading.current_thread() is inner.go.owner or changed.wait(60)
+        return copies(documents)
+
+    def ask():
+        for document in retriever.invoke("cat"):
+            seen.append(dict(document.metadata))
+            document.metadata["seen"] = True
+        changed.set()
+
+    monkeypatch.setattr("agentspec.langchain.request_coalescer.copies", late)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while retriever.stats.joined < 1:
+        time.sleep(0.005)
+    inner.go.set()
+    for thread in threads:
+        thread.join()
+    assert seen == [{}] * 8
 
 
 async def test_a_callback_that_fails_is_logged_and_stops_nothing(caplog):

@@ -97,6 +97,14 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, line: str) -> None:
     assert [error.place for error in told] == [f"{path}:3"]
 
 
+def test_a_time_that_is_no_time_costs_no_other_line(tmp_path: Path) -> None:
+    good = {"messages": [USER], **COMPLETION}
+    path = write(tmp_path, good, {**good, "created": 10**400}, good)
+    told: list[BadLineError] = []
+    assert [call.place for call in read(path, Format.log, told.append)] == [f"{path}:1", f"{path}:3"]
+    assert [error.place for error in told] == [f"{path}:2"]
+
+
 @pytest.mark.parametrize("response", [{}, {"choices": []}, {"error": {"message": "no"}}, {"status_code": 500}])
 def test_a_call_without_an_answer_is_a_bad_line(tmp_path: Path, response: Any) -> None:
     with pytest.raises(BadLineError, match="no answer"):

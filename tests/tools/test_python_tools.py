@@ -203,7 +203,7 @@ def test_a_conversation_that_was_cut_begins_anew() -> None:
         assert tools.definitions == [look.definition]
 
 
-def test_what_cannot_be_used_is_said() -> None:
+def test_what_cannot_be_used_is_said(caplog: pytest.LogCaptureFixture) -> None:
     def other(order: str) -> None: ...
 
     other.__name__ = "look"
@@ -220,9 +220,15 @@ def test_what_cannot_be_used_is_said() -> None:
     with agent_tools([look], session="s") as tools:
         with pytest.raises(KeyError, match="no tool 'none'"):
             tools.run(ToolCall("none", {}))
-        bad = {"tool_calls": [{"id": "c", "function": {"name": "look", "arguments": "[1"}}]}
-        with pytest.raises(InvalidRequestError, match="look"):
-            tools.after_model(bad)
+        for arguments in ("[1", '{"order":' + "[" * 100_000):
+            bad = {
+                "role": "assistant",
+                "tool_calls": [{"id": "c", "function": {"name": "look", "arguments": arguments}}],
+            }
+            with pytest.raises(InvalidRequestError, match="look"):
+                tools.after_model(bad)
+            tools.before_model([bad])
+    assert "following a session" not in caplog.text
 
 
 def test_a_tool_starts_once_a_streamed_chunk_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.errors import ConfigurationError
 from agentspec.tools import (
     AgentCaller,
     AuditEvent,
@@ -544,6 +546,12 @@ def test_starts_are_bounded(expect: Any) -> None:
     assert len(begun(session, lambda _: release.wait(60))) == 4
     assert begun(session, pytest.fail) == []  # those dropped are running still
     release.set()
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, True, "1"])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(ConfigurationError, match="cost_weight must be"):
+        LaunchLimits(cost_weight=weight)
 
 
 def test_arguments_that_are_no_json_are_left_alone() -> None:

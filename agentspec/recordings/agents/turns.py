@@ -78,9 +78,9 @@ def json_file(path: Path) -> dict[str, Any]:
 
 def moment(value: Any) -> float | None:
     """Seconds since 1970, of an ISO 8601 time or a number of milliseconds."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value / 1000
     try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value / 1000
         return datetime.fromisoformat(str(value)).timestamp()
     except (TypeError, ValueError, OverflowError):
         return None

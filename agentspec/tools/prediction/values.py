@@ -72,7 +72,7 @@ def dates(text: str, year: str | None) -> Iterator[str]:
     found = []
     for pattern in _DATES:
         for match in pattern.finditer(text[:MOST_TEXT]):
-            month = next(at for at, name in enumerate(_MONTHS, 1) if name.startswith(match["month"].lower()[:3]))
+            month = next(at for at, name in enumerate(_MONTHS, 1) if name.startswith(match["month"].casefold()[:3]))
             said = match["year"] or year
             if said and 1 <= int(match["day"]) <= 31:
                 found.append((match.start(), f"{said}-{month:02}-{int(match['day']):02}"))

@@ -53,7 +53,7 @@ class RemoteKnowledge:
             if self._fingerprint not in (None, encoder):
                 raise ValueError(f"it ranks by embedding model {encoder}, not by {self._settings.model}")
             return replace(found, hits=tuple(tuple(map(self._usable, hits)) for hits in found.hits))
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} gave no usable answer: {error}") from None
 
     async def aclose(self) -> None:

@@ -94,5 +94,10 @@ def first(hits: Sequence[Hit]) -> Document | None:
     return min(hits, key=lambda hit: (-hit.score, hit.document.id)).document if hits else None
 
 
+def shown(document: Document | None) -> tuple[str, str, str] | None:
+    """What the model reads of a document, and its id: some retrievers find other passages under the same id."""
+    return None if document is None else (document.id, document.title, document.text)
+
+
 def name_of(document: Document | None) -> str | None:
     return None if document is None else document.id

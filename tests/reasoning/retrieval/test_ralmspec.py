@@ -235,6 +235,26 @@ def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -
     asyncio.run(both())
 
 
+class Passages(FakeKnowledge):
+    """Finds one of two passages of a document, by the query."""
+
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
+        found = await super().search(queries, count)
+        hits = tuple(
+            tuple(replace(hit, document=replace(hit.document, text=WORDS[len(query.text) % 2] * 5)) for hit in one)
+            for query, one in zip(queries, found.hits, strict=True)
+        )
+        return replace(found, hits=hits)
+
+
+async def test_another_passage_of_the_same_document_is_another_document() -> None:
+    knobs = RetrievalSettings(stride=3, round_tokens=3)
+    for n in range(5):
+        given = {"backend": HashedModel(), "knowledge": Passages(corpus(2)), "settings": knobs}
+        found, plain = [await outcome(run, asking(n), **given) for run in (ralmspec, sequential)]
+        assert found.answer == plain.answer
+
+
 async def test_text_is_that_of_all_its_tokens_and_is_never_taken_back() -> None:
     model = HashedModel(ends=10**9)
     found = await outcome(ralmspec, asking(max_tokens=40), backend=model, knowledge=FakeKnowledge(corpus(9)))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ConfigurationError
+from agentspec.recordings.agents.turns import moment
 from agentspec.recordings.calls import BadLineError
 from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.recordings.redaction import Redaction
@@ -39,6 +40,10 @@ def test_a_session_is_recognised_and_its_answers_are_found(recorded: tuple[str, 
     assert last.answer["content"].startswith(LAST) and len(last.messages) > len(first.messages)
     assert first.finished and last.finished
     assert first.labels == last.labels if "llm" not in path.name else first.labels != last.labels
+
+
+def test_a_time_beyond_all_floats_is_none() -> None:
+    assert moment(10**400) is None and moment(1500) == 1.5
 
 
 def test_calls_of_tools_and_their_results(with_tools: Path) -> None:

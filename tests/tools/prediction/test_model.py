@@ -219,6 +219,10 @@ def test_dates_in_words(day: date) -> None:
     assert list(dates(f"{day:%B} {day.day}", None)) == []
 
 
+def test_a_long_s_in_a_month_is_an_s() -> None:
+    assert list(dates("5 \u017fep 2024", None)) == ["2024-09-05"]
+
+
 def test_leaves_name_their_path() -> None:
     value = {"orders": ["a", "b"], "cards": {"card_1": {"id": "c1"}}, "none": None, "empty": ""}
     assert list(leaves(value)) == [

@@ -166,6 +166,8 @@ async def test_by_words_the_cache_ranks_by_the_text_alone():
         {"results": [[{"id": "a", "score": 1}]]},
         {"results": [[hit("a", "high")]]},
         {"results": [[hit("a", True)]]},
+        {"results": [[hit("a", 10**400)]]},
+        {"results": [[hit("a", weights={"x": 10**400})]]},
         {"results": [[hit("a") | {"id": 1}]]},
         {"results": [[hit("a", metadata=[])]]},
         {"results": [[hit("a", vector="???")]]},
