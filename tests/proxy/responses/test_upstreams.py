@@ -175,6 +175,19 @@ def test_a_stored_response_is_asked_of_its_upstream(gateway: Any, upstream: Any)
     assert server.requests[-1].target == f"{ROUTE}/resp_9", "a sole tenant's ids may be older than this gateway"
 
 
+def test_the_head_of_a_stored_response_waits_for_no_body(gateway: Any, upstream: Any) -> None:
+    def answer(request: Any) -> None:
+        if request.method == "HEAD":
+            request.head(200, "application/json", content_length=str(len(RESPONSE)))
+        else:
+            request.answer(RESPONSE)
+
+    running = gateway({}, settings(upstream(native(answer=answer)).url))
+    post(running, {})
+    told = HTTP.head(f"{running.url}{ROUTE}/resp_1")
+    assert (told.status_code, told.headers["content-length"]) == (200, str(len(RESPONSE)))
+
+
 def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(native("vllm"))
     running = gateway({}, settings(server.url, tmp_path))
