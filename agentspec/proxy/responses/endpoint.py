@@ -22,7 +22,7 @@ from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.forwarding.policy import with_policy
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer, name_bound
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
@@ -127,6 +127,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
+            name_bound(backend, chat)
             asked = await with_policy(backend, CHAT, chat, exchange.caller.policy)
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
             predicted = await self._predicted(exchange, backend, chat)

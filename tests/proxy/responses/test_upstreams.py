@@ -14,6 +14,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentspec.backends.settings import OpenAISettings
+from agentspec.proxy.messages import translation
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -296,6 +297,19 @@ def test_a_chat_is_asked_of_an_upstream_without_the_route(gateway: Any, upstream
         "reasoning_effort": "low",
         "max_tokens": 9,
     }  # fmt: skip
+
+
+def test_hosted_models_are_told_the_length_by_its_newer_name(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translation, "_HOSTED", ("127.0.0.1",))
+    server = upstream(chats_only())
+    running = gateway({}, settings(server.url))
+    assert post(running, {"max_output_tokens": 9}).status_code == 200
+    said = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 8}
+    assert HTTP.post(f"{running.url}/v1/messages", json=said).status_code == 200
+    sent = [one.json for one in posted(server, "/v1/chat/completions")]
+    assert [(one.get("max_tokens"), one["max_completion_tokens"]) for one in sent] == [(None, 9), (None, 8)]
 
 
 def test_custom_tools_and_namespaces_of_a_translated_upstream(gateway: Any, upstream: Any) -> None:
