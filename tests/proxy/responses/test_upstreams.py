@@ -350,6 +350,16 @@ def test_a_translated_stream_has_the_same_events(gateway: Any, upstream: Any) ->
     assert running.metric("agentspec_completion_tokens_total", model="m") == 4
 
 
+def test_calls_of_one_number_are_told_apart(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [{"index": 0, "id": id, "function": {"name": "look", "arguments": "{}"}} for id in ("a", "b")]
+    pieces = [{"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]} for call in calls]
+    monkeypatch.setitem(globals(), "CHUNKS", [*pieces, *CHUNKS[-2:]])
+    running = gateway({}, settings(upstream(chats_only()).url))
+    events = post(running, {"stream": True}).text.strip().split("\n\n")
+    output = json.loads(events[-1].split("data: ")[1])["response"]["output"]
+    assert [(one["call_id"], one["arguments"]) for one in output] == [("a", "{}"), ("b", "{}")]
+
+
 def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(chats_only("vllm"))
     running = gateway({}, settings(server.url, tmp_path))
