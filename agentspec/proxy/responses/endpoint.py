@@ -88,8 +88,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             body = await self._run(exchange, set_values, body, fields, {"store": False})
         send = exchange.send
         if caller.store and fields.get("store") is not False:
-            found = self._owning(exchange)
-            send = telling_id(send, found, stream=fields.get("stream") is True)
+            send = telling_id(send, self._owning(exchange))
         exchange.release()
         scope, account, inspector = exchange.scope, exchange.account, ResponsesInspector()
         await pass_through(scope, send, backend, RESPONSES, body, exchange.deadline, inspector, account=account)

@@ -176,6 +176,12 @@ def test_a_stored_response_is_asked_of_its_upstream(gateway: Any, upstream: Any)
     assert server.requests[-1].target == f"{ROUTE}/resp_9", "a sole tenant's ids may be older than this gateway"
 
 
+def test_a_response_that_is_not_streamed_has_an_owner(gateway: Any, upstream: Any) -> None:
+    running = gateway({}, settings(upstream(native()).url))
+    assert post(running, {"stream": True}).content == RESPONSE
+    assert running.runtime.cache.responses.get("default", "resp_1").backend == "up"
+
+
 def test_the_head_of_a_stored_response_waits_for_no_body(gateway: Any, upstream: Any) -> None:
     def answer(request: Any) -> None:
         if request.method == "HEAD":
