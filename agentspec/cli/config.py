@@ -89,13 +89,14 @@ def _assignment(value: EffectiveValue) -> str:
 
 def _read_secrets(settings: Settings) -> None:
     """Read every key once, so that a missing key is found now and not at the first request."""
+    from agentspec.backends.key_files import read_secret, sendable
     from agentspec.backends.settings import OpenAISettings
     from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
-    from agentspec.settings.api_keys import read_keys, read_secret
+    from agentspec.settings.api_keys import read_keys
 
     settings.cache.location()
     read_keys(settings.server.api_keys)
     settings.server.read_secret()
     for reached in (*settings.backends.values(), *settings.knowledge.values()):
         if isinstance(reached, OpenAISettings | RemoteSettings) and reached.api_key_file is not None:
-            read_secret(reached.api_key_file)
+            sendable(read_secret(reached.api_key_file), f"api_key_file {reached.api_key_file!r}")

@@ -42,14 +42,43 @@ def to_delta(chunk: Any) -> Delta:
 
 def merged(last: Delta, late: Delta) -> Delta:
     """`last` with the fields of a delta that came after the finish reason: usage, speculation, extra fields."""
+    calls = [*last.extra.get("tool_calls", ()), *late.extra.get("tool_calls", ())]
     return replace(
         last,
         text=last.text + late.text,
         token_ids=last.token_ids + late.token_ids,
+        logprobs=last.logprobs + late.logprobs,
         usage=late.usage or last.usage,
         speculation=late.speculation or last.speculation,
-        extra={**last.extra, **late.extra},
+        extra={**last.extra, **late.extra, **({"tool_calls": calls} if calls else {})},
     )
+
+
+class CallNumbers:
+    """Numbers the tool calls of one answer from 0, as they begin.
+
+    Servers count them in other ways, too: from 1, or each as 0, which only its own id and name tell from the last.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._numbers: dict[int, int] = {}  # by the server's own
+
+    def numbered(self, delta: Delta) -> Delta:
+        calls = delta.extra.get("tool_calls")
+        if not calls:
+            return delta
+        told = [{**call, "index": self._number(call, at)} for at, call in enumerate(calls)]
+        return replace(delta, extra={**delta.extra, "tool_calls": told})
+
+    def _number(self, call: Mapping[str, Any], position: int) -> int:
+        place, id = call.get("index", position), str(call.get("id") or "")
+        number = self._numbers.get(place)
+        named = id and call.get("function", {}).get("name")  # vLLM gave each piece an id of its own, but no name
+        if number is None or (named and self._ids[number] not in ("", id)):
+            number = self._numbers[place] = len(self._ids)
+            self._ids.append(id)
+        return number
 
 
 def _extra(message: Mapping[str, Any]) -> dict[str, Any]:

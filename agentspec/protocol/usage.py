@@ -44,8 +44,10 @@ def read_usage(value: Mapping[str, Any]) -> Usage:
     completion = value.get("completion_tokens_details") or value.get("output_tokens_details") or {}
     reasoning = completion.get("reasoning_tokens", value.get("reasoning_tokens"))
     read, written = _count(value.get("cache_read_input_tokens")), _count(value.get("cache_creation_input_tokens"))
-    return Usage(  # the Messages API counts the tokens of a prompt without those that its cache is concerned with
-        prompt_tokens=_count(value.get("prompt_tokens", value.get("input_tokens"))) + read + written,
+    told = value.get("prompt_tokens")  # of all tokens, also where LiteLLM tells those of Anthropic's cache beside it
+    apart = _count(value.get("input_tokens")) + read + written  # the Messages API counts those of its cache apart
+    return Usage(
+        prompt_tokens=apart if told is None else _count(told),
         completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),
         cached_tokens=_count(prompt.get("cached_tokens")) or read,
         accepted_prediction_tokens=completion.get("accepted_prediction_tokens"),

@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from agentspec.backends.key_files import read_secret
 from agentspec.errors import ConfigurationError
 from agentspec.settings.rate_limits import RateLimits
 from agentspec.types import DEFAULT_TENANT
@@ -53,12 +54,14 @@ class ApiKey(RateLimits):
         return self.name or self.key_env or str(self.key_file)
 
     def secret(self) -> SecretStr:
-        """Read the key and strip surrounding blanks. Raises `ConfigurationError` if it is missing or empty."""
+        """Read the key and strip surrounding blanks. Raises `ConfigurationError` if it is missing, empty or no line."""
         value = os.environ.get(self.key_env, "") if self.key_env is not None else read_secret(self.key_file)
+        where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
         if not value.strip():
-            where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
             whose = f"tenant {self.tenant!r}" if self.role == "tenant" else "an operator"
             raise ConfigurationError(f"the API key of {whose} is empty: set the {where}")
+        if not value.strip().isprintable():
+            raise ConfigurationError(f"the {where} must hold a single line of text, or no client can send the key")
         return SecretStr(value.strip())
 
 
@@ -84,12 +87,3 @@ def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, ApiKey]]:
                 f"two entries of tenant {key.tenant!r} have the same API key and other limits: leave one of them out"
             )
     return read
-
-
-def read_secret(path: Path | str | None) -> str:
-    """The text of a key file without surrounding blanks. Raises `ConfigurationError` if it cannot be read."""
-    file = Path(path or "").expanduser()
-    try:
-        return file.read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the key file {str(file)!r}: {error.strerror}") from None

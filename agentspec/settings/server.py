@@ -8,8 +8,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 
+from agentspec.backends.key_files import read_secret
 from agentspec.errors import ConfigurationError
-from agentspec.settings.api_keys import ApiKey, read_secret
+from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.rate_limits import RateLimits
 from agentspec.types import DEFAULT_TENANT
 

@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 from agentspec.backends.base import MESSAGES, NONE
 from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, open_connections
@@ -22,8 +21,9 @@ from agentspec.backends.http.response import (
     UpstreamResponse,
     allowed,
 )
+from agentspec.backends.key_files import read_secret, sendable
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import ConfigurationError, UpstreamError
+from agentspec.errors import UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +183,7 @@ def _authorization(settings: OpenAISettings, url: httpx.URL) -> str | None:
 
 def _api_key(settings: OpenAISettings) -> str | None:
     if settings.api_key is not None:
-        return settings.api_key.get_secret_value().strip()
+        return sendable(settings.api_key.get_secret_value().strip(), "api_key")
     if settings.api_key_file is None:
         return None
-    try:
-        return Path(settings.api_key_file).expanduser().read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"cannot read api_key_file {settings.api_key_file!r}: {error.strerror}") from None
+    return sendable(read_secret(settings.api_key_file, "api_key_file"), f"api_key_file {settings.api_key_file!r}")

@@ -41,7 +41,7 @@ from agentspec.backends.openai.vectors import vectors
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
-from agentspec.protocol.deltas import merged, to_delta
+from agentspec.protocol.deltas import CallNumbers, merged, to_delta
 from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, policy_of, read_labels
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
@@ -139,9 +139,10 @@ class OpenAIBackend:
     async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
         """The answer in `response`, streamed or whole. Raises as `generate` does."""
         last: Delta | None = None
+        calls = CallNumbers()
         async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
-                delta = to_delta(chunk)
+                delta = calls.numbered(to_delta(chunk))
                 if last is not None:
                     last = merged(last, delta)
                 elif delta.finish_reason is not None:

@@ -53,6 +53,7 @@ def test_check_reports_what_cannot_work(program):
         ("[server]\nprot = 1\n", "did you mean 'port'?"),
         ('[[server.api_keys]]\nkey_env = "ABSENT"\n', "'ABSENT'"),
         (UPSTREAM + 'api_key_file = "absent"\n', "cannot read the key file 'absent'"),
+        (UPSTREAM + 'api_key_file = "agentspec.toml"\n', "must be a single line"),
     ]:
         Path("agentspec.toml").write_text(text)
         result = program("config", "check")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import UpstreamError
-from agentspec.protocol.deltas import to_delta
+from agentspec.protocol.deltas import CallNumbers, merged, to_delta
 from agentspec.protocol.responses import Accumulator
 from agentspec.types import Delta, Speculation, TokenLogprob, Usage
 
@@ -54,6 +54,43 @@ def test_completion_chunks_and_whole_answers() -> None:
     assert to_delta({"choices": [{"message": {"content": "whole"}, "finish_reason": "eos"}]}) == Delta(
         text="whole", finish_reason="stop"
     )
+
+
+def piece(id: str | None = None, name: str | None = None, arguments: str = "", **index: Any) -> dict[str, Any]:
+    return {"id": id, **index, "function": {"name": name, "arguments": arguments}}
+
+
+ODD_CALLS = {
+    "all as 0": [[piece("a", "f", "1", index=0)], [piece("b", "g", "2", index=0)]],
+    "without numbers": [[piece("a", "f", "1")], [piece("b", "g", "2", index=None)]],
+    "from 1": [[piece("a", "f", index=1)], [piece(arguments="1", index=1), piece("b", "g", "2", index=2)]],
+    "an id for each piece": [
+        [piece("a", "f", index=0), piece("b", "g", index=1)],
+        [piece("x", None, "1", index=0), piece("y", "", "2", index=1)],
+    ],
+    "an id that is repeated": [
+        [piece("a", "f", "1", index=0)],
+        [piece("a", "f", index=0), piece("b", "g", "2", index=1)],
+    ],
+}
+
+
+@pytest.mark.parametrize("calls", ODD_CALLS.values(), ids=ODD_CALLS)
+@pytest.mark.parametrize("late", [False, True], ids=["", "after the end"])
+def test_tool_calls_however_they_are_numbered(calls: list[Any], late: bool) -> None:
+    numbers, answer = CallNumbers(), Accumulator()
+    deltas = [numbers.numbered(to_delta({"choices": [{"delta": {"tool_calls": one}}]})) for one in calls]
+    for delta in [merged(*deltas)] if late else deltas:
+        answer.add(delta)
+    [(_, choice)] = answer.all()
+    found = [(one["id"], one["function"]["name"], one["function"]["arguments"]) for one in choice.extra["tool_calls"]]
+    assert found == [("a", "f", "1"), ("b", "g", "2")]
+
+
+def test_what_comes_after_the_end_keeps_its_probabilities() -> None:
+    token = TokenLogprob(-1, "a", -1.0)
+    last, late = Delta("a", logprobs=(token,), finish_reason="stop"), Delta("b", logprobs=(token,))
+    assert merged(last, late) == Delta("ab", logprobs=(token, token), finish_reason="stop")
 
 
 def test_usage_alone() -> None:

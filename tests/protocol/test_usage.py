@@ -76,6 +76,14 @@ def test_counts_of_the_responses_api() -> None:
     assert read_usage({"input_tokens": 2, "output_tokens": 3, **details}) == Usage(2, 3, 1)
 
 
+def test_tokens_of_a_cache_count_once_wherever_they_are_told() -> None:
+    cached = {"cache_read_input_tokens": 4, "cache_creation_input_tokens": 1}
+    assert read_usage({"input_tokens": 2, "output_tokens": 3, **cached}) == Usage(7, 3, 4)
+    # LiteLLM's chats of Anthropic's models: all tokens of the prompt, and Anthropic's counts beside them.
+    assert read_usage({"prompt_tokens": 7, "completion_tokens": 3, **cached}) == Usage(7, 3, 4)
+    assert read_usage({"prompt_tokens": None, "input_tokens": 2}) == Usage(2, 0)
+
+
 def test_what_is_no_count_is_left_out() -> None:
     odd = {"a": "9", "b": [1], "c": -1, "d": None, "e": float("inf"), "f": {"g": 2}, "i": 1.5}
     assert numbers_of({**odd, "x_details": {"g": 2, "h": "x"}, "y_details": 3}) == {

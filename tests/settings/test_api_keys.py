@@ -4,7 +4,7 @@ import pytest
 from pydantic import SecretStr
 
 from agentspec.errors import ConfigurationError
-from agentspec.settings.api_keys import ApiKey, read_keys, read_secret
+from agentspec.settings.api_keys import ApiKey, read_keys
 
 
 def test_api_keys_come_from_variables_and_files(tmp_path, monkeypatch):
@@ -19,10 +19,17 @@ def test_a_missing_api_key_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError, match="'ABSENT'"):
         ApiKey(key_env="ABSENT").secret()
     with pytest.raises(ConfigurationError, match="cannot read the key file"):
-        read_secret(tmp_path / "absent")
+        ApiKey(key_file=tmp_path / "absent").secret()
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigurationError, match="is empty"):
         ApiKey(key_file=tmp_path / "empty").secret()
+
+
+def test_a_key_that_no_client_can_send(tmp_path):
+    (tmp_path / "two").write_text("abc\ndef\n")
+    with pytest.raises(ConfigurationError, match="a single line") as refused:
+        ApiKey(key_file=tmp_path / "two").secret()
+    assert "abc" not in str(refused.value)
 
 
 def test_a_key_has_one_tenant(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ class Conversation:
         last = self.messages[-1] if self.messages else None
         both_begin = last is not None and len(self.messages) == 1 and last["role"] == message["role"] == "system"
         if both_begin and last is not None:  # templates take one system message, at the beginning
-            last["content"] = f"{_joined(last['content'])}\n\n{_joined(message['content'])}"
+            last["content"] = _together(last["content"], message["content"])
             return
         self.messages.append(message)
         self.origins.append(position)
@@ -133,6 +133,14 @@ def _content(parts: Sequence[Item]) -> Any:
     if all(part["type"] in ("input_text", "refusal") for part in parts):
         return _joined(parts)
     return [_chat_part(part) for part in parts]
+
+
+def _together(first: Any, second: Any) -> Any:
+    """Two contents as one: text if both are, else the parts of both."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    both = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in (first, second))
+    return [part for parts in both for part in parts]
 
 
 def _chat_part(part: Item) -> dict[str, Any]:

@@ -179,8 +179,10 @@ class ResponsesRequest:
                 chat["tool_choice"] = {"type": "function", "function": {"name": names.of_key(chosen.key)}}
         if tools:
             chat["tools"] = chat_tools(tools, names)
-        elif chat.get("tool_choice") in ("auto", "none"):
-            del chat["tool_choice"]  # without tools it says nothing, and chats refuse it
+        else:  # without tools these say nothing, and chats refuse them
+            chat.pop("parallel_tool_calls", None)
+            if chat.get("tool_choice") in ("auto", "none"):
+                del chat["tool_choice"]
         return replace(self, chat=chat, tools=tools, names=names)
 
     def conversation(self, history: Sequence[Item] = ()) -> Conversation:

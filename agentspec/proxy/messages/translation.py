@@ -36,12 +36,17 @@ async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Calle
     if request.prefilled and await backend.server_kind() not in TEMPLATED:
         message = "the last message must not be the assistant's: this upstream continues no message"
         raise InvalidRequestError(message, param="messages")
-    if "max_tokens" in chat and str(backend.settings.url.host).endswith(_HOSTED):
-        chat["max_completion_tokens"] = chat.pop("max_tokens")
+    name_bound(backend, chat)
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     asked = await with_policy(backend, CHAT, chat, caller.policy)
     return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked)
+
+
+def name_bound(backend: Forwards, chat: dict[str, Any]) -> None:
+    """Call the most tokens of an answer in `chat` as the upstream does."""
+    if "max_tokens" in chat and str(backend.settings.url.host).endswith(_HOSTED):
+        chat["max_completion_tokens"] = chat.pop("max_tokens")
 
 
 def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:

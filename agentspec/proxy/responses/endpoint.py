@@ -22,7 +22,7 @@ from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.forwarding.policy import with_policy
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer, name_bound
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
@@ -74,6 +74,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             headers = request_headers(exchange.scope, exchange.record)
             native = not several and await backend.has_route(RESPONSES, headers)
         await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
+        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _pass(self, exchange: Exchange, backend: Forwards) -> None:
         """Pass the bytes of the request to the upstream, and those of its answer back."""
@@ -87,8 +88,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             body = await self._run(exchange, set_values, body, fields, {"store": False})
         send = exchange.send
         if caller.store and fields.get("store") is not False:
-            found = self._owning(exchange)
-            send = telling_id(send, found, stream=fields.get("stream") is True)
+            send = telling_id(send, self._owning(exchange))
         exchange.release()
         scope, account, inspector = exchange.scope, exchange.account, ResponsesInspector()
         await pass_through(scope, send, backend, RESPONSES, body, exchange.deadline, inspector, account=account)
@@ -127,6 +127,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
+            name_bound(backend, chat)
             asked = await with_policy(backend, CHAT, chat, exchange.caller.policy)
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
             predicted = await self._predicted(exchange, backend, chat)

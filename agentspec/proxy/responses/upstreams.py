@@ -65,14 +65,15 @@ class ResponsesInspector(EventInspector):
 Found = Callable[[str], Awaitable[None]]
 
 
-def telling_id(send: Send, found: Found, *, stream: bool) -> Send:
+def telling_id(send: Send, found: Found) -> Send:
     """Wrap `send` to call `found` with the id of the response that is sent, before anything with that id is sent."""
-    finder: IdFinder | None = IdFinder(stream=stream)
+    finder: IdFinder | None = None
 
     async def watched(message: Message) -> None:
         nonlocal finder
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            finder = None
+        if message["type"] == "http.response.start" and message["status"] < 400:
+            kind = dict(message["headers"]).get(b"content-type", b"")  # upstreams do not stream whatever is asked for
+            finder = IdFinder(stream=kind.lower().startswith(b"text/event-stream"))
         if finder is not None and message["type"] == "http.response.body":
             id = finder.feed(message.get("body", b""))
             if id is not None:

@@ -129,6 +129,14 @@ def test_a_key_file_that_is_not_there() -> None:
         Endpoint(settings(api_key_file="/nonexistent/key"))
 
 
+def test_a_key_that_no_header_can_hold(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(f"{SECRET}\nother")
+    for given in ({"api_key": f"{SECRET}…"}, {"api_key_file": str(tmp_path / "key")}):
+        with pytest.raises(ConfigurationError, match="must be a single line") as refused:
+            Endpoint(settings(**given))
+        assert SECRET not in refused.value.message
+
+
 def test_a_password_in_the_address_is_not_shown() -> None:
     assert "hunter2" not in repr(Endpoint(settings(base_url="http://user:hunter2@upstream.test/v1")))
 

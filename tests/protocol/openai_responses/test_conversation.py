@@ -208,6 +208,12 @@ def test_media_are_for_upstreams() -> None:
         {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}},
         {"type": "file", "file": {"file_data": "data:y", "filename": "a.pdf"}},
     ]
+    image = {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}
+    [message] = messages([{"role": role, "content": [parts[1]]} for role in ("system", "developer")], media=True)
+    assert message == {"role": "system", "content": [image, image]}
+    given = [{"role": "system", "content": "be brief"}, {"role": "developer", "content": parts[:2]}]
+    [message] = messages(given, media=True)
+    assert message["content"] == [{"type": "text", "text": "be brief"}, {"type": "text", "text": "see"}, image]
     with pytest.raises(InvalidRequestError, match="keeps no files"):
         messages([{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}], media=True)
 

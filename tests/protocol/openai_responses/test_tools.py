@@ -8,6 +8,7 @@ import pytest
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.offered import chat_tools
+from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.protocol.openai_responses.tool_choice import allowed_tools
 from agentspec.protocol.openai_responses.tool_names import ToolNames
 from agentspec.protocol.openai_responses.tools import ClientTool, client_tools, grammar_characters
@@ -114,6 +115,13 @@ def test_tools_are_counted_before_those_too_many_are_read() -> None:
     with pytest.raises(InvalidRequestError, match=f"more than {MAX_TOOLS}") as refused:
         client_tools([*full, FUNCTION, unread], enforce=True)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
+def test_a_chat_without_tools_says_nothing_about_their_calls(fields: dict[str, Any]) -> None:
+    body = {"model": "m", "input": "hi", "parallel_tool_calls": False, **fields}
+    request = parse_responses(body, max_messages=9, local=False)
+    assert request.chat == {"model": "m"} and request.fields["parallel_tool_calls"] is False
 
 
 def test_how_long_grammars_are() -> None:

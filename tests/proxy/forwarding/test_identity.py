@@ -137,8 +137,9 @@ def test_dynamo_is_told_how_long_the_answers_of_a_step_were(gateway: Any, upstre
         lambda request: request.answer(json.dumps(answer).encode(), 200 if "chat" in request.target else 404)
     )
     running = gateway({}, through(server.url, dynamo=True))
-    for path in ("/v1/chat/completions", "/v1/messages") * 2:
-        assert post(running, path, **CLAUDE).status_code == 200
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/responses"):
+        body = {"model": BODY["model"], "input": "hi"} if path == "/v1/responses" else BODY
+        assert post(running, path, body, **CLAUDE).status_code == 200
     assert asked(server).json["nvext"] == {"agent_hints": {"osl": 40}}
     post(running, **{"x-claude-code-session-id": "s1"})
     assert "nvext" not in asked(server).json

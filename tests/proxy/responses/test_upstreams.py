@@ -14,6 +14,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentspec.backends.settings import OpenAISettings
+from agentspec.proxy.messages import translation
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -175,6 +176,25 @@ def test_a_stored_response_is_asked_of_its_upstream(gateway: Any, upstream: Any)
     assert server.requests[-1].target == f"{ROUTE}/resp_9", "a sole tenant's ids may be older than this gateway"
 
 
+def test_a_response_that_is_not_streamed_has_an_owner(gateway: Any, upstream: Any) -> None:
+    running = gateway({}, settings(upstream(native()).url))
+    assert post(running, {"stream": True}).content == RESPONSE
+    assert running.runtime.cache.responses.get("default", "resp_1").backend == "up"
+
+
+def test_the_head_of_a_stored_response_waits_for_no_body(gateway: Any, upstream: Any) -> None:
+    def answer(request: Any) -> None:
+        if request.method == "HEAD":
+            request.head(200, "application/json", content_length=str(len(RESPONSE)))
+        else:
+            request.answer(RESPONSE)
+
+    running = gateway({}, settings(upstream(native(answer=answer)).url))
+    post(running, {})
+    told = HTTP.head(f"{running.url}{ROUTE}/resp_1")
+    assert (told.status_code, told.headers["content-length"]) == (200, str(len(RESPONSE)))
+
+
 def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(native("vllm"))
     running = gateway({}, settings(server.url, tmp_path))
@@ -285,6 +305,19 @@ def test_a_chat_is_asked_of_an_upstream_without_the_route(gateway: Any, upstream
     }  # fmt: skip
 
 
+def test_hosted_models_are_told_the_length_by_its_newer_name(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translation, "_HOSTED", ("127.0.0.1",))
+    server = upstream(chats_only())
+    running = gateway({}, settings(server.url))
+    assert post(running, {"max_output_tokens": 9}).status_code == 200
+    said = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 8}
+    assert HTTP.post(f"{running.url}/v1/messages", json=said).status_code == 200
+    sent = [one.json for one in posted(server, "/v1/chat/completions")]
+    assert [(one.get("max_tokens"), one["max_completion_tokens"]) for one in sent] == [(None, 9), (None, 8)]
+
+
 def test_custom_tools_and_namespaces_of_a_translated_upstream(gateway: Any, upstream: Any) -> None:
     call = {"index": 0, "id": "c1", "function": {"name": "files_edit", "arguments": '{"input": "a\\nb"}'}}
     answer = {"choices": [{"index": 0, "message": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}
@@ -321,6 +354,16 @@ def test_a_translated_stream_has_the_same_events(gateway: Any, upstream: Any) ->
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
     assert whole["output"][2]["arguments"] == "{}" and whole["usage"]["output_tokens"] == 4
     assert running.metric("agentspec_completion_tokens_total", model="m") == 4
+
+
+def test_calls_of_one_number_are_told_apart(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [{"index": 0, "id": id, "function": {"name": "look", "arguments": "{}"}} for id in ("a", "b")]
+    pieces = [{"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]} for call in calls]
+    monkeypatch.setitem(globals(), "CHUNKS", [*pieces, *CHUNKS[-2:]])
+    running = gateway({}, settings(upstream(chats_only()).url))
+    events = post(running, {"stream": True}).text.strip().split("\n\n")
+    output = json.loads(events[-1].split("data: ")[1])["response"]["output"]
+    assert [(one["call_id"], one["arguments"]) for one in output] == [("a", "{}"), ("b", "{}")]
 
 
 def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:
