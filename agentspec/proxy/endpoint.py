@@ -31,6 +31,7 @@ from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
+from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields, strategy_upstreams
 from agentspec.proxy.forwarding.answer_edits import AnswerEdits
@@ -260,8 +261,15 @@ class GenerationEndpoint:
         """The result of work on the exchange's body, in a thread if the body is large."""
         return await self.budget.run(exchange.record.tenant, len(exchange.body), function, *arguments)
 
+    @property
+    def several_tenants(self) -> bool:
+        """Whether somebody else may have stored something at an upstream."""
+        return len(self.settings.tenant_names) > 1
+
     def _check(self, fields: Mapping[str, Any], backend: Forwards) -> None:
         """Raise `InvalidRequestError` for what the upstream may not get."""
+        if self.several_tenants:
+            refuse_kept_names(fields)
         check_amounts(fields, self.path, self.settings)
         UpstreamFields(backend.settings).check(fields)
 

@@ -136,11 +136,6 @@ class ResponsesEndpoint(GenerationEndpoint):
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 
-    @property
-    def several_tenants(self) -> bool:
-        """Whether somebody else may have stored something at an upstream."""
-        return len(self.settings.tenant_names) > 1
-
     def _check_answers(self, backend: Backend, exchange: Exchange) -> None:
         if CHAT not in backend.capabilities.routes:
             message = f"the model {exchange.record.model!r} does not answer {RESPONSES}"

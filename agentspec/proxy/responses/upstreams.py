@@ -10,12 +10,13 @@ from typing import Any
 
 from starlette.types import Message, Send
 
-from agentspec.errors import InvalidRequestError, UpstreamError
+from agentspec.errors import UpstreamError
 from agentspec.protocol.json_scan import member_span
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import SseDecoder, named_event
 from agentspec.protocol.upstream_errors import without_account
+from agentspec.proxy.body.kept_names import kept_elsewhere, objects
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.forwarding.inspection import EventInspector, read_counts
 from agentspec.types import Delta
@@ -23,8 +24,6 @@ from agentspec.types import Delta
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
 _FIRST_EVENTS = 1 << 20  # bytes in which the id of a response must come
-# Names of what an account keeps at an upstream: several tenants use the same account.
-_KEPT = ("file_id", "file_ids", "vector_store_ids", "vector_store_id")
 
 
 class ResponsesInspector(EventInspector):
@@ -126,45 +125,14 @@ def _id_in(body: bytes) -> str | None:
 
 
 def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequestError` for a name of something that another tenant may have made at the upstream.
+    """Raise `InvalidRequestError` for a conversation, a prompt or an item that another tenant may have made there.
 
-    The names of responses are not among them: whose they are is known.
+    The names of responses are not among them: whose they are is known. Files and the like are `refuse_kept_names`'.
     """
     for name in ("conversation", "prompt"):
         if fields.get(name) is not None:
-            raise _shared(name)
-    for index, item in enumerate(_listed(fields.get("input"))):
+            raise kept_elsewhere(name)
+    for index, item in enumerate(objects(fields.get("input"))):
         bare = not any(item.get(name) for name in ("type", "role", "content"))  # null is as good as nothing
         if item.get("type") == "item_reference" or (bare and "id" in item):
-            raise _shared(f"input[{index}].id")
-    for name in ("input", "tools"):
-        for index, one in enumerate(_listed(fields.get(name))):
-            if (key := _kept_name(one)) is not None:
-                raise _shared(f"{name}[{index}].{key}")
-
-
-def _listed(value: Any) -> list[dict[str, Any]]:
-    """The objects of an array, each in its place."""
-    return [one if isinstance(one, dict) else {} for one in value] if isinstance(value, list) else []
-
-
-def _kept_name(value: dict[str, Any]) -> str | None:
-    """A name in `value`, at any depth, of a file, a store or a container at the upstream."""
-    waiting: list[Any] = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            for key, given in one.items():
-                if given and (key in _KEPT or (key in ("container", "container_id") and isinstance(given, str))):
-                    return str(key)
-            waiting.extend(given for key, given in one.items() if key not in ("parameters", "schema"))
-        elif isinstance(one, list):
-            waiting.extend(one)
-    return None
-
-
-def _shared(param: str) -> InvalidRequestError:
-    message = (
-        f"{param} names what is kept at the upstream, which several tenants of this gateway share; send the content"
-    )
-    return InvalidRequestError(message, param=param)
+            raise kept_elsewhere(f"input[{index}].id")

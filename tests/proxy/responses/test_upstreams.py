@@ -239,6 +239,16 @@ def test_what_several_tenants_may_not_send(of_two: Any, fields: Any, param: str)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages"])
+def test_other_routes_name_no_files_of_other_tenants_either(of_two: Any, route: str) -> None:
+    content = [{"type": "file", "file": {"file_id": "file-1"}}]
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+    refused = HTTP.post(of_two.url + route, json=body, headers={"authorization": "Bearer key-of-bob"})
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(
+        "messages[0].file_id names what"
+    )
+
+
 @pytest.fixture(scope="module")
 def of_two(shared_gateway: Any, shared_upstream: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return shared_gateway({}, settings(shared_upstream(native("vllm")).url, tmp_path_factory.mktemp("keys")))

@@ -1,0 +1,66 @@
+"""Names of what an account keeps at an upstream. Where several tenants use the same account, none may use another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agentspec.errors import InvalidRequestError
+
+_KEPT = ("file_id", "file_ids", "vector_store_ids", "vector_store_id")
+_CONTAINERS = ("container", "container_id")
+_LISTS = ("input", "messages", "tools")
+_SCHEMAS = ("parameters", "schema", "input_schema")
+
+
+def refuse_kept_names(fields: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequestError` for the name of a file, a store or a container at the upstream."""
+    if (container := fields.get("container")) and _names_container(container):
+        raise kept_elsewhere("container")
+    for name in _LISTS:
+        for index, one in enumerate(objects(fields.get(name))):
+            if (key := _kept_name(one)) is not None:
+                raise kept_elsewhere(f"{name}[{index}].{key}")
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of an array, each in its place."""
+    return [one if isinstance(one, dict) else {} for one in value] if isinstance(value, list) else []
+
+
+def kept_elsewhere(param: str) -> InvalidRequestError:
+    message = (
+        f"{param} names what is kept at the upstream, which several tenants of this gateway share; send the content"
+    )
+    return InvalidRequestError(message, param=param)
+
+
+def _kept_name(value: dict[str, Any]) -> str | None:
+    """The name in `value`, at any depth, under which something is named that is kept."""
+    waiting: list[Any] = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            for key, given in one.items():
+                if given and (key in _KEPT or (key in _CONTAINERS and isinstance(given, str))):
+                    return str(key)
+            waiting.extend(_parts(one))
+        elif isinstance(one, list):
+            waiting.extend(one)
+    return None
+
+
+def _parts(one: dict[str, Any]) -> Iterator[Any]:
+    """The values in which something can be named: not in schemas and arguments of calls, nor in results of the
+    upstream's own tools, which are told back to it.
+    """
+    kind = str(one.get("type"))
+    if kind.endswith("_tool_result"):
+        return
+    for key, given in one.items():
+        if key not in _SCHEMAS and not (key == "input" and kind.endswith("tool_use")):
+            yield given
+
+
+def _names_container(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and bool(value.get("id")))
