@@ -51,9 +51,8 @@ class SideTable:
         """A write transaction, committed at the end. A value that the database never takes raises `CacheError`."""
         before = self._deletions
         try:
-            with self._named(), self.database.writing() as connection:
-                with self._taking():
-                    yield connection
+            with self._named(), self.database.writing() as connection, self._taking():
+                yield connection
         finally:
             if self._deletions != before:
                 self._erasure.mark()

@@ -256,15 +256,10 @@ def test_a_row_that_the_database_refuses_holds_up_no_other(
     store.flush()
     assert store.error is None and store.dropped == 3
     store.close()
-    assert execute(location, "SELECT number, hits FROM sequences ORDER BY id") == [
-        (1, 3),
-        (2, 0),
-        (3, 5),
-        (4, 0),
-        (5, 0),
-    ]
+    stored = execute(location, "SELECT number, hits FROM sequences ORDER BY id")
+    assert stored == [(1, 3), (2, 0), (3, 5), (4, 0), (5, 0)]
     assert execute(location, "SELECT namespace FROM learned") == [("n",)]
-    assert len(caplog.records) == 1
+    assert len([one for one in caplog.records if one.name.startswith("agentspec")]) == 1  # psycopg warns too
 
 
 def test_it_is_an_outage_while_all_connections_are_in_use(location: str | Path) -> None:
