@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -42,6 +43,7 @@ class Partition:
         "added",
         "drafter",
         "group_bytes",
+        "load_at",
         "loaded",
         "lock",
         "measured",
@@ -62,6 +64,7 @@ class Partition:
         self.shared = SuffixIndex(deferred=True)
         self.drafter = IndexDrafter()
         self.sessions = Sessions()
+        self.load_at = 0.0  # when loading is tried again
         self.loaded = loaded  # whether it has what the store has
         self.retired = False
         self.added = 0  # tokens added since this object was made
@@ -225,7 +228,11 @@ class Partition:
 
     def covered(self, scope: Scope) -> list[int]:
         """The cached sequences that lie in `scope`. The caller has checked that it concerns this namespace."""
-        return [number for number, meta in self._known() if scope.covers(meta.session, meta.created_at)]
+        known = self._known()
+        named = replace(scope, before=None)
+        sessions = {session for session in {meta.session for _, meta in known} if named.covers(session, 0.0)}  # hashes
+        aged = replace(scope, session=None)
+        return [number for number, meta in known if meta.session in sessions and aged.covers(None, meta.created_at)]
 
     def selected(self, selection: Selection) -> list[int]:
         """The cached sequences that a selection matches."""

@@ -299,7 +299,8 @@ class SuffixCache(BatchCalls):
             if self._store:
                 released.callback(self._store.close)
             released.callback(self._pool.close)
-            self._pool.namespaces.stopping = True
+            with self._starting:  # a request that is just being served must not start the thread hereafter
+                self._pool.namespaces.stopping = True
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
@@ -335,10 +336,10 @@ class SuffixCache(BatchCalls):
         if self._store or self._deleter.expires:
             self._maintenance_thread()
 
-    def _maintenance_thread(self) -> MaintenanceThread:
-        """The thread; a cache in memory starts it when there is something to do beside the requests."""
+    def _maintenance_thread(self) -> MaintenanceThread | None:
+        """The thread; a cache in memory starts it when there is work beside the requests. None at its end."""
         with self._starting:
-            if self._maintenance is None:
+            if self._maintenance is None and not self._pool.namespaces.stopping:
                 self._maintenance = MaintenanceThread(
                     self._maintain,
                     seconds=_MAINTENANCE_SECONDS,
@@ -348,8 +349,8 @@ class SuffixCache(BatchCalls):
             return self._maintenance
 
     def _relieve_soon(self) -> None:
-        if not self.closed:
-            (self._maintenance or self._maintenance_thread()).wake()
+        if not self.closed and (thread := self._maintenance or self._maintenance_thread()):
+            thread.wake()
 
     def _maintain(self) -> None:
         sync = self._sync

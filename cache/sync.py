@@ -14,7 +14,7 @@ from agentspec.cache.pool import BYTES_PER_TOKEN, CachePool
 from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.errors import CacheError, CacheLockedError, ConfigurationError
+from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
 from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class StoreSync:
         self._deleter = deleter
         self._started = False
         self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
-        self._load_at = 0.0  # when loading is tried again
+        self._load_at = 0.0  # when loading is tried again after the database did not answer
         # Published segments hold nothing that deletions up to this number deleted, unless some came late since.
         self._checked = (0, 0)
         self._swept = True
@@ -100,13 +100,17 @@ class StoreSync:
 
         Where the database does not answer, the namespace goes on without its past, and is loaded later.
         """
-        if time.monotonic() < self._load_at:
+        if time.monotonic() < max(self._load_at, partition.load_at):
             return
         try:
             self._fill(partition, room)
             partition.loaded = True
         except CacheError as error:
-            self._load_at = time.monotonic() + _RETRY
+            later = time.monotonic() + _RETRY
+            if isinstance(error, CacheUnavailableError):
+                self._load_at = later
+            else:  # the fault may be this one's: others need not wait
+                partition.load_at = later
             _log.warning("a namespace cannot be loaded: %s", error)
 
     def _fill(self, partition: Partition, room: int) -> None:

@@ -31,11 +31,11 @@ _metadata = sa.MetaData()
 responses = sa.Table(
     "responses",
     _metadata,
-    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("id", Name(128), primary_key=True),
     sa.Column("tenant", Name, nullable=False),
     sa.Column("session", Name),
     sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
-    sa.Column("previous", sa.String(128)),
+    sa.Column("previous", Name(128)),
     sa.Column("backend", sa.String),
     sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
     sa.Column("body", sa.LargeBinary, nullable=False),

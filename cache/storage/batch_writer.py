@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchWriter(Generic[Job]):
-    """Calls `commit(jobs)` in its own thread, with all waiting jobs.
+    """Calls `commit(jobs)` in its own thread, with all waiting jobs; it returns how many it left out for good.
 
     A job waits up to `linger` seconds for others to join it, unless someone waits for it to be committed.
 
@@ -30,7 +30,7 @@ class BatchWriter(Generic[Job]):
 
     def __init__(
         self,
-        commit: Callable[[list[Job]], None],
+        commit: Callable[[list[Job]], int],
         *,
         name: str,
         is_transient: Callable[[Exception], bool],
@@ -84,7 +84,8 @@ class BatchWriter(Generic[Job]):
                 again = "" if self._ended else "; it is tried again"
                 raise CacheError(f"the cache is not written now: {self.error}{again}")
             if fresh:
-                raise CacheError(f"{fresh} writes were dropped: there was no room to wait for the database")
+                why = "the database refused them, or there was no room to wait for it"
+                raise CacheError(f"{fresh} writes were dropped: {why}")
 
     def waiting(self) -> list[Job]:
         """The jobs that are not committed yet, oldest first."""
@@ -117,13 +118,13 @@ class BatchWriter(Generic[Job]):
         while jobs := self._take():
             last = self._closing
             try:
-                self._commit(jobs)
+                left_out = self._commit(jobs)
             except Exception as error:
                 self._failed(jobs, error, last)
                 self._rest(delay)
                 delay = min(2 * delay, _LAST_DELAY)
             else:
-                self._succeeded(jobs)
+                self._succeeded(jobs, left_out)
                 delay = _FIRST_DELAY
 
     def _take(self) -> list[Job]:
@@ -145,8 +146,9 @@ class BatchWriter(Generic[Job]):
         """Whether the waiting jobs are to be committed at once, without waiting for more."""
         return bool(self._flushing or self._revising or self._closing) or self._waiting >= min(_PLENTY, self._room)
 
-    def _succeeded(self, jobs: list[Job]) -> None:
+    def _succeeded(self, jobs: list[Job], left_out: int) -> None:
         with self._changed:
+            self.dropped += left_out
             if self.error is not None:
                 _log.warning("the cache is written again; %d writes were dropped", self.dropped)
             self.error = None

@@ -128,6 +128,11 @@ class Database(ABC):
     def is_damage(self, error: BaseException) -> bool:
         """Whether a read failed because what is stored there is damaged; other rows may be sound then."""
 
+    def is_refusal(self, error: BaseException) -> bool:
+        """Whether a write failed because of a value that the database never takes; it takes others."""
+        refused = isinstance(error, exc.DataError | exc.IntegrityError)
+        return refused or isinstance(getattr(error, "orig", error), ValueError | TypeError | OverflowError)
+
     def leave_behind(self) -> None:
         """Called in a forked process: neither use nor close the parent's connections."""
         _LEFT.append(self.engine.pool)  # closing a copy of a connection would end the parent's
@@ -196,4 +201,5 @@ def mending(database: Database, operation: Callable[[], Result]) -> Result:
 def reason(error: BaseException) -> str:
     """The database's error message, without the statement and its values."""
     original = error.orig if isinstance(error, exc.DBAPIError) else error
-    return " ".join(str(original).split())
+    first = getattr(getattr(original, "diag", None), "message_primary", None)  # a server's details tell values
+    return " ".join(str(first or original).split())

@@ -17,6 +17,7 @@ from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, 
 from agentspec.errors import CacheFormatError
 
 _SOME = 500  # values in one statement
+_CLOCKS = 3600.0  # seconds by which the clocks of processes that delete may differ
 _TIME: Kinds = (("created_at", float | int),)
 _KINDS: Kinds = (
     ("salt", str),
@@ -45,9 +46,17 @@ def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
 
 
 def after(connection: sa.Connection, time_: float) -> list[tuple[float, Scope]]:
-    """When deletions were made since a time, in seconds since 1970, and their scopes."""
-    query = sa.select(deletions).where(deletions.c.created_at >= time_)
-    return [(row.created_at, _scope(row)) for row in connection.execute(query) if is_sound(row, _TIME)]
+    """When deletions were made since a time, in seconds since 1970, and their scopes. Reads the newest, not all."""
+    found: list[tuple[float, Scope]] = []
+    query = sa.select(deletions).order_by(deletions.c.id.desc()).execution_options(yield_per=64)
+    with connection.execute(query) as rows:
+        for row in rows:
+            if is_sound(row, _TIME):
+                if row.created_at < time_ - _CLOCKS:
+                    break
+                if row.created_at >= time_:
+                    found.append((row.created_at, _scope(row)))
+    return found
 
 
 def _scope(row: sa.Row[Any]) -> Scope:

@@ -46,6 +46,8 @@ _NETWORK = {
 # SQLSTATE classes and codes of transient errors: connection, resources, operator intervention, conflicts, a standby.
 _PASSING = re.compile("08|53|57P|57014|40001|40P01|55P03|25006|25P03|58030")
 
+_LIMITS = "54"  # such as the size of an index's row
+
 _DAMAGE = ("XX", "22")  # pages and large values that cannot be read; data that cannot be converted
 
 
@@ -222,6 +224,10 @@ class PostgresDatabase(Database):
     def is_damage(self, error: BaseException) -> bool:
         state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
         return state.startswith(_DAMAGE)
+
+    def is_refusal(self, error: BaseException) -> bool:
+        state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
+        return state.startswith(_LIMITS) or super().is_refusal(error)
 
     def leave_behind(self) -> None:
         # Whenever the copies of the parent's connections are closed, nothing of it must reach the server.

@@ -24,6 +24,7 @@ from agentspec.cache.storage.remote import open_segments
 from agentspec.cache.storage.rows.numbers import SequenceNumbers
 from agentspec.cache.storage.rows.pages import RowPages
 from agentspec.cache.storage.rows.reader import SequenceReader
+from agentspec.cache.storage.rows.row_writer import RowWriter
 from agentspec.cache.storage.schema import learned, sequences
 from agentspec.cache.storage.segment_folder import SegmentFolder
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError
@@ -60,6 +61,7 @@ class SequenceStore(SequenceReader):
         self._budget = budget
         self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
+        self._rows = RowWriter(database, "what is cached")
         self._erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
         self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
         self.numbering = numbering
@@ -349,38 +351,36 @@ class SequenceStore(SequenceReader):
 
     # In the writer's thread.
 
-    def _commit(self, jobs: list[_Job]) -> None:
-        mending(self._database, lambda: self._write(jobs))
+    def _commit(self, jobs: list[_Job]) -> int:
+        left_out = mending(self._database, lambda: self._write(jobs))
         try:
             self.enforce_budget()
         except Exception as error:  # what was written above is committed whatever fails here
             _log.warning("the database cannot be kept within its budget: %s", reason(error))
+        return left_out
 
-    def _write(self, jobs: list[_Job]) -> None:
+    def _write(self, jobs: list[_Job]) -> int:
         # A sequence becomes durable when this transaction commits, at the end of the block.
         with self._database.writing() as connection:
             # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
             scopes = [scope for _, scope in deletion_log.since(connection, self.last_deletion)]
             allowed = _allowed(jobs, scopes)
             added = [codec.encode(job) for job in allowed if isinstance(job, SequenceRecord)]
-            if added:
-                # A commit whose confirmation was lost is tried again: its rows may exist already.
-                insert = self._database.insert(sequences).on_conflict_do_nothing()
-                connection.execute(insert, added)
-            for job in allowed:
-                if isinstance(job, _UsageUpdate):
-                    self._save_usage(connection, job)
+            # A commit whose confirmation was lost is tried again: its rows may exist already.
+            insert = self._database.insert(sequences).on_conflict_do_nothing()
+            left_out = self._rows.execute(connection, insert, added)
+            return left_out + sum(self._save_usage(connection, job) for job in allowed if isinstance(job, _UsageUpdate))
 
-    def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> None:
-        if usage.hits:
-            named = sequences.update().where(sequences.c.number == sa.bindparam("of"))
-            more = named.values(hits=sequences.c.hits + sa.bindparam("more"))
-            connection.execute(more, [{"of": number, "more": hits} for number, hits in usage.hits])
-        states = usage.learned
-        if states and self._database.confirm_writer(connection):  # else another process has become the writer
+    def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> int:
+        named = sequences.update().where(sequences.c.number == sa.bindparam("of"))
+        more = named.values(hits=sequences.c.hits + sa.bindparam("more"))
+        left_out = self._rows.execute(connection, more, [{"of": number, "more": hits} for number, hits in usage.hits])
+        if usage.learned and self._database.confirm_writer(connection):  # else another process has become the writer
             insert = self._database.insert(learned)
             saved = insert.on_conflict_do_update(index_elements=["namespace"], set_={"state": insert.excluded.state})
-            connection.execute(saved, [{"namespace": key, "state": state} for key, state in states.items()])
+            rows = [{"namespace": key, "state": state} for key, state in usage.learned.items()]
+            left_out += self._rows.execute(connection, saved, rows)
+        return left_out
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:

@@ -208,6 +208,10 @@ class SqliteDatabase(Database):
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code & _PRIMARY in DAMAGE
 
+    def is_refusal(self, error: BaseException) -> bool:
+        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        return code != sqlite3.SQLITE_CONSTRAINT_TRIGGER and super().is_refusal(error)  # such a trigger is none of ours
+
     def leave_behind(self) -> None:
         SqliteDatabase._forked = True
         super().leave_behind()

@@ -156,9 +156,9 @@ class DatabaseToolTurns:
                 self._table.create(connection)
                 with self._lock:  # what is forgotten from now on is forgotten in a later transaction
                     turns = list(self._waiting.values())
-                if rows := [_row(turn) for turn in _left(connection, turns)]:
-                    insert = self._table.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
-                    connection.execute(insert, rows)
+                rows = [_row(turn) for turn in _left(connection, turns)]
+                insert = self._table.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
+                self._table.rows.execute(connection, insert, rows)
             self.generation += len(rows) < len(turns)
             with self._lock:
                 for turn in turns:

@@ -56,9 +56,8 @@ class DatabaseUsage:
             if batch is not None and not self._first(connection, batch):
                 return _totals(connection, day)
             forgotten = [scope for _, scope in deletion_log.after(connection, since)]
-            for row in rows:
-                if not any(forgets_tenant(scope, row.tenant) for scope in forgotten):
-                    self._add(connection, row)
+            kept = [row for row in rows if not any(forgets_tenant(scope, row.tenant) for scope in forgotten)]
+            self._add(connection, kept)
             return _totals(connection, day)
 
     def read(
@@ -113,10 +112,12 @@ class DatabaseUsage:
         # Not by `rowcount`, which drivers need not tell of an insertion.
         return connection.execute(insert.on_conflict_do_nothing().returning(batches.c.id)).first() is not None
 
-    def _add(self, connection: sa.Connection, row: UsageRow) -> None:
-        insert = self._table.database.insert(usage).values(**{name: getattr(row, name) for name in (*_NAMES, *COUNTS)})
+    def _add(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> None:
+        insert = self._table.database.insert(usage)
         sums = {name: usage.c[name] + insert.excluded[name] for name in COUNTS}
-        connection.execute(insert.on_conflict_do_update(index_elements=list(_NAMES), set_=sums))
+        added = insert.on_conflict_do_update(index_elements=list(_NAMES), set_=sums)
+        columns = (*_NAMES, *COUNTS)
+        self._table.rows.execute(connection, added, [{name: getattr(row, name) for name in columns} for row in rows])
 
 
 def _totals(connection: sa.Connection, day: str) -> dict[Owner, int]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -8,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.cache import deletion
 from agentspec.cache.deletion import Selection, select
+from agentspec.cache.partition import Partition
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import InvalidRequestError
-from agentspec.types import Namespace
+from agentspec.types import Labels, Namespace
 
 
 def tokens(*ids: int) -> Tokens:
@@ -108,3 +112,18 @@ def test_conditions_that_cannot_be(conditions: dict[str, object], param: str | N
 def test_without_a_pattern_a_selection_is_its_scope() -> None:
     assert not Selection(session="s").searched
     assert Selection(session="s").holds(tokens(1))
+
+
+def test_a_deletion_by_session_hashes_each_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = Partition(Namespace("t"))
+    for number in range(300):
+        labels = Labels([None, "a", "b"][number % 3])
+        partition.add(SequenceRecord(number, Namespace("t"), labels, tokens(1, 2), tokens(), float(number)))
+    scope = select(session="a").scope
+    hashed: list[str] = []
+    digest = deletion._digest
+    monkeypatch.setattr(deletion, "_digest", lambda salt, name: hashed.append(name) or digest(salt, name))  # type: ignore[func-returns-value]
+    assert partition.covered(scope) == list(range(1, 300, 3))
+    assert sorted(hashed) == ["a", "b"]
+    assert partition.covered(replace(scope, before=10.0)) == [1, 4, 7]
+    assert partition.covered(replace(scope, session=None, before=3.0)) == [0, 1, 2]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
+from numpy.random import default_rng
 
 from agentspec.cache import SuffixCache
-from agentspec.errors import InvalidRequestError
+from agentspec.cache.responses import StoredResponse
+from agentspec.cache.tool_turns import new_turn
+from agentspec.cache.usage import UsageRow, day_of
+from agentspec.errors import CacheError, CacheUnavailableError, InvalidRequestError
 from agentspec.types import Namespace
 
+LONG = "".join(map(chr, default_rng(1).integers(0x4E00, 0x9FFF, 3000)))  # too long for PostgreSQL's indexes
 ODD = ["a\udfffb", "nul\0nul", "\x1ad800", "", "é" * 3000, "'; DROP TABLE sequences; --"]
 
 
@@ -29,6 +35,67 @@ def test_any_string_is_a_name(location: str | Path, name: str) -> None:
         assert cache.forget(tenant=name, tokenizer=name) == 2
     with SuffixCache.open(location, mode="writer") as cache:
         assert cache.stats().sequences == 0
+
+
+@pytest.fixture
+def takes_long_names(location: str | Path) -> bool:
+    return isinstance(location, Path)
+
+
+def test_a_name_that_the_database_refuses_holds_up_nobody_else(
+    location: str | Path, takes_long_names: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["a", LONG, "b", LONG, "c"]
+    with SuffixCache.open(location, mode="writer") as cache, caplog.at_level(logging.WARNING):
+        assert cache._store is not None
+        with cache._store.database.writing():  # so that all are written in one transaction
+            for number, tenant in enumerate(names):
+                with cache.request([7], namespace=tenant) as request:
+                    request.extend([40 + number, 50, 60, 70])
+        if takes_long_names:
+            cache.flush()
+        else:
+            with pytest.raises(CacheError, match="2 writes were dropped: the database refused them"):
+                cache.flush()
+        cache.flush()
+        assert cache.stats().store_error is None
+        assert cache.stats().unwritten == (0 if takes_long_names else 2)
+        with cache.request([7], namespace=LONG) as request:
+            request.extend([1, 2])
+    assert LONG not in caplog.text and caplog.text.count("refuses some of") == (not takes_long_names)
+    with SuffixCache.open(location, mode="writer") as cache:
+        assert cache.stats().sequences == (6 if takes_long_names else 3)
+
+
+def test_a_name_that_the_database_refuses_holds_up_no_usage_and_no_turns(
+    location: str | Path, takes_long_names: bool
+) -> None:
+    names = ["a", LONG, "b"]
+    taken = [name for name in names if takes_long_names or name != LONG]
+    with SuffixCache.open(location, mode="writer") as cache:
+        today = day_of(0.0)
+        rows = [UsageRow(today, name, "key", "model", requests=1, prompt_tokens=5) for name in names]
+        assert cache.usage.add(rows, since=0.0, day=today) == {(name, "key"): 5 for name in taken}
+        for name in names:
+            assert cache.tool_turns.put(new_turn(name, "agent", "session", "{}"))
+        cache.tool_turns.flush()
+        assert [name for name in names if cache.tool_turns.ids(name, "agent")] == taken
+
+
+def test_a_response_that_the_database_refuses_is_no_outage(location: str | Path, takes_long_names: bool) -> None:
+    with SuffixCache.open(location, mode="writer") as cache:
+        for id_, tenant in (("x" * 300, "a"), ("y", LONG)):
+            answer = StoredResponse(id_, tenant, 2e9, response={"id": id_}, items=[])
+            assert cache.responses.get(tenant, id_) is None and not cache.responses.delete(tenant, id_)
+            if takes_long_names:
+                assert cache.responses.put(answer) and cache.responses.get(tenant, id_) == answer
+                continue
+            with pytest.raises(CacheError, match="cannot hold this") as caught:
+                cache.responses.put(answer)
+            assert not isinstance(caught.value, CacheUnavailableError)
+            assert cache.responses.get(tenant, id_) is None and not cache.responses.delete(tenant, id_)
+        nul = StoredResponse("nul\0", "a", 2e9, items=[])
+        assert cache.responses.put(nul) and cache.responses.get("a", "nul\0") == nul
 
 
 @pytest.mark.parametrize("name", [b"bytes", 5, ["s"], object()])

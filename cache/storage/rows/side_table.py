@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
-from agentspec.errors import CacheUnavailableError
+from agentspec.cache.storage.rows.row_writer import RowWriter
+from agentspec.errors import CacheError, CacheUnavailableError
 
 _IDS_AT_ONCE = 500  # in one statement
 
@@ -24,6 +25,7 @@ class SideTable:
         self._what = what
         self._exists = False
         self._deletions = 0
+        self.rows = RowWriter(database, what)
         self._erasure = PendingErasure(database)
 
     def is_there(self, connection: sa.Connection) -> bool:
@@ -46,10 +48,10 @@ class SideTable:
 
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
-        """A write transaction, committed at the end."""
+        """A write transaction, committed at the end. A value that the database never takes raises `CacheError`."""
         before = self._deletions
         try:
-            with self._named(), self.database.writing() as connection:
+            with self._named(), self.database.writing() as connection, self._taking():
                 yield connection
         finally:
             if self._deletions != before:
@@ -88,6 +90,15 @@ class SideTable:
         if self._erasure:
             with self._named():
                 self._erasure.finish()
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        try:
+            yield
+        except FAILURES as error:
+            if not self.database.is_refusal(error):
+                raise
+            raise CacheError(f"{self._what} in {self.database.name} cannot hold this: {reason(error)}") from error
 
     @contextmanager
     def _named(self) -> Iterator[None]:

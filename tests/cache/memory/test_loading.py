@@ -18,7 +18,7 @@ from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheUnavailableError, ConfigurationError
+from agentspec.errors import CacheFormatError, CacheUnavailableError, ConfigurationError
 from agentspec.types import Namespace
 
 MANY = 40
@@ -223,3 +223,22 @@ def test_a_database_that_does_not_answer_costs_the_past_until_it_does(
         assert cache._sync is not None
         cache._sync._load_at = 0.0
         assert knows(cache, text(unloaded, 60), name(unloaded))
+
+
+def test_a_namespace_that_cannot_be_loaded_holds_up_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned_of = SequenceStore.learned_of
+    broken: list[Namespace] = []
+
+    def damaged(store: SequenceStore, namespace: Namespace) -> bytes | None:
+        if namespace in broken:
+            raise CacheFormatError("damaged")
+        return learned_of(store, namespace)
+
+    with SuffixCache.open(folder, mode="follower") as cache:
+        unloaded = [number for number in range(MANY) if not cache._pool.namespaces.loaded(name(number))]
+        broken.append(name(unloaded[0]))
+        monkeypatch.setattr(SequenceStore, "learned_of", damaged)
+        monkeypatch.setattr("agentspec.cache.sync._RETRY", 1e6)  # seconds, which do not pass
+        assert not knows(cache, text(unloaded[0], 60), broken[0])
+        assert knows(cache, text(unloaded[1], 60), name(unloaded[1]))
+        assert not cache._pool.namespaces.loaded(broken[0])

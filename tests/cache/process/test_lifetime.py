@@ -207,3 +207,16 @@ def test_a_cache_is_neither_pickled_nor_copied(tmp_path: Path) -> None:
             for use in (pickle.dumps, copy.copy, copy.deepcopy):
                 with pytest.raises(TypeError, match="cannot be pickled"):
                     use(thing)
+
+
+def test_a_request_at_the_end_of_its_cache_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SuffixCache.open()
+    close = cache._pool.close
+
+    def late() -> None:
+        cache._pool.namespaces.on_pressure()  # as a request does that is just being served
+        close()
+
+    monkeypatch.setattr(cache._pool, "close", late)
+    cache.close()
+    assert cache._maintenance is None

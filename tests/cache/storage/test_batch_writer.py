@@ -22,12 +22,13 @@ class Disk:
         self.go = threading.Event()
         self.go.set()
 
-    def commit(self, jobs: list[int]) -> None:
+    def commit(self, jobs: list[int]) -> int:
         self.go.wait()
         self.calls += 1
         if self.failure:
             raise self.failure
         self.written += jobs
+        return 0
 
     def writer(self, room: int = 1000, linger: float = 0.0) -> BatchWriter[int]:
         is_transient = lambda error: isinstance(error, OSError)  # noqa: E731

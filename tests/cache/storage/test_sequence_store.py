@@ -242,6 +242,26 @@ def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest
     assert len(caplog.records) == 1
 
 
+def test_a_row_that_the_database_refuses_holds_up_no_other(
+    location: str | Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(location)
+    with caplog.at_level(logging.WARNING), store.database.writing():  # all wait for this, and are written together
+        for number in (1, 2**70, 2, 3, 2**71, 4):
+            store.put(row(number, [1, 2]))
+        store.put_usage([(1, 3), (2, 2**70), (3, 5)], {"n": b"one"})
+    with pytest.raises(CacheError, match="3 writes were dropped"):
+        store.flush()
+    store.put(row(5, [1, 2]))
+    store.flush()
+    assert store.error is None and store.dropped == 3
+    store.close()
+    stored = execute(location, "SELECT number, hits FROM sequences ORDER BY id")
+    assert stored == [(1, 3), (2, 0), (3, 5), (4, 0), (5, 0)]
+    assert execute(location, "SELECT namespace FROM learned") == [("n",)]
+    assert len([one for one in caplog.records if one.name.startswith("agentspec")]) == 1  # psycopg warns too
+
+
 def test_it_is_an_outage_while_all_connections_are_in_use(location: str | Path) -> None:
     with SuffixCache.open(location) as cache, contextlib.ExitStack() as busy:
         assert cache._store is not None
