@@ -104,17 +104,22 @@ async def test_equal_questions_under_way_share_an_answer_and_different_ones_a_ba
     assert retriever.stats.joined == 1
 
 
+def ask_together(retriever, inner, ask, threads):
+    """Call `ask` in threads; `inner` answers once all but the first wait for it."""
+    started = [threading.Thread(target=ask) for _ in range(threads)]
+    for thread in started:
+        thread.start()
+    while retriever.stats.joined < threads - 1:
+        time.sleep(0.005)
+    inner.go.set()
+    for thread in started:
+        thread.join()
+
+
 def test_equal_questions_in_threads_share_an_answer():
     retriever, inner = around(scope="retriever")
     inner.go.clear()
-    threads = [threading.Thread(target=retriever.invoke, args=("cat",)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while retriever.stats.joined < 3:
-        time.sleep(0.005)
-    inner.go.set()
-    for thread in threads:
-        thread.join()
+    ask_together(retriever, inner, lambda: retriever.invoke("cat"), 4)
     assert inner.asked == ["cat"]
 
 
@@ -273,14 +278,7 @@ def test_documents_may_be_changed_while_another_thread_waits_for_them(monkeypatc
         changed.set()
 
     monkeypatch.setattr("agentspec.langchain.request_coalescer.copies", late)
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while retriever.stats.joined < 1:
-        time.sleep(0.005)
-    inner.go.set()
-    for thread in threads:
-        thread.join()
+    ask_together(retriever, inner, ask, 2)
     assert seen == [{}] * 8
 
 

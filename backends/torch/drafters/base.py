@@ -11,7 +11,7 @@ from agentspec.backends.torch.drafters.forwards import Drafting
 from agentspec.types import Draft
 
 MIN_PROBABILITY = 0.02  # nodes less likely than this are not proposed
-ODDS = 0.5  # of a token, from which on a draft model that reads it in advance saves more than it loses if it is wrong
+LIKELY = 0.5  # chance of a token from which on a draft model that reads it in advance saves more than a wrong one costs
 
 Guess = Callable[[Sequence[int], int], Sequence[int]]
 """At most so many tokens that are likely to follow the context and these tokens."""
@@ -41,7 +41,7 @@ class Drafter(Protocol):
 
     def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
         """At most `budget` tokens that follow the context of the last `propose` and then `path`, each at least with the
-        chance `ODDS`. Nothing is learned from `path`, which may never come.
+        chance `LIKELY`. Nothing is learned from `path`, which may never come.
         """
         return ()
 
@@ -54,10 +54,14 @@ class Drafter(Protocol):
         return None
 
 
-class Refiner(Drafter, Protocol):
-    """A drafter that saves time where it can guess its own tokens."""
+def no_guess(path: Sequence[int], budget: int) -> Sequence[int]:
+    return ()
 
-    def drafting(self, context: Sequence[int], budget: int, guess: Guess | None = None) -> Drafting[Draft | None]: ...
+
+class StagedDrafter(Drafter, Protocol):
+    """A drafter for which another one drafts, as it does for the target (staged speculation, Spector and Re 2023)."""
+
+    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]: ...
 
 
 def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], source: int) -> Draft:

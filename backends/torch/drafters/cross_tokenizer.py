@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from agentspec.backends.torch.drafters.base import Guess, Refiner, make_draft
+from agentspec.backends.torch.drafters.base import Guess, StagedDrafter, make_draft, no_guess
 from agentspec.backends.torch.drafters.draft_model import ModelDrafter
 from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -52,7 +52,7 @@ class TokenTranslation:
                 return
 
 
-class CrossTokenizerDrafter(Refiner):
+class CrossTokenizerDrafter(StagedDrafter):
     """Translates between the target's tokens and the `inner` drafter's; `inner` must draft chains."""
 
     def __init__(self, inner: ModelDrafter, own: TokenizerAdapter, other: TokenizerAdapter) -> None:
@@ -62,7 +62,7 @@ class CrossTokenizerDrafter(Refiner):
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return draft_alone(self.drafting(context, budget))
 
-    def drafting(self, context: Sequence[int], budget: int, guess: Guess | None = None) -> Drafting[Draft | None]:
+    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]:
         """`guess` is not used: it is in the target's tokens."""
         ids = self._transcript.follow(context)
         draft = (yield from self._inner.drafting(ids, budget)) if ids else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from time import perf_counter
 
-from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Guess, Refiner, make_draft
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Guess, StagedDrafter, make_draft, no_guess
 from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, draft_alone
 from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.model.batch import BatchItem
@@ -22,7 +22,7 @@ Least = Callable[[float, int], float]
 Room = Callable[[], int | None]
 
 
-class ModelDrafter(Refiner):
+class ModelDrafter(StagedDrafter):
     """Drafts a path of the model's own draws, one forward per token, with the next best candidates as leaves beside it.
 
     It keeps KV slots of its own for one answer and, at each call, rewinds those of tokens that the target did not
@@ -31,7 +31,7 @@ class ModelDrafter(Refiner):
     `room()` is the most slots that it may keep (None: any number); with fewer than it needs it drafts nothing.
 
     What another drafter's `guess` says comes next is read in the same forward, as the target verifies a draft: as far
-    as the model draws the same tokens, they cost one forward together (staged speculation, Spector and Re 2023).
+    as the model draws the same tokens, they cost one forward together.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ModelDrafter(Refiner):
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return draft_alone(self.drafting(context, budget))
 
-    def drafting(self, context: Sequence[int], budget: int, guess: Guess | None = None) -> Drafting[Draft | None]:
+    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]:
         if budget <= 0 or len(context) + budget > self._model.context_length:
             return None
         room = self._room()
@@ -72,7 +72,7 @@ class ModelDrafter(Refiner):
             yield DraftForward(self._model, BatchItem(self._cache, waiting[:CHUNK], needs_logits=False))
             self._keep(waiting[:CHUNK])
             return None
-        return (yield from self._grow(waiting, guess or _nothing, len(context), budget))
+        return (yield from self._grow(waiting, guess, len(context), budget))
 
     def rest(self) -> None:
         self._cache, self._known, self._settled = SequenceCache(1), [], 0
@@ -114,10 +114,6 @@ class ModelDrafter(Refiner):
         """Keep the slots of the last forward's `tokens`, and of the tokens of `path` that it read in advance."""
         self._cache.commit(len(tokens), range(len(path)))
         self._known += [*tokens, *path]
-
-
-def _nothing(path: Sequence[int], budget: int) -> Sequence[int]:
-    return ()
 
 
 class _Tree:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentspec.backends.settings import DrafterName
-from agentspec.backends.torch.drafters.base import Drafter, Refiner
+from agentspec.backends.torch.drafters.base import Drafter, StagedDrafter
 from agentspec.backends.torch.drafters.cross_tokenizer import CrossTokenizerDrafter
 from agentspec.backends.torch.drafters.draft_model import ModelDrafter, Room
 from agentspec.backends.torch.drafters.gated import GatedDrafter
@@ -30,7 +30,9 @@ class DraftModel:
     model: TargetModel
     tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
-    def drafter(self, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None) -> Refiner:
+    def drafter(
+        self, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None
+    ) -> StagedDrafter:
         """A drafter for one answer. It draws with the answer's `noise`, or greedily if tokens must be translated.
         `room()` is the most slots that it may keep.
         """

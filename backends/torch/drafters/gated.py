@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from agentspec.backends.torch.drafters.base import ODDS, Drafter, Refiner, likeliest_path
+from agentspec.backends.torch.drafters.base import LIKELY, Drafter, StagedDrafter, likeliest_path
 from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
 from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.model.device import is_device_error
@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 START_GAIN = 2.0  # tokens that an untried model is assumed to gain
 RATE = 0.15
 LONGEST_WAIT = 64  # most rounds between two trials of a model that does not pay
-EXPECTED = (
-    0.5,
-    2.0,
-    6.0,
-)  # tokens expected of the cheap drafters; between any two, what a model gains is learned apart
+EXPECTED = (0.5, 2.0, 6.0)  # tokens that the cheap drafters expect: what a model gains is learned apart between any two
 
 
 @dataclass(slots=True)
@@ -65,9 +61,9 @@ class GatedDrafter(Drafter):
     decides by what the cheap drafters expect, but what follows from that is learned.
     """
 
-    def __init__(self, cheap: Drafter, costly: Refiner, token_seconds: Callable[[int], float]) -> None:
+    def __init__(self, cheap: Drafter, costly: StagedDrafter, token_seconds: Callable[[int], float]) -> None:
         self._cheap, self._token_seconds = cheap, token_seconds
-        self._costly: Refiner | None = costly
+        self._costly: StagedDrafter | None = costly
         self._gates = [Gate() for _ in range(len(EXPECTED) + 1)]
         self._trial: Trial | None = None
 
@@ -98,7 +94,7 @@ class GatedDrafter(Drafter):
         self._drop()
 
     def _ask(
-        self, costly: Refiner, context: Sequence[int], budget: int, offered: Draft | None
+        self, costly: StagedDrafter, context: Sequence[int], budget: int, offered: Draft | None
     ) -> Drafting[Draft | None]:
         try:
             guess = partial(self._guess, offered)
@@ -113,9 +109,11 @@ class GatedDrafter(Drafter):
 
     def _guess(self, offered: Draft | None, path: Sequence[int], budget: int) -> Sequence[int]:
         """What the cheap drafters say comes next, so that the costly one need not find it token by token."""
-        if not path and offered is not None:
-            return likeliest_path(offered, ODDS)[:budget]
-        return self._cheap.ahead(path, budget) if budget > 0 else ()
+        if budget <= 0:
+            return ()
+        if path:
+            return self._cheap.ahead(path, budget)
+        return () if offered is None else likeliest_path(offered, LIKELY)[:budget]
 
     def _learn(self, context: Sequence[int]) -> None:
         """Update the gate by how many more tokens of the last trial's draft were accepted."""

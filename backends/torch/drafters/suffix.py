@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, ODDS, Drafter, likeliest_path
+from agentspec.backends.torch.drafters.base import LIKELY, MIN_PROBABILITY, Drafter, likeliest_path
 from agentspec.types import Draft
 
 
@@ -27,5 +27,5 @@ class SuffixDrafter(Drafter):
         return self._request.draft(budget, MIN_PROBABILITY)
 
     def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
-        draft = self._request.draft(budget, ODDS, after=path)
-        return () if draft is None else likeliest_path(draft, ODDS)
+        draft = self._request.draft(budget, LIKELY, after=path)
+        return () if draft is None else likeliest_path(draft, LIKELY)

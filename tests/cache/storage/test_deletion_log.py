@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.schema import deletions
@@ -12,7 +14,7 @@ from agentspec.cache.storage.sqlite import SqliteDatabase
 
 def test_of_a_long_log_only_the_newest_are_read(database: Database | None) -> None:
     if database is None:
-        return
+        pytest.skip("memory has no log")
     times = [*map(float, range(2000)), 1e6, 1e6 - 60, 1e6 + 5]  # of clocks that differ
     with database.writing() as connection:
         connection.execute(deletions.insert(), [{"created_at": at, "salt": "", "searched": False} for at in times])
