@@ -122,7 +122,7 @@ class Deleter:
                 covered = self._pool.covered(scope)
                 self._store.finish_deletion(number, scope)
                 for partition, numbers in covered:
-                    stored = self._store.numbers(partition.namespace) if numbers else set()
+                    stored = self._store.stored(partition.namespace, numbers)
                     self._pool.forget(partition, [one for one in numbers if one not in stored])
                 # A namespace that is loaded later starts from what the store has, which holds no deleted token.
                 self._pool.namespaces.forget_learned()

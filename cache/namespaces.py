@@ -9,7 +9,8 @@ import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import islice
 from typing import Literal, Protocol
 
@@ -23,6 +24,7 @@ _RESERVE = 16  # this part of the budget is left free, for merges and for what c
 _LEARNED = 64  # this part of it may hold what namespaces learned that are in memory no more
 _IDLE_SECONDS = 60.0  # a namespace that no request used for so long may leave memory as a whole
 _AT_ONCE = 16  # so many namespaces are loaded before they are used
+_PATIENCE = 1.0  # seconds that loading waits, at most, for memory that others have given up but not merged away
 _READING = 0.001  # seconds until merges are tried again that drafts held up, or that have come up meanwhile
 _TRIED = 16  # namespaces that are looked at, at most, for one that can give something
 
@@ -30,8 +32,11 @@ _TRIED = 16  # namespaces that are looked at, at most, for one that can give som
 class NamespaceSource(Protocol):
     """Loads namespaces into memory that a store holds."""
 
-    def load(self, partition: Partition, room: int) -> None:
-        """Fill a partition with at most `room` bytes, and set `loaded`. The caller holds its lock. Raises nothing."""
+    def load(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
+        """Fill a partition with at most `room` bytes, and set `loaded`. The caller holds its lock. Raises nothing.
+
+        `reserve(size)` makes room for so many more bytes and tells how many are free: fewer where others use theirs.
+        """
         ...
 
     def can_reload(self) -> bool:
@@ -102,7 +107,7 @@ class NamespaceTable:
                 if partition.retired:  # between the two lines
                     continue
                 if not partition.loaded and self.source:
-                    self.source.load(partition, self._room())
+                    self.source.load(partition, self._room(), partial(self._reserve, partition))
                 self.book(partition)
                 yield partition
                 return
@@ -217,12 +222,12 @@ class NamespaceTable:
         if self._due:
             time.sleep(_READING)
 
-    def _give_back(self, partition: Partition) -> None:
-        """Merge one's own namespace, and then what nobody merges at the moment, until the budget holds."""
+    def _give_back(self, partition: Partition, wanted: int = 0) -> None:
+        """Merge one's own namespace, and then what nobody merges at the moment, until `wanted` bytes are left."""
         with self._lock:
             others = list(islice(self._due, _TRIED))
         for one in (partition, *others):
-            if self.total <= self.limit:
+            if self.total + wanted <= self.limit:
                 return
             one.merge(lambda: False, wait=one is partition)
             if one.lock.acquire(blocking=one is partition):
@@ -240,6 +245,23 @@ class NamespaceTable:
             largest = self._sizes.largest()
             most = self._sizes[largest] if largest is not None else 0
             return min(self.tenant_limit, max(-self._over(), most // 2))
+
+    def _reserve(self, partition: Partition, wanted: int) -> int:
+        """Take `wanted` bytes from others for a partition that is being loaded; returns how many it may take.
+
+        The caller holds its lock. Others that are in use at the moment keep what they have.
+        """
+        self.book(partition)
+        tenant, own = partition.namespace.tenant, {partition.namespace}
+        until = time.monotonic() + _PATIENCE
+        while True:
+            self._reduce(lambda: self._sizes[tenant] + wanted - self.tenant_limit, tenant, wait=False, passed=own)
+            self._reduce(lambda: self._over() + wanted, None, wait=False, passed=own)
+            self._give_back(partition, wanted)
+            free = min(-self._over(), self.limit - self.total, self.tenant_limit - self._sizes[tenant])
+            if free >= wanted or not self._owed or time.monotonic() >= until:
+                return max(0, free)
+            time.sleep(_READING)
 
     def book(self, partition: Partition) -> None:
         """Account for a partition's size. The caller holds its lock."""
@@ -267,13 +289,15 @@ class NamespaceTable:
         self._owed += owed - partition.owed
         partition.measured, partition.owed = size, owed
 
-    def _reduce(self, excess: Callable[[], int], tenant: str | None, *, wait: bool = True) -> None:
+    def _reduce(
+        self, excess: Callable[[], int], tenant: str | None, *, wait: bool = True, passed: Collection[Namespace] = ()
+    ) -> None:
         """Evict from the largest namespace of `tenant`, or else of the largest tenant, until `excess()` is 0.
 
-        A flood of requests evicts its own entries so. Without `wait`, namespaces that are in use at the moment are
-        left out, so that no request waits for another tenant.
+        A flood of requests evicts its own entries so. Those in `passed` are left out, and without `wait` namespaces
+        that are in use at the moment, so that no request waits for another tenant.
         """
-        passed: set[Namespace] = set()
+        passed = set(passed)
         drained: set[str] = set()
         while excess() > 0 and len(passed) < _TRIED:
             with self._lock:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.partition import Partition
-from agentspec.cache.pool import BYTES_PER_TOKEN, CachePool
+from agentspec.cache.pool import CachePool
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
@@ -19,7 +21,8 @@ from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
 
-_BYTES_PER_SEQUENCE = 512  # least bytes that an index takes for a sequence besides its tokens
+_BYTES_PER_TOKEN = 12  # upper bounds of what outputs take in memory, merges included:
+_BYTES_PER_SEQUENCE = 1024  # for each besides its tokens
 _GROWN = 1 << 16  # a running process rewrites a segment that lacks so many tokens,
 _GROWN_SHARE = 1 / 4  # if they are at least this share of the namespace's tokens
 _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly read from the database
@@ -95,15 +98,15 @@ class StoreSync:
         """Whether outputs are being written, so that a namespace that leaves memory is found again."""
         return self._store.error is None
 
-    def load(self, partition: Partition, room: int) -> None:
-        """Fill a partition that is not loaded, under its lock, with at most `room` bytes.
+    def load(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
+        """Fill a partition that is not loaded, under its lock, with at most `room` bytes, of which it reserves some.
 
         Where the database does not answer, the namespace goes on without its past, and is loaded later.
         """
         if time.monotonic() < max(self._load_at, partition.load_at):
             return
         try:
-            self._fill(partition, room)
+            self._fill(partition, room, reserve)
             partition.loaded = True
         except CacheError as error:
             later = time.monotonic() + _RETRY
@@ -113,30 +116,50 @@ class StoreSync:
                 partition.load_at = later
             _log.warning("a namespace cannot be loaded: %s", error)
 
-    def _fill(self, partition: Partition, room: int) -> None:
+    def _fill(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
         namespace, row = partition.namespace, 0
         if not partition.learning and (learned := self._store.learned_of(namespace)):
             partition.restore(learned)
         if self._segments.kept and not partition.shared.sequence_count:
-            loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room))
+            loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room, reserve))
             if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
                 row = loaded.segment.coverage.row
-        left = max(0, room - partition.memory_bytes()) // BYTES_PER_TOKEN
         unwritten = self._store.unwritten(namespace)  # from before it left memory
-        for record in (*self._store.load(namespace, left, row), *unwritten):
+        left = max(0, room - partition.memory_bytes())
+        if left > reserve(0):
+            left = min(left, reserve(min(left, self._lacking_bytes(partition) + sum(map(_bytes_of, unwritten)))))
+        for record in (*self._newest(namespace, left, row), *unwritten):
             if not partition.holds(record.sequence):
                 partition.add(record)
         partition.merge(lambda: False)  # its size is looked at next
 
-    def _wanted(self, segment: Segment, room: int) -> bool:
-        """Whether a segment fits into `room` bytes. A segment that holds deleted sequences is deleted and not wanted.
+    def _lacking_bytes(self, partition: Partition) -> int:
+        """Upper bound of what a partition's sequences take that it does not have yet."""
+        sequences, tokens = self._store.size(partition.namespace)
+        lacking = sequences - partition.shared.sequence_count, tokens - partition.shared.token_count
+        return _BYTES_PER_SEQUENCE * max(0, lacking[0]) + _BYTES_PER_TOKEN * max(0, lacking[1])
 
-        Such a segment is left where a process was killed between logging a deletion and deleting the segment.
+    def _newest(self, namespace: Namespace, room: int, row: int) -> list[SequenceRecord]:
+        """The newest sequences of a namespace, in rows after `row`, that take at most `room` bytes, oldest first."""
+        found: list[SequenceRecord] = []
+        for record in self._store.newest(namespace, row):
+            room -= _bytes_of(record)
+            if room < 0:
+                break
+            found.append(record)
+        return found[::-1]
+
+    def _wanted(self, segment: Segment, room: int, reserve: Callable[[int], int]) -> bool:
+        """Whether a segment fits into `room` bytes, and they are free.
+
+        A segment that holds deleted sequences is deleted and not wanted: it is left where a process
+        was killed between logging a deletion and deleting the segment.
         """
         if self._holds_deleted(segment):
             self._segments.delete(segment.namespace.key)
             return False
-        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta) <= room
+        size = segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta)
+        return size <= room and reserve(size) >= size
 
     def _holds_deleted(self, segment: Segment) -> bool:
         return any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion))
@@ -305,3 +328,8 @@ class StoreSync:
             return True
         others = self._segments.known_bytes() - self._segments.size(segment.namespace.key)
         return self._store.disk_bytes() + others + segment.index_bytes <= limit
+
+
+def _bytes_of(record: SequenceRecord) -> int:
+    """Upper bound of the bytes that a sequence takes in memory."""
+    return _BYTES_PER_SEQUENCE + _BYTES_PER_TOKEN * len(record.tokens)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
+from agentspec.cache.storage.rows.reader import SequenceReader
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError
@@ -394,6 +395,19 @@ def test_what_was_learned_on_disk_names_no_token(location: str | Path, condition
     with SuffixCache.open(location, mode="follower") as cache:
         cache.forget(**conditions)
     assert [len(state) - cells for state in learned()] == left * [0]
+
+
+def test_what_forgetting_reads_does_not_grow_with_what_stays(
+    location: str | Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(SequenceReader, "numbers")  # of all sequences of a namespace
+    with SuffixCache.open(location) as cache:
+        for number in range(6):
+            with cache.request([1], session=f"s{number % 2}") as request:
+                request.extend(text(number, 20))
+        cache.flush()
+        assert cache.forget(session="s1") == 3
+        assert cache.stats().sequences == 3
 
 
 def test_what_cannot_be_deleted_is_told_and_kept(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ _NAMESPACE: Kinds = (
     *((name, str) for name in ("key", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")),
     *((name, int) for name in ("sequences", "tokens", "bytes")),
 )
+_UNKNOWN = 1 << 40, 1 << 40  # sequences and tokens
 _NONE: Sequence[sa.ColumnElement[bool]] = ()
 
 
@@ -86,6 +87,19 @@ class SequenceReader:
         """
         return self._despite_damage(self._totals, self._counted)
 
+    def size(self, namespace: Namespace) -> tuple[int, int]:
+        """How many sequences and tokens a namespace has, from running totals; very many where damage hides them."""
+        columns = namespaces.c
+        query = sa.select(columns.sequences, columns.tokens).where(columns.key == namespace.key)
+
+        def read() -> Any:
+            with self._reading() as connection:
+                return connection.execute(query).first()
+
+        found = self._despite_damage(read, lambda: _UNKNOWN)
+        sequences, tokens = found or (0, 0)
+        return (sequences, tokens) if isinstance(sequences, int) and isinstance(tokens, int) else _UNKNOWN
+
     def _totals(self) -> list[StoredNamespace]:
         columns = namespaces.c
         with self._reading() as connection:
@@ -132,6 +146,19 @@ class SequenceReader:
 
         return self._despite_damage(by_index, one_by_one)
 
+    def stored(self, namespace: Namespace, numbers: Sequence[int]) -> set[int]:
+        """Those of a namespace's sequence `numbers` that are stored; what that takes does not grow with all others."""
+
+        def by_index() -> set[int]:
+            found: set[int] = set()
+            for start in range(0, len(numbers), PIECE):
+                some = sequences.c.number.in_(numbers[start : start + PIECE])
+                with self._reading() as connection:
+                    found.update(connection.execute(sa.select(sequences.c.number).where(some)).scalars())
+            return found
+
+        return self._despite_damage(by_index, lambda: self.numbers(namespace) & set(numbers))
+
     def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
         """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`.
 
@@ -160,16 +187,10 @@ class SequenceReader:
 
     # Sequences.
 
-    def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
-        """The newest sequences of one namespace, in rows after `beyond`, at most `limit` tokens, oldest first."""
+    def newest(self, namespace: Namespace, beyond: int = 0) -> Iterator[SequenceRecord]:
+        """The sequences of one namespace in rows after `beyond`, newest first, read as they are asked for."""
         mine = [sequences.c.namespace == namespace.key]  # with the tenant, damaged rows would be read by no namespace
-        found: list[SequenceRecord] = []
-        for record in self._readable(self._pages(mine, beyond, self._newest_id(), newest_first=True)):
-            limit -= len(record.tokens)
-            if limit < 0:
-                break
-            found.append(record)
-        return found[::-1]
+        return self._readable(self._pages(mine, beyond, self._newest_id(), newest_first=True))
 
     def hottest(self, tenant: str, tokenizer_hash: str, limit: int) -> list[SequenceRecord]:
         """A tenant's sequences of a tokenizer that were drafted from most often, then the newest, of at most `limit`

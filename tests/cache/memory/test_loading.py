@@ -13,10 +13,12 @@ import pytest
 
 from agentspec.cache import SuffixCache, namespaces
 from agentspec.cache.deletion import select
+from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import Partition
 from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.sync import StoreSync
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheFormatError, CacheUnavailableError, ConfigurationError
 from agentspec.types import Namespace
@@ -57,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How often the folder was listed, segments were opened, and namespaces read from the database."""
-    counts = {"names": 0, "open": 0, "load": 0}
-    for owner, method in ((LocalFiles, "names"), (LocalFiles, "open"), (SequenceStore, "load")):
+    counts = {"names": 0, "open": 0, "newest": 0}
+    for owner, method in ((LocalFiles, "names"), (LocalFiles, "open"), (SequenceStore, "newest")):
         original = getattr(owner, method)
 
         def counted(*args: object, method: str = method, original: object = original) -> object:
@@ -72,11 +74,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def test_only_what_is_used_is_loaded(folder: Path, calls: dict[str, int]) -> None:
     with SuffixCache.open(folder, mode="follower") as cache:
         assert cache.stats().namespaces == namespaces._AT_ONCE == 16
-        assert calls["names"] <= 2 and calls["open"] == calls["load"] == 16
+        assert calls["names"] <= 2 and calls["open"] == calls["newest"] == 16
         assert all(knows(cache, text(number, 60), name(number)) for number in range(MANY))
         assert all(knows(cache, text(100 + number, 60), name(number)) for number in range(0, MANY, 2))
         assert not knows(cache, text(1, 60), name(2))
-        assert (calls["open"], calls["load"]) == (MANY, MANY)  # each once
+        assert (calls["open"], calls["newest"]) == (MANY, MANY)  # each once
         assert cache.stats().namespaces == MANY and cache.stats().sequences == MANY * 3 // 2
 
 
@@ -242,3 +244,31 @@ def test_a_namespace_that_cannot_be_loaded_holds_up_no_other(folder: Path, monke
         assert not knows(cache, text(unloaded[0], 60), broken[0])
         assert knows(cache, text(unloaded[1], 60), name(unloaded[1]))
         assert not cache._pool.namespaces.loaded(broken[0])
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["segments", "rows"])
+def test_what_is_loaded_takes_the_place_of_others_first(
+    location: str | Path, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespaces, "_AT_ONCE", 0)
+    limit, outputs = 1536 << 10, [140, 60, 60, 40]
+    with SuffixCache.open(location) as cache:
+        for number, count in enumerate(outputs):
+            for turn in range(count):
+                record(cache, text(1000 * number + turn, 800), name(number))
+        (cache.compact if saved else cache.flush)()
+        if not saved:
+            monkeypatch.setattr(StoreSync, "_lacks", lambda *_: False)
+    sizes: list[int] = []
+    book = NamespaceTable.book
+
+    def booked(table: NamespaceTable, partition: Partition) -> None:
+        book(table, partition)
+        sizes.append(table.total)
+
+    monkeypatch.setattr(NamespaceTable, "book", booked)
+    with SuffixCache.open(location, memory_bytes=limit) as cache:
+        for number in (0, 1, 2, 3, 0, 1):
+            assert knows(cache, text(1000 * number + outputs[number] - 1, 800), name(number))
+            assert cache.tenant_bytes()[name(number).tenant] > limit // 11, "it got its part"
+    assert max(sizes) <= limit, max(sizes) / limit

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -156,7 +157,7 @@ def test_a_page_that_is_no_page_costs_its_rows(tmp_path: Path) -> None:
     store = opened(tmp_path)
     found = [one.sequence for one in store.records()]
     assert ROWS - 100 < len(found) < ROWS and len(found) + store.damaged == ROWS
-    newest = [one.sequence for there in store.namespaces() for one in store.load(there.namespace, 10**9)]
+    newest = [one.sequence for there in store.namespaces() for one in store.newest(there.namespace)]
     assert ROWS - 100 < len(newest) < ROWS and len(set(newest) ^ set(found)) <= 1  # a row at the edge of the page
     assert [problem for problem in store.problems() if "sequence" in problem]
     store.close()
@@ -203,9 +204,12 @@ def test_namespaces_are_told_by_their_totals(location: str | Path) -> None:
         [size] = connection.execute(sa.select(sa.func.sum(sequences.c.size))).one()
     assert sum(one.bytes for one in store.namespaces()) == size
     store.position()
-    assert [one.sequence for one in store.load(Namespace("t1"), 60)] == [22, 25, 28]
-    assert [one.sequence for one in store.load(Namespace("t1"), 10**6, beyond=24)] == [25, 28]
-    assert store.load(Namespace("nobody"), 10**6) == []
+    assert [one.sequence for one in islice(store.newest(Namespace("t1")), 3)] == [28, 25, 22]
+    assert [one.sequence for one in store.newest(Namespace("t1"), beyond=24)] == [28, 25]
+    assert list(store.newest(Namespace("nobody"))) == []
+    assert store.stored(Namespace("t1"), [28, 22, 1000, *range(2000, 2000 + 2 * PIECE), 25]) == {22, 25, 28}
+    assert store.stored(Namespace("t1"), []) == set()
+    assert store.size(Namespace("t1")) == (10, 200) and store.size(Namespace("nobody")) == (0, 0)
     assert store.learned_of(Namespace("t1")) is None
     execute(location, "DELETE FROM sequences WHERE tenant = 't1' OR number = 3")
     assert {(one.namespace.tenant, one.sequences) for one in store.namespaces()} == {("t0", 9), ("t2", 10)}
