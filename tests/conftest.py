@@ -120,13 +120,25 @@ def shared_trust() -> Iterator[None]:
 
 
 def _read_once(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
-    shared = functools.cache(create)
+    @functools.cache
+    def shared(trust_env: bool, *_files: str | None) -> ssl.SSLContext:
+        return create(trust_env=trust_env)
 
     def context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-        plain = verify is True and cert is None and not os.environ.keys() & {"SSL_CERT_FILE", "SSL_CERT_DIR"}
-        return shared() if plain else create(verify=verify, cert=cert, trust_env=trust_env)
+        if verify is True and cert is None:
+            return shared(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+        return create(verify=verify, cert=cert, trust_env=trust_env)
 
     return context
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_command() -> Iterator[None]:
+    """One tree of commands for all invocations of a program: to make it takes 0.1 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        if testing := sys.modules.get("typer.testing"):
+            patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
+        yield
 
 
 @pytest.fixture(scope="session")
