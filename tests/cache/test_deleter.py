@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
@@ -205,6 +207,7 @@ def test_what_is_in_progress_has_no_age(location: str | Path) -> None:
         assert cache.forget(older_than=3600) == 0
 
 
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
 def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
     failures: list[BaseException] = []
     stop = threading.Event()
@@ -239,7 +242,7 @@ def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
 
 def traces(folder: Path, canary: Tokens, blobs: list[bytes]) -> list[str]:
     """Where a canary is left: as ids, in any compressed row, or as a piece of the rows that held it."""
-    found = []
+    found, pieces = [], [np.frombuffer(blob, dtype="<u8", count=len(blob) // 8) for blob in blobs]
     for file in sorted(folder.iterdir()):
         try:
             raw = file.read_bytes()
@@ -249,9 +252,16 @@ def traces(folder: Path, canary: Tokens, blobs: list[bytes]) -> list[str]:
             found.append(f"{file.name}: ids")
         if any(canary.astype("<i4").tobytes() in row for row in _inflated(raw)):
             found.append(f"{file.name}: compressed row")
-        if any(blob[i : i + 16] in raw for blob in blobs for i in range(0, len(blob) - 16, 8)):
+        if any(_shares(raw[start:], pieces) for start in range(8)):
             found.append(f"{file.name}: piece of a row")
     return found
+
+
+def _shares(raw: bytes, pieces: list[NDArray[np.uint64]]) -> bool:
+    """Whether 16 bytes of a piece, from a multiple of 8 on, lie in `raw` at a multiple of 8."""
+    words, parts = np.frombuffer(raw, dtype="<u8", count=len(raw) // 8), [np.zeros(0, np.uint64), *pieces]
+    first, second = (np.isin(words, np.concatenate([part[at : len(part) - 1 + at] for part in parts])) for at in (0, 1))
+    return bool((first[:-1] & second[1:]).any())
 
 
 def _inflated(raw: bytes) -> Iterator[bytes]:
@@ -528,19 +538,20 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_kill_leaves_all_or_nothing(tmp_path: Path, kills: int) -> None:
     """Nothing forgotten comes back, and the next writer leaves no byte of it. The first kill comes before anything is
     forgotten, the last after all of it, the others anywhere.
     """
     outcomes = []
     generator = random.Random(5)
+    with SuffixCache.open(tmp_path / "before") as cache:
+        for turn in range(60):  # enough for closing to write a segment
+            output = [*text(turn, 700), *CANARY] if turn % 2 else text(turn, 700)
+            Turn("default", "s" if turn % 2 else "t", [1], list(output)).record(cache)
     for attempt in range(kills):
         folder = tmp_path / str(attempt)
-        with SuffixCache.open(folder) as cache:
-            for turn in range(60):  # enough for closing to write a segment
-                output = [*text(turn, 700), *CANARY] if turn % 2 else text(turn, 700)
-                Turn("default", "s" if turn % 2 else "t", [1], list(output)).record(cache)
+        shutil.copytree(tmp_path / "before", folder)
         blobs = stored_rows(folder, "session = 's'")
         pipe = subprocess.PIPE
         with subprocess.Popen(

@@ -364,9 +364,9 @@ def test_drafting_goes_on_during_a_merge() -> None:
     rng = np.random.default_rng(5)
     index, drafter = SuffixIndex(ratio=1), IndexDrafter()
     for number in range(2):
-        index.append(number, rng.integers(0, 1000, 600_000).astype(np.int32))
-    index.append(2, [1] * 500_000)  # stays a run of its own, and the next one makes it merge
-    writer = threading.Thread(target=lambda: index.append(3, rng.integers(0, 1000, 600_000).astype(np.int32)))
+        index.append(number, rng.integers(0, 1000, 200_000).astype(np.int32))
+    index.append(2, [1] * 180_000)  # stays a run of its own, and the next one makes it merge
+    writer = threading.Thread(target=lambda: index.append(3, rng.integers(0, 1000, 200_000).astype(np.int32)))
     context, drafts = rng.integers(0, 1000, 64).astype(np.int32), 0
     writer.start()
     while writer.is_alive():
@@ -492,7 +492,7 @@ def test_a_full_index_takes_no_more_and_loses_nothing() -> None:
 
 
 def test_merges_wait_for_steps_and_change_no_answer() -> None:
-    waiting, done = filled(400, 400), filled(400, 400, deferred=False)
+    waiting, done = filled(150, 200), filled(150, 200, deferred=False)
     assert waiting.merging_due and not done.merging_due
     assert not done.merge_step()
     for _ in range(100):

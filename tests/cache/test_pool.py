@@ -47,7 +47,7 @@ def test_a_flood_leaves_another_tenants_hit_rate_as_it_was(share: int | None) ->
             record(cache, text(number, 60), quiet, session=f"s{number}")
         before = hit_rate(cache, quiet, 40)
         assert before > 0.9
-        for number in range(400):
+        for number in range(200):
             record(cache, text(1000 + number, 2000), Namespace("flood", f"model-{number % 6}"))
         assert cache.stats().evicted > 0
         assert cache.tenant_bytes()["flood"] <= (share or 4 * MIB)
@@ -90,12 +90,12 @@ def test_merges_that_a_draft_holds_up_are_tried_again_now_and_then(monkeypatch: 
         monkeypatch.setattr(table, "on_pressure", lambda: None)  # only this thread looks after it
         monkeypatch.setattr("agentspec.cache.namespaces.time", SimpleNamespace(sleep=rests.append))
         for number in range(80):
-            record(cache, text(number, 4000), Namespace("one"))
+            record(cache, text(number, 1500), Namespace("one"))
         [partition] = table.partitions()
         table.relieve()
         assert not rests
         with partition.lock:
-            partition.forget(partition.shared.oldest(320_000).tolist()[::4])
+            partition.forget(partition.shared.oldest(120_000).tolist()[::4])
             table.book(partition)
         draft = IndexView(partition.shared.native)
         for _ in range(3):

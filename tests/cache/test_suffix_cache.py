@@ -63,8 +63,8 @@ def test_memory_stays_within_the_budget() -> None:
 def test_a_flood_pushes_out_its_own_past() -> None:
     with SuffixCache.open(memory_bytes=3 << 20) as cache:
         record(cache, [1], text(0, 300), namespace="small")
-        for turn in range(300):
-            record(cache, [2], text(turn, 900), namespace="flood")
+        for turn in range(250):
+            record(cache, [2], text(turn, 1100), namespace="flood")
         with cache.request([9, *text(0, 300)[:10]], namespace="small", session="x") as request:
             assert len(request.draft(max_tokens=2)) == 2
 

@@ -1,12 +1,23 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 Program = Callable[..., Result]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_tokenizers() -> Iterator[None]:
+    """One tokenizer for all commands that read the same folder: to make it takes half a second."""
+    from agentspec.backends.torch.text import model_text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_text, "read_tokenizer", functools.cache(model_text.read_tokenizer))
+        yield
 
 
 @pytest.fixture

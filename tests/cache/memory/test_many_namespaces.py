@@ -122,6 +122,7 @@ def test_opening_costs_a_bounded_number_of_statements(
     assert most.get("listings", 0) <= 2
 
 
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
 def test_looking_after_them_visits_those_that_changed(
     location: str | Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def execute(location: str | Path, *statements: str) -> list[tuple[object, ...]]:
     return rows
 
 
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
 def test_the_database_stays_within_its_budget(location: str | Path) -> None:
     limit = budget(location, 600_000)
     store = opened(location, disk_bytes=limit)

@@ -17,9 +17,9 @@ from agentspec.cache.storage.sequence_store import SequenceStore
 
 SLOW = pytest.mark.slow
 LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
-KILLS = [3, pytest.param(8, marks=SLOW), pytest.param(200, marks=LONG)]
-RECOVERIES = [2, pytest.param(4, marks=SLOW), pytest.param(50, marks=LONG)]
-STRIDES = [31, pytest.param(7, marks=SLOW), pytest.param(1, marks=LONG)]
+KILLS = [2, pytest.param(8, marks=SLOW), pytest.param(200, marks=LONG)]
+RECOVERIES = [1, pytest.param(4, marks=SLOW), pytest.param(50, marks=LONG)]
+STRIDES = [61, pytest.param(7, marks=SLOW), pytest.param(1, marks=LONG)]
 
 
 def stored(location: str | Path) -> list[list[int]]:
@@ -62,6 +62,7 @@ def ingest(location: str | Path, start: int, seconds: float, *, opened: bool = T
     return max((int(line) for line in said if line != "open"), default=start)
 
 
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=SLOW)], indirect=True)
 @pytest.mark.parametrize("times", KILLS)
 def test_killed_while_writing(location: str | Path, times: int) -> None:
     generator = random.Random(times)

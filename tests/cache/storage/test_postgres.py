@@ -200,7 +200,7 @@ def test_who_has_seen_an_id_has_seen_all_smaller_ones(postgres: str) -> None:
         thread.start()
     seen: list[int] = []
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        while len(seen) < 200:
+        while len(seen) < 100:
             query = sa.select(sequences.c.id).where(sequences.c.id > max(seen, default=0)).order_by(sequences.c.id)
             seen += connection.execute(query).scalars()
     stop.set()
@@ -287,16 +287,16 @@ def forgotten(cache: SuffixCache) -> bool:
 def test_no_byte_is_left_in_the_servers_tables(server: Server, postgres: str) -> None:
     canary = "canary-session-of-somebody"
     with SuffixCache.open(postgres) as cache:
-        for turn in range(50):
+        for turn in range(20):
             record(cache, [1], list(range(turn, turn + 400)), session=f"{canary}-{turn}" if turn % 2 else "other")
         cache.flush()
         server.execute("ANALYZE", "CHECKPOINT")
         assert canary in tables(server)
-        for turn in range(1, 50, 2):
+        for turn in range(1, 20, 2):
             assert cache.forget(session=f"{canary}-{turn}") == 1
         server.execute("CHECKPOINT")
         assert canary not in tables(server)
-        assert cache.stats().sequences == 25
+        assert cache.stats().sequences == 10
 
 
 def tables(server: Server) -> str:

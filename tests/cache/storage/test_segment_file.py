@@ -270,14 +270,14 @@ def test_forged_files_are_refused_or_safe() -> None:
     rng = np.random.default_rng(1)
     data = packed(*an_index())
     passed = 0
-    for _ in range(3000):
+    for _ in range(800):
         forged = bytearray(data)
         for _ in range(rng.integers(1, 4)):
             at = int(rng.integers(0, len(data) - 8))
             size = int(rng.integers(1, 9))
             forged[at : at + size] = _number(rng, size)
         passed += usable(sealed(bytes(forged)))
-    assert 0 < passed < 3000
+    assert 0 < passed < 800
 
 
 def _number(rng: np.random.Generator, size: int) -> bytes:

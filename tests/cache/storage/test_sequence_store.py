@@ -94,10 +94,10 @@ def test_folder_and_files_are_private(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_home_folder_is_expanded(tmp_path: Path) -> None:
-    code = "from agentspec.cache import SuffixCache; print(SuffixCache.open('~/here').path)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True)
-    assert done.stdout.decode().strip() == str(tmp_path / "here")
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with SuffixCache.open("~/here") as cache:
+        assert cache.path == tmp_path / "here"
 
 
 def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ for turn in range(100000):
 """
 
 
-@pytest.mark.parametrize("reports", [1, 20])
+@pytest.mark.parametrize("reports", [pytest.param(1, marks=pytest.mark.slow), 20])
 def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> None:
     with subprocess.Popen([sys.executable, "-c", WORKER, str(location)], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None

@@ -60,6 +60,7 @@ def flip(location: str | Path, id_: int) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
 def test_one_flipped_bit_costs_one_row(location: str | Path, caplog: pytest.LogCaptureFixture) -> None:
     fill(location)
     flip(location, 500)
