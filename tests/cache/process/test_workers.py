@@ -41,8 +41,9 @@ several = pytest.mark.skipif(
 
 
 def run(program: str) -> None:
+    command, alone = [sys.executable, "-c", PRELUDE + program], {"OMP_NUM_THREADS": "1"}  # no threads of NumPy's own
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program], capture_output=True, text=True, check=False, timeout=120
+        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **alone}
     )
     assert (done.returncode, done.stderr) == (0, ""), (done.returncode, done.stderr)
 
