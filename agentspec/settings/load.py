@@ -9,7 +9,7 @@ files are copied and committed.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
@@ -192,8 +192,24 @@ def load_settings(
         settings = Settings(**merged)
     except ValidationError as error:
         raise ConfigurationError("\n".join(_explain(item, merged, origins) for item in error.errors())) from None
+    wrong = [f"{_where(key, origins)}{'.'.join(key)}" for key in _switches(merged, settings)]
+    if wrong:
+        raise ConfigurationError("\n".join(f"{name}: must be a number, not true or false" for name in wrong))
     settings.set_origins(origins)
     return settings
+
+
+def _switches(given: object, read: object, key: Key = ()) -> Iterator[Key]:
+    """The keys of numbers for which true or false is given: pydantic reads 1 and 0."""
+    if isinstance(given, bool) and isinstance(read, int | float) and not isinstance(read, bool):
+        yield key
+    elif isinstance(given, Mapping):
+        for name, value in given.items():
+            inner = read.get(name) if isinstance(read, Mapping) else getattr(read, name, None)
+            yield from _switches(value, inner, (*key, name))
+    elif isinstance(given, list) and isinstance(read, list | tuple):
+        for number, pair in enumerate(zip(given, read, strict=False)):
+            yield from _switches(*pair, (*key, str(number)))
 
 
 def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:

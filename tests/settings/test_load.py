@@ -143,6 +143,12 @@ REFUSED = [
     ("[models.fast]\nbackned = 'local'", "models.fast.backned: unknown key; did you mean 'backend'?"),
     ("[[server.api_keys]]\ntenant = 'a'", "server.api_keys.0: give exactly one of key_env and key_file"),
     ("[[server.api_keys]]\nkey_evn = 'a'", "server.api_keys.0.key_evn: unknown key; did you mean 'key_env'?"),
+    ("[server]\nport = true", "server.port: must be a number, not true or false"),
+    ("[cache]\nmemory_bytes = true", "cache.memory_bytes: must be a number, not true or false"),
+    (
+        "[[server.api_keys]]\nkey_file = 'x'\ntokens_per_day = true",
+        "server.api_keys.0.tokens_per_day: must be a number",
+    ),
     ("[server\n", "not valid TOML"),
 ]
 
