@@ -20,6 +20,8 @@ def read_secret(path: Path | str | None, name: str = "the key file") -> str:
 
 def sendable(key: str, name: str) -> str:
     """`key`, which goes into a header. Raises `ConfigurationError`, without quoting it, if it cannot."""
+    if not key:
+        raise ConfigurationError(f"{name} is empty: leave it out if the server wants no key")
     if not (key.isascii() and key.isprintable()):
         raise ConfigurationError(f"{name} must be a single line of printable ASCII characters")
     return key

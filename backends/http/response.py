@@ -47,7 +47,7 @@ class UpstreamResponse:
     @property
     def is_encoded(self) -> bool:
         """Whether the body is compressed, although requests ask for one that is not."""
-        return self.headers.get("content-encoding", "identity").lower() != "identity"
+        return self.headers.get("content-encoding", "").lower() not in ("", "identity")
 
     async def aiter_raw(self) -> AsyncGenerator[bytes]:
         """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` if the body breaks off."""

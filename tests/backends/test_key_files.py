@@ -25,3 +25,8 @@ def test_keys_that_no_header_can_hold(key: str) -> None:
     with pytest.raises(ConfigurationError, match="api_key must be a single line") as refused:
         sendable(key, "api_key")
     assert key not in refused.value.message
+
+
+def test_an_empty_key() -> None:
+    with pytest.raises(ConfigurationError, match="api_key is empty: leave it out"):
+        sendable("", "api_key")

@@ -214,6 +214,8 @@ def _replacing(folder: Path) -> Iterator[Path]:
             folder.rename(scratch / "old")
         fresh.rename(folder)
     finally:
+        if not folder.exists() and (scratch / "old").exists():  # stopped between the two
+            (scratch / "old").rename(folder)
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -153,6 +153,22 @@ def test_nothing_is_left_of_a_build_that_fails(out, kind, monkeypatch):
     assert [path.name for path in out.parent.iterdir()] == ["kb"]
 
 
+def test_a_build_that_is_stopped_between_old_and_new_leaves_the_old(out, monkeypatch):
+    build_in(out, "bm25")
+    before, rename = read_manifest(out), Path.rename
+
+    def stopped(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        build_in(out, "bm25", CORPUS[:1])
+    assert read_manifest(out) == before
+    assert [path.name for path in out.parent.iterdir()] == ["kb"]
+
+
 def test_what_cannot_be_built_is_refused(out, tmp_path):
     with pytest.raises(ConfigurationError, match="no documents"):
         build([], out, "bm25")
