@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from agentspec.errors import UpstreamError
+from agentspec.protocol.upstream_errors import reported
 from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.types import Delta, FinishReason, TokenLogprob
 
@@ -22,8 +23,8 @@ def to_delta(chunk: Any) -> Delta:
     Raises `UpstreamError` for a chunk of the wrong shape and for a chunk that reports an error.
     """
     try:
-        if chunk.get("error"):
-            raise _reported(chunk["error"])
+        if error := reported(chunk):
+            raise _broken_off(error)
         choice = _first_choice(chunk.get("choices") or ())
         message = choice.get("delta") or choice.get("message") or {}
         return Delta(
@@ -147,6 +148,6 @@ def _token(text: str, logprob: float | None, top: tuple[TokenLogprob, ...] = ())
     return TokenLogprob(UNKNOWN_TOKEN, _text(text), 0.0 if logprob is None else float(logprob), top)
 
 
-def _reported(error: Any) -> UpstreamError:
+def _broken_off(error: Any) -> UpstreamError:
     message = error.get("message") if isinstance(error, Mapping) else error
     return UpstreamError(f"the upstream broke off with an error: {str(message)[:2000]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 MAX_MESSAGE = 2000
@@ -33,6 +34,17 @@ def error_object(content: bytes, status: int, message: str) -> bytes:
 def without_account(content: bytes) -> bytes:
     """`content` without fragments of keys and names of organisations and projects."""
     return _ACCOUNT.sub(b"***", content)
+
+
+def reported(value: Mapping[str, Any]) -> Any:
+    """The error that a chunk or an answer reports, if any: as OpenAI's, or in the form that vLLM once had."""
+    return value if value.get("object") == "error" else value.get("error")
+
+
+def error_message(given: Any) -> str | None:
+    """The message of an error in any form."""
+    error = reported(given) if isinstance(given, Mapping) else None
+    return _message(error if isinstance(error, Mapping) else given)
 
 
 def _message(given: Any) -> str | None:

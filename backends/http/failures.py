@@ -10,7 +10,7 @@ from typing import Any
 from agentspec.backends.http.library import httpcore, httpx
 from agentspec.backends.http.network import NothingAnsweredError
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
-from agentspec.protocol.upstream_errors import MAX_ERROR_BYTES
+from agentspec.protocol.upstream_errors import MAX_ERROR_BYTES, error_message
 
 _NOTHING_SENT = (httpx.ConnectError, httpcore.ConnectError, httpx.ConnectTimeout, httpcore.ConnectTimeout)
 _LATE = (httpx.TimeoutException, httpcore.TimeoutException)
@@ -52,10 +52,10 @@ def _mapped(name: str, error: Exception) -> UpstreamError:
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
     """The exception for an upstream's error answer: it keeps the whole answer and quotes its message, if any."""
     try:
-        message = json.loads(body)["error"]["message"] if len(body) <= MAX_ERROR_BYTES else None
-    except (ValueError, LookupError, TypeError, RecursionError):
+        message = error_message(json.loads(body)) if len(body) <= MAX_ERROR_BYTES else None
+    except (ValueError, RecursionError):
         message = None
-    text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if isinstance(message, str) else "")
+    text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if message else "")
     return UpstreamStatusError(text, status=status, body=body, headers=headers)
 
 

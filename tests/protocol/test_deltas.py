@@ -122,10 +122,13 @@ def test_a_whole_call_may_have_no_index() -> None:
     assert answer.all()[0][1].extra["tool_calls"] == [call, call]
 
 
-@pytest.mark.parametrize("error", [{"message": "no memory"}, "no memory"])
-def test_an_error_in_the_stream_is_raised(error: Any) -> None:
-    with pytest.raises(UpstreamError, match="no memory"):
-        to_delta({"error": error})
+@pytest.mark.parametrize(
+    "chunk",
+    [{"error": {"message": "no memory"}}, {"error": "no memory"}, {"object": "error", "message": "no memory"}],
+)
+def test_an_error_in_the_stream_is_raised(chunk: Any) -> None:
+    with pytest.raises(UpstreamError, match="error: no memory"):
+        to_delta(chunk)
 
 
 @given(JSON)
@@ -137,6 +140,6 @@ def test_any_json_is_a_delta_or_an_upstream_error(value: Any) -> None:
     ):
         with suppress(UpstreamError):
             assert isinstance(to_delta(chunk), Delta)
-    for name in ("usage", "speculation", "error"):
+    for name in ("usage", "speculation", "error", "object"):
         with suppress(UpstreamError):
             assert isinstance(to_delta({"choices": [], name: value}), Delta)

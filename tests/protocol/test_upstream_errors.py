@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from agentspec.protocol.upstream_errors import error_object, without_account
+from agentspec.protocol.upstream_errors import error_message, error_object, without_account
 
 
 def test_an_error_object_passes_byte_for_byte() -> None:
@@ -34,6 +35,24 @@ def test_everything_else_becomes_one(body: bytes, message: str) -> None:
     error = json.loads(error_object(body, 503, "it failed"))["error"]
     assert error == {"message": message, "type": "upstream_error", "param": None, "code": "upstream_status"}
     assert json.loads(error_object(body, 404, "it failed"))["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"error": {"message": "too long", "code": 400}},
+        {"object": "error", "message": "too long", "code": 400},
+        {"error": "too long"},
+        {"detail": "too long"},
+    ],
+)
+def test_the_message_of_an_error_in_any_form(given: Any) -> None:
+    assert error_message(given) == "too long"
+
+
+@pytest.mark.parametrize("given", [None, [], 3, {}, {"error": {}}, {"error": {"message": 4}}, {"error": []}])
+def test_what_has_no_message(given: Any) -> None:
+    assert error_message(given) is None
 
 
 def test_keys_and_accounts_are_taken_out() -> None:

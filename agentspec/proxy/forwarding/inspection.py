@@ -16,6 +16,7 @@ from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
 from agentspec.protocol.json_scan import top_level_value
 from agentspec.protocol.sse import MAX_HELD, SseDecoder
+from agentspec.protocol.upstream_errors import reported
 from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.proxy.errors import anthropic_error_event, error_event
 from agentspec.types import Delta, Speculation, Usage
@@ -146,7 +147,7 @@ class StreamInspector(Inspector):
 
     def _read_chunk(self, data: str) -> None:
         chunk = _object(data)
-        self.error = self.error or _reported(chunk)
+        self.error = self.error or reported(chunk)
         self._counts |= {name: chunk[name] for name in _COUNTS if chunk.get(name)}
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
@@ -159,13 +160,8 @@ def read_answer(content: bytes) -> tuple[Delta, Any]:
     """The counts of a whole answer, and the error that it reports, if any. What cannot be read is left out."""
     if len(content) <= PARSED_BYTES:
         answer = _object(content)
-        return read_counts(answer), _reported(answer)
+        return read_counts(answer), reported(answer)
     return read_counts({name: top_level_value(content, name) for name in _COUNTS}), None
-
-
-def _reported(value: Mapping[str, Any]) -> Any:
-    """The error that a chunk or an answer reports: as OpenAI's, or in the form that vLLM once had."""
-    return value if value.get("object") == "error" else value.get("error")
 
 
 def _object(data: str | bytes) -> dict[str, Any]:
