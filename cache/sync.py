@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _BYTES_PER_TOKEN = 12  # upper bounds of what outputs take in memory, merges included:
 _BYTES_PER_SEQUENCE = 1024  # for each besides its tokens
+_RESERVED = 1 << 16  # bytes that are reserved for rows at least
 _GROWN = 1 << 16  # a running process rewrites a segment that lacks so many tokens,
 _GROWN_SHARE = 1 / 4  # if they are at least this share of the namespace's tokens
 _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly read from the database
@@ -124,27 +125,22 @@ class StoreSync:
             loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room, reserve))
             if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
                 row = loaded.segment.coverage.row
+        room = max(0, room - partition.memory_bytes())
         unwritten = self._store.unwritten(namespace)  # from before it left memory
-        left = max(0, room - partition.memory_bytes())
-        if left > reserve(0):
-            left = min(left, reserve(min(left, self._lacking_bytes(partition) + sum(map(_bytes_of, unwritten)))))
-        for record in (*self._newest(namespace, left, row), *unwritten):
+        for record in (*self._newest(namespace, row, room, reserve), *unwritten):
             if not partition.holds(record.sequence):
                 partition.add(record)
         partition.merge(lambda: False)  # its size is looked at next
 
-    def _lacking_bytes(self, partition: Partition) -> int:
-        """Upper bound of what a partition's sequences take that it does not have yet."""
-        sequences, tokens = self._store.size(partition.namespace)
-        lacking = sequences - partition.shared.sequence_count, tokens - partition.shared.token_count
-        return _BYTES_PER_SEQUENCE * max(0, lacking[0]) + _BYTES_PER_TOKEN * max(0, lacking[1])
-
-    def _newest(self, namespace: Namespace, room: int, row: int) -> list[SequenceRecord]:
+    def _newest(self, namespace: Namespace, row: int, room: int, reserve: Callable[[int], int]) -> list[SequenceRecord]:
         """The newest sequences of a namespace, in rows after `row`, that take at most `room` bytes, oldest first."""
         found: list[SequenceRecord] = []
+        needed, free = 0, min(room, reserve(0))
         for record in self._store.newest(namespace, row):
-            room -= _bytes_of(record)
-            if room < 0:
+            needed += _BYTES_PER_SEQUENCE + _BYTES_PER_TOKEN * len(record.tokens)
+            if free < needed <= room:  # others give what is known to be needed, or a little more
+                free = min(room, reserve(min(room, max(2 * needed, _RESERVED))))
+            if needed > free:
                 break
             found.append(record)
         return found[::-1]
@@ -328,8 +324,3 @@ class StoreSync:
             return True
         others = self._segments.known_bytes() - self._segments.size(segment.namespace.key)
         return self._store.disk_bytes() + others + segment.index_bytes <= limit
-
-
-def _bytes_of(record: SequenceRecord) -> int:
-    """Upper bound of the bytes that a sequence takes in memory."""
-    return _BYTES_PER_SEQUENCE + _BYTES_PER_TOKEN * len(record.tokens)

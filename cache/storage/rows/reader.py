@@ -27,7 +27,6 @@ _NAMESPACE: Kinds = (
     *((name, str) for name in ("key", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")),
     *((name, int) for name in ("sequences", "tokens", "bytes")),
 )
-_UNKNOWN = 1 << 40, 1 << 40  # sequences and tokens
 _NONE: Sequence[sa.ColumnElement[bool]] = ()
 
 
@@ -86,19 +85,6 @@ class SequenceReader:
         Where those are damaged, the sequences are.
         """
         return self._despite_damage(self._totals, self._counted)
-
-    def size(self, namespace: Namespace) -> tuple[int, int]:
-        """How many sequences and tokens a namespace has, from running totals; very many where damage hides them."""
-        columns = namespaces.c
-        query = sa.select(columns.sequences, columns.tokens).where(columns.key == namespace.key)
-
-        def read() -> Any:
-            with self._reading() as connection:
-                return connection.execute(query).first()
-
-        found = self._despite_damage(read, lambda: _UNKNOWN)
-        sequences, tokens = found or (0, 0)
-        return (sequences, tokens) if isinstance(sequences, int) and isinstance(tokens, int) else _UNKNOWN
 
     def _totals(self) -> list[StoredNamespace]:
         columns = namespaces.c

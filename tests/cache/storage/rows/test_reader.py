@@ -210,7 +210,6 @@ def test_namespaces_are_told_by_their_totals(location: str | Path) -> None:
     assert list(store.newest(Namespace("nobody"))) == []
     assert store.stored(Namespace("t1"), [28, 22, 1000, *range(2000, 2000 + 2 * PIECE), 25]) == {22, 25, 28}
     assert store.stored(Namespace("t1"), []) == set()
-    assert store.size(Namespace("t1")) == (10, 200) and store.size(Namespace("nobody")) == (0, 0)
     assert store.learned_of(Namespace("t1")) is None
     execute(location, "DELETE FROM sequences WHERE tenant = 't1' OR number = 3")
     assert {(one.namespace.tenant, one.sequences) for one in store.namespaces()} == {("t0", 9), ("t2", 10)}
