@@ -88,21 +88,21 @@ def test_quickstart(repository: Path) -> None:
     assert second < first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 def test_decorator(repository: Path) -> None:
     printed = run(repository, "decorator.py")
     assert "polish" in printed and "letters" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 def test_langgraph_agent(repository: Path) -> None:
     printed = run(repository, "langgraph_agent.py")
     assert "capitals" in printed and "check" in printed and printed.count("ai:") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 def test_rag_agent(repository: Path) -> None:
     printed = run(repository, "rag_agent.py")

@@ -332,7 +332,7 @@ def test_c3_nobody_who_reads_is_cut_off(gateway: Any) -> None:
 # ---- C4: disconnects ---------------------------------------------------------------------------------------------
 
 
-@sizes(60, 1000)
+@sizes(60, 1000, pytest.mark.long)
 @pytest.mark.parametrize("kind", ["local", "upstream"])
 def test_c4_a_disconnect_at_any_point_leaves_nothing(
     gateway: Any, upstream: Any, until: Callable[..., None], kind: str, count: int
@@ -373,7 +373,7 @@ def test_c4_a_disconnect_at_any_point_leaves_nothing(
 # ---- C5: half-open connections -----------------------------------------------------------------------------------
 
 
-@sizes(60, 1500)
+@sizes(60, 1500, pytest.mark.long)
 def test_c5_half_heads_disturb_nobody_and_are_closed(gateway: Any, until: Callable[..., None], count: int) -> None:
     running = gateway({"fake": FakeBackend("fine")}, header_timeout=600)
     with ExitStack() as stack:

@@ -53,7 +53,9 @@ def ask(prompt: str, temperature: float, **fields: Any) -> GenerateRequest:
 
 @pytest.mark.parametrize(
     ("prompt", "temperature"),
-    [(PROMPTS[0], 0.0)] + [pytest.param(*each, marks=SLOW) for each in OTHER_PAIRS],
+    [(PROMPTS[0], 0.0)]
+    + [pytest.param(*OTHER_PAIRS[0], marks=SLOW)]
+    + [pytest.param(*each, marks=pytest.mark.long) for each in OTHER_PAIRS[1:]],
 )
 async def test_speculation_changes_no_token(backend: TorchBackend, rule: Any, prompt: str, temperature: float) -> None:
     off, text, _ = await answer(backend, ask(prompt, temperature, speculation=False, store=False))
@@ -79,7 +81,7 @@ def require_same(backend: TorchBackend, rule: Any, request: GenerateRequest, got
     assert gap < NEAR_TIE
 
 
-@pytest.mark.parametrize("count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 async def test_answers_at_once_are_those_given_alone(backend: TorchBackend, rule: Any, count: int) -> None:
     """Greedy and sampled, with speculation, against one after another without."""
     pairs = zip(load_prompts("control"), load_prompts("edit_short"), strict=False)

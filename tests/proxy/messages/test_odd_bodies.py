@@ -152,7 +152,7 @@ def test_odd_bodies(fuzz: Any, kind: str, path: str) -> None:
     fuzz(kind, path, 150)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", ""), ("upstream", "/count_tokens")]
 )
@@ -165,7 +165,7 @@ def test_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str) -> None
     check(f"{urls['local']}{path}", 7, 100, OTHERS[path])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", OTHERS)
 def test_many_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str) -> None:
     check(f"{urls['local']}{path}", 11, 2000, OTHERS[path])

@@ -66,7 +66,7 @@ def begin(pool: ThreadPoolExecutor, gateway: Any, into: list[str]) -> Any:
     return result
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_drain_lets_streams_end_on_every_worker(start_workers: Any, upstream: Any, until: Any, sent: Any) -> None:
     program = Streaming()
     gateway = start_workers(CONFIGURATION.format(url=upstream(program).url, drain=300, more="")).ready()

@@ -17,8 +17,10 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
 
-pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.model]
 pytest.importorskip("torch")
+
+LONG = pytest.mark.long
 
 COMMON = {"think_start": "", "think_end": "", "budget_tokens": 96, "step_tokens": 32}
 STRATEGIES = {
@@ -59,7 +61,8 @@ def thought(found: list[Delta]) -> str:
     return "".join(delta.extra.get("reasoning", "") for delta in found)
 
 
-@pytest.mark.parametrize("model", STRATEGIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [pytest.param(one, marks=LONG) if one == "kept" else one for one in STRATEGIES])
 async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -> None:
     found = await deltas(runtime, ask(model, problems()[0]))
     told, usage = found[-1].speculation, found[-1].usage
@@ -70,12 +73,14 @@ async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -
         assert told.accepted_steps == (0 if model == "none" else told.proposed_steps)
 
 
+@LONG
 async def test_above_nine_is_the_base_model_alone(runtime: Runtime) -> None:
     none = thought(await deltas(runtime, ask("none", problems()[2])))
     alone = thought(await deltas(runtime, replace(ask("none", problems()[2]), speculation=False)))
     assert none == alone
 
 
+@LONG
 async def test_steps_are_kept_as_ids_and_reuse_the_rows_of_their_prefix(runtime: Runtime) -> None:
     """The scoring call shares its prompt with the step before it: all but the question is not computed again."""
     small = runtime.backends()["small"]
@@ -88,6 +93,7 @@ async def test_steps_are_kept_as_ids_and_reuse_the_rows_of_their_prefix(runtime:
         assert small.stats().reused_tokens > before  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 async def test_the_answer_alone_has_the_form_that_was_asked_for(runtime: Runtime) -> None:
     properties = {"odd": {"type": "boolean"}}
     schema = {"type": "object", "properties": properties, "required": ["odd"], "additionalProperties": False}
@@ -97,6 +103,7 @@ async def test_the_answer_alone_has_the_form_that_was_asked_for(runtime: Runtime
     assert thought(found) == thought(await deltas(runtime, ask("kept", problems()[0])))
 
 
+@LONG
 async def test_a_tool_is_called_behind_thinking_that_knew_of_it(runtime: Runtime) -> None:
     tool = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
     asked = replace(ask("taught", problems()[0]), extra={"tools": [tool], "tool_choice": "required"})

@@ -23,7 +23,7 @@ from agentspec.testing import Answer, Script, ThinkingModel
 from agentspec.types import GenerateRequest, SamplingParams
 
 NAMED: dict[str, Any] = {"base": "base", "small": "small", "end_on_repeat": False, "answer_marks": ()}
-LONG = [250, pytest.param(1500, marks=pytest.mark.slow)]
+LONG = [250, pytest.param(1500, marks=pytest.mark.long)]
 
 
 def lookahead(depth: int, **given: Any) -> LookaheadSettings:

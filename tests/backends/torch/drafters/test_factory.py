@@ -101,7 +101,7 @@ def test_every_drafter_gives_the_oracles_answer(
     assert not lab.divergences and got.speculation.drafted > 0
 
 
-@pytest.mark.parametrize("seeds", [60, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [60, pytest.param(400, marks=pytest.mark.long)])
 def test_over_many_seeds_answers_have_the_targets_distribution(
     lab: Any, drafting: DrafterFactory, seeds: int, slow: Any
 ) -> None:

@@ -224,9 +224,9 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model:
     [
         (SamplingParams(temperature=0), 64),
         (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 32),
-        pytest.param(SamplingParams(temperature=0), 1000, marks=pytest.mark.slow),
+        pytest.param(SamplingParams(temperature=0), 1000, marks=pytest.mark.long),
         pytest.param(SamplingParams(temperature=0.3, top_p=0.9, seed=1), 300, marks=pytest.mark.slow),
-        pytest.param(SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300, marks=pytest.mark.slow),
+        pytest.param(SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300, marks=pytest.mark.long),
     ],
 )
 def test_many_prompts(lab: Any, ask_of: Any, tree_of: Any, sampling: SamplingParams, count: int) -> None:

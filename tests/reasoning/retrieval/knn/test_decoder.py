@@ -96,9 +96,7 @@ async def alone(backend: TorchBackend, folder: Path) -> Alone:
     return answered
 
 
-@pytest.mark.parametrize(
-    "count", [8, pytest.param(20, marks=pytest.mark.slow), pytest.param(PROMPTS, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("count", [8, pytest.param(PROMPTS, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("stride", "bound"),
     [
