@@ -113,6 +113,7 @@ def test_text_to_sql_survives_what_a_model_may_write(stage: Stage) -> None:
     assert printed.count("(no query)") == 5
 
 
+@pytest.mark.long
 def test_text_to_sql_with_nonsense(stage: Stage) -> None:
     assert "I found no answer." in stage.run("text_to_sql/agent.py", nonsense, "Customers?")
 
@@ -135,6 +136,7 @@ def test_market_agents(stage: Stage, tmp_path: Path) -> None:
     assert {row[2] for row in rows.values()} == {"3"}  # calls: one for each symbol
 
 
+@pytest.mark.long
 def test_market_agents_with_nonsense(stage: Stage) -> None:
     assert "ALFA: hold. the answer was no decision" in stage.run("market_agents/agent.py", nonsense, "ALFA")
 
@@ -153,6 +155,7 @@ def test_time_series(stage: Stage, tmp_path: Path) -> None:
     assert set(steps(printed)) == {"curator", "planner", "reporter"} == replayable(record)
 
 
+@pytest.mark.long
 def test_time_series_with_nonsense(stage: Stage) -> None:
     assert "(seasonal, mean error" in stage.run("time_series/agent.py", nonsense, "sales")
 
@@ -173,7 +176,7 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", [AGENTS[0], *(pytest.param(name, marks=pytest.mark.long) for name in AGENTS[1:])])
 def test_a_mistake_is_answered_in_a_line(repository: Path, name: str) -> None:
     answered(process(repository, name, *MISTAKES[0][0]), MISTAKES[0][1])
 
@@ -188,6 +191,7 @@ def answered(done: subprocess.CompletedProcess[str], said: str) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_rag_agent_says_where_the_question_stands(repository: Path) -> None:
     done = process(repository, "rag_agent.py", "Who was Hutton?")
     assert done.returncode == 2 and "the corpus comes first, then the question" in done.stderr

@@ -33,7 +33,7 @@ def test_the_cache_block_prints_what_it_says() -> None:
     assert run(blocks_of("docs/cache.md")[0]) == "[5 6 7]\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 def test_the_chat_model_block_answers() -> None:
     (block,) = [block for block in BLOCKS if "@agentspec.step" not in block]

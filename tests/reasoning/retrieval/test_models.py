@@ -94,7 +94,7 @@ def test_a_cache_gets_whole_answers(tiny_model: Path) -> None:
         asyncio.run(check(backend, cache))
 
 
-@pytest.mark.parametrize("count", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.model
 def test_questions_to_a_real_model(default_model: object, count: int) -> None:
     settings = {"document_tokens": 24, "stride": 2, "prefetch": 4}

@@ -519,7 +519,11 @@ def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
 
 @pytest.mark.parametrize(
     ("kind", "questions"),
-    [("bm25", 50), *(pytest.param(kind, 200, marks=pytest.mark.slow) for kind in ("bm25", "dense", "hnsw", "slow"))],
+    [
+        ("bm25", 50),
+        *(pytest.param(kind, 50, marks=pytest.mark.slow) for kind in ("dense", "hnsw", "slow")),
+        *(pytest.param(kind, 200, marks=pytest.mark.long) for kind in ("bm25", "dense", "hnsw", "slow")),
+    ],
 )
 async def test_every_question_is_answered_the_same(make_index: Callable[..., Any], kind: str, questions: int) -> None:
     """Greedy and seeded, synchronously and not, by a fixed stride and by OS3."""
