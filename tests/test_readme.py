@@ -40,7 +40,7 @@ def test_the_chat_model_block_answers() -> None:
     assert run(block).strip()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 def test_the_decorator_block_prints_a_report() -> None:
     (block,) = [block for block in BLOCKS if "@agentspec.step" in block]

@@ -244,7 +244,7 @@ def test_a_graph_does_the_same_with_and_without_early_starts() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=3)
 @given(st.integers(0, 2**32))
 def test_random_graphs_do_the_same_with_and_without_early_starts(seed: int) -> None:
     events: list[AuditEvent] = []

@@ -357,7 +357,7 @@ def soak(load: Load, folder: Path) -> None:
     assert trial.growth() <= load.growth
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_error_no_wrong_token(tiny_model: Path, tmp_path: Path) -> None:
     soak(Load(str(tiny_model), 10, 8, questions=12, max_tokens=24), tmp_path)
 

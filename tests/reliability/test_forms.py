@@ -181,7 +181,7 @@ def answers(folder: Path, cases: dict[str, Json], repository: Path, grown: int =
 
 
 @pytest.mark.parametrize(
-    ("left_out", "grown"), [(HEAVY, 16), pytest.param(frozenset[str](), 40, marks=pytest.mark.slow)]
+    ("left_out", "grown"), [(HEAVY, 16), pytest.param(frozenset[str](), 40, marks=pytest.mark.long)]
 )
 def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
     tiny_model: Path, repository: Path, left_out: frozenset[str], grown: int

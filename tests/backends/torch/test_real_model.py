@@ -138,7 +138,7 @@ WEATHER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.long), 0.0])
 async def test_a_json_schema_holds_on_and_off(backend: TorchBackend, temperature: float) -> None:
     sampling = SamplingParams(
         temperature=temperature, seed=3, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON)

@@ -86,7 +86,7 @@ assert handled
 """)
 
 
-@pytest.mark.parametrize("forks", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("forks", [5, pytest.param(200, marks=pytest.mark.long)])
 def test_a_fork_in_the_middle_of_batches(forks: int) -> None:
     run(f"""
 for _ in range(3):
@@ -103,7 +103,7 @@ for _ in range({forks}):
 """)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_the_end_in_the_middle_of_batches(times: int) -> None:
     for _ in range(times):
         run("""

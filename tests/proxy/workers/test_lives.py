@@ -136,7 +136,7 @@ def test_a_connection_that_waits_for_a_worker_outlives_it(start_workers: Any, up
         assert [answer.result() for answer in answers] == [200] * 6
 
 
-@pytest.mark.parametrize("name", [1, "engine"])
+@pytest.mark.parametrize("name", [1, pytest.param("engine", marks=pytest.mark.long)])
 def test_a_process_that_hangs_is_killed_and_replaced(start_workers: Any, upstream: Any, name: Any) -> None:
     """Its connections break, those that wait for it go to the other worker, and its places are free again."""
     more = "hang_timeout = 8\nmax_concurrent = 2\nqueue_timeout = 300"
@@ -247,6 +247,7 @@ def test_connections_are_counted_over_all_workers(start_workers: Any, upstream: 
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_stored_responses_of_upstreams_are_those_of_every_worker(start_workers: Any, upstream: Any) -> None:
     def program(request: Any) -> None:
         message = {"role": "assistant", "content": "hi"}
@@ -270,6 +271,7 @@ def test_stored_responses_of_upstreams_are_those_of_every_worker(start_workers: 
     assert gateway.end() == 0
 
 
+@pytest.mark.long
 def test_what_a_worker_reports_at_its_start_ends_serve(start_workers: Any, tmp_path: Path) -> None:
     missing = f'base_url = "http://127.0.0.1:9/v1"\napi_key_file = "{tmp_path}/none"\n'
     text = CONFIGURATION.format(url="x", drain=1, more="").replace('base_url = "x"', missing)

@@ -240,7 +240,7 @@ async def test_fields_that_are_not_read_here_are_refused(backend: Any) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize(
     "questions",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    [pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
 async def test_the_default_model_calls_and_keeps_forms(default_model: Any, questions: int) -> None:
     from agentspec.backends.settings import TorchSettings

@@ -96,7 +96,7 @@ def test_a_closed_loop_says_so() -> None:
     assert not inbox.put(REQUESTS[0], Delta("x"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_the_loop_stays_free_while_a_small_model_floods_it(saved_model: Path) -> None:
     """Others take their turns all the while: no more callbacks come from the engine than the loop has turns."""

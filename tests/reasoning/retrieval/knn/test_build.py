@@ -166,7 +166,7 @@ async def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
         await built(Corpus((file,)), tmp_path / "store", Countable())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_command_goes_on_where_it_stood(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {i} " * 60}) + "\n" for i in range(150)))

@@ -90,7 +90,7 @@ def test_the_table_is_checked_when_it_is_read(tmp_path: Path) -> None:
         load_settings(file)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 async def test_the_default_model_says_the_same_with_and_without_speculation(default_model: Any, tmp_path: Path) -> None:
     backend = TorchBackend.load(TorchSettings(model="smollm2-135m", max_draft_tokens=0))

@@ -40,7 +40,7 @@ def test_any_interleaving_leaves_answers_and_the_budget_as_they_are(
 
 @pytest.mark.slow
 @given(interleavings, budgets, chunks)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_any_of_many_interleavings(lab: Any, stepped: Any, steps: Any, slots: int, chunk: int) -> None:
     interleave(lab, stepped, steps, slots, chunk)
 
