@@ -21,11 +21,11 @@ from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
 CUT_CASES = [
-    100,
+    40,
     pytest.param(400, marks=pytest.mark.slow),
     pytest.param(1500, marks=pytest.mark.long),
 ]  # of each of three kinds
-FORM_CASES = [16, pytest.param(100, marks=pytest.mark.slow)]  # of each form
+FORM_CASES = [8, pytest.param(100, marks=pytest.mark.slow)]  # of each form
 FIRST, VISIBLE = 33, 94  # tokens 0 to 93 are the visible characters from "!" on
 READABLE = dict.fromkeys(range(VISIBLE, 259), -100.0)
 SAMPLINGS = (
