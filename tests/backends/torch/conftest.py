@@ -15,7 +15,7 @@ import math
 import pkgutil
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -286,6 +286,12 @@ class Lab:
         knobs: dict[str, Any] = {"governor": governor, "max_draft": max_draft, "kv_cache": kv_cache}
         return self.run_batch([ask], **knobs, drafters=drafters, judge_heads=judge_heads)[0]
 
+    def run_each(
+        self, prompt: Sequence[int], sampling: SamplingParams, scripts: Iterable[Script | None], **options: Any
+    ) -> list[Outcome]:
+        """One answer for each script, all in one batch: as many forwards as the slowest of them needs."""
+        return self.run_batch([Ask(prompt, sampling, script, **options) for script in scripts])
+
     def run_batch(
         self,
         asks: Sequence[Ask],
@@ -438,11 +444,6 @@ def laboratory(name: str) -> Lab:
 @pytest.fixture(scope="session", params=[*MAIN_FAMILIES, *OTHER_FAMILIES])
 def family(request: pytest.FixtureRequest) -> Lab:
     """Each model family in turn."""
-    return laboratory(request.param)
-
-
-@pytest.fixture(scope="session", params=MAIN_FAMILIES)
-def main_family(request: pytest.FixtureRequest) -> Lab:
     return laboratory(request.param)
 
 

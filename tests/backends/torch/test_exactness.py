@@ -78,19 +78,29 @@ def illegal(rest: Sequence[int], tree_of: Any) -> Draft:
 def require_the_oracles_answer(lab: Any, tree_of: Any, sampling: SamplingParams) -> None:
     want = lab.oracle(PROMPT, sampling)
     lab.require_same(PROMPT, sampling, lab.run(PROMPT, sampling).tokens, want)
-    for drafter, script in drafters(want, tree_of).items():
-        outcome = lab.run(PROMPT, sampling, script)
+    scripts = drafters(want, tree_of)
+    for drafter, outcome in zip(scripts, lab.run_each(PROMPT, sampling, scripts.values()), strict=True):
         print(drafter, outcome.speculation)
         lab.require_same(PROMPT, sampling, outcome.tokens, want)
     assert not lab.divergences, "tiny float32 models should show no near-ties"
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_every_drafter_gives_the_oracles_answer(main_family: Any, tree_of: Any, name: str) -> None:
-    require_the_oracles_answer(main_family, tree_of, SAMPLINGS[name])
-
-
 OFTEN = ("greedy", "all")  # what families that differ in their layers alone are asked each time
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_drafter_gives_the_oracles_answer(lab: Any, tree_of: Any, name: str) -> None:
+    require_the_oracles_answer(lab, tree_of, SAMPLINGS[name])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLINGS]
+)
+def test_every_drafter_gives_the_oracles_answer_in_main_families(
+    lab_of: Any, tree_of: Any, family: str, name: str
+) -> None:
+    require_the_oracles_answer(lab_of(family), tree_of, SAMPLINGS[name])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +128,8 @@ def test_the_end_of_thinking_falls_where_it_would_without_drafts(lab: Any, tree_
     want = lab.run(PROMPT, sampling, **bounded).tokens
     free = lab.run(PROMPT, sampling).tokens
     assert 47 not in free[:7] and want[:8] == [*free[:7], 47] and len(want) > 8
-    for script in drafters(want, tree_of).values():
-        lab.require_same(PROMPT, sampling, lab.run(PROMPT, sampling, script, **bounded).tokens, want)
+    for outcome in lab.run_each(PROMPT, sampling, drafters(want, tree_of).values(), **bounded):
+        lab.require_same(PROMPT, sampling, outcome.tokens, want)
 
 
 @given(data=st.data())
@@ -159,8 +169,8 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
 def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any, tree_of: Any, max_tokens: int) -> None:
     sampling = SAMPLINGS["plain"]
     want = lab.oracle(PROMPT, sampling, max_tokens=max_tokens)
-    for script in drafters(lab.oracle(PROMPT, sampling, max_tokens=30), tree_of).values():
-        outcome = lab.run(PROMPT, sampling, script, max_tokens=max_tokens)
+    scripts = drafters(lab.oracle(PROMPT, sampling, max_tokens=30), tree_of).values()
+    for outcome in lab.run_each(PROMPT, sampling, scripts, max_tokens=max_tokens):
         assert outcome.tokens == want and outcome.finish == "length"
         assert outcome.usage.completion_tokens == max_tokens
 
@@ -170,6 +180,5 @@ def test_the_answer_ends_at_a_stop_id_wherever_it_falls_in_a_draft(lab: Any, tre
     free = lab.oracle(PROMPT, sampling, max_tokens=14, stop_ids=())
     for end in range(14):
         want = free[: free.index(free[end]) + 1]
-        for script in drafters(free, tree_of).values():
-            outcome = lab.run(PROMPT, sampling, script, stop_ids=[free[end]])
+        for outcome in lab.run_each(PROMPT, sampling, drafters(free, tree_of).values(), stop_ids=[free[end]]):
             assert outcome.tokens == want and outcome.finish == "stop"

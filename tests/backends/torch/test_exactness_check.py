@@ -18,8 +18,8 @@ from agentspec.types import SamplingParams
 pytestmark = pytest.mark.anyio
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 7, 7, 7], [5, 6, 5, 6, 5]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-SAMPLED = SamplingParams(temperature=0.7, max_tokens=24, seed=3)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+SAMPLED = SamplingParams(temperature=0.7, max_tokens=12, seed=3)
 QUESTIONS = [ExactnessCase(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
 
 

@@ -79,39 +79,46 @@ def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]
     )
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_drafter_gives_the_oracles_answer(
-    lab: Any, tree_of: Any, drafting: DrafterFactory, sampling: Any, slow: Any
+    lab: Any, ask_of: Any, tree_of: Any, drafting: DrafterFactory, slow: Any
 ) -> None:
-    model = drafting.draft_model
+    model, samplings = drafting.draft_model, SAMPLINGS
     if model is not None and model.tokenizers is not None:  # which needs answers that are text
-        sampling = replace(sampling, logit_bias=dict.fromkeys(range(128, 259), -100.0))
-    want = lab.oracle(PROMPT, sampling, max_tokens=30, stop_ids=())
-    whole = [*PROMPT, *want]
+        samplings = tuple(replace(one, logit_bias=dict.fromkeys(range(128, 259), -100.0)) for one in SAMPLINGS)
+    wants = [lab.oracle(PROMPT, sampling, max_tokens=24, stop_ids=()) for sampling in samplings]
+    asks = [
+        ask_of(
+            PROMPT, sampling, partly_knowing([*PROMPT, *want], tree_of), max_tokens=24, stop_ids=(),
+            prediction=[*want[:9], 1, *want[9:]],
+        )
+        for sampling, want in zip(samplings, wants, strict=True)
+    ]  # fmt: skip
+    outcomes = lab.run_batch(asks, drafters=drafting, governor=slow)
+    for sampling, got, want in zip(samplings, outcomes, wants, strict=True):
+        lab.require_same(PROMPT, sampling, got.tokens, want)
+        assert not lab.divergences and got.speculation.drafted > 0
+
+
+def partly_knowing(whole: list[int], tree_of: Any) -> Any:
+    """A cache that drafts the right token and a guess behind it."""
 
     def cache(text: list[int], budget: int) -> Any:
         rest = [whole[len(text)], 65] if len(text) < len(whole) else [65, 66]
         return tree_of(rest, [-1, 0])
 
-    got = lab.run(
-        PROMPT, sampling, cache, max_tokens=30, stop_ids=(), drafters=drafting, governor=slow,
-        prediction=[*want[:9], 1, *want[9:]],
-    )  # fmt: skip
-    lab.require_same(PROMPT, sampling, got.tokens, want)
-    assert not lab.divergences and got.speculation.drafted > 0
+    return cache
 
 
 @pytest.mark.parametrize("seeds", [60, pytest.param(400, marks=pytest.mark.long)])
 def test_over_many_seeds_answers_have_the_targets_distribution(
-    lab: Any, drafting: DrafterFactory, seeds: int, slow: Any
+    lab: Any, ask_of: Any, drafting: DrafterFactory, seeds: int, slow: Any
 ) -> None:
     """Two tokens, four candidates each: the joint frequencies are the probabilities, by Pearson's test at 1e-4."""
     plain = SamplingParams(temperature=1.0, top_k=4, seed=0)
-    counted: Counter[tuple[int, ...]] = Counter()
-    for seed in range(seeds):
-        sampling = SamplingParams(temperature=1.0, top_k=4, seed=seed)
-        got = lab.run(PROMPT, sampling, max_tokens=4, stop_ids=(), drafters=drafting, prediction=[1, 2], governor=slow)
-        counted[tuple(got.tokens[:2])] += 1
+    options: dict[str, Any] = {"max_tokens": 4, "stop_ids": (), "prediction": [1, 2]}
+    asks = [ask_of(PROMPT, replace(plain, seed=seed), **options) for seed in range(seeds)]
+    outcomes = lab.run_batch(asks, drafters=drafting, governor=slow)
+    counted = Counter(tuple(got.tokens[:2]) for got in outcomes)
     expected = {
         (a, b): seeds * p * q
         for a, p in top(lab.logits(PROMPT), plain.top_k)

@@ -86,7 +86,7 @@ def require_all(lab: Any, asks: Sequence[Any], outcomes: Sequence[Any], wants: S
         lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 16])
+@pytest.mark.parametrize("count", [1, 2, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_batch_gives_the_answers_of_one_at_a_time(family: Any, ask_of: Any, tree_of: Any, count: int) -> None:
     asks, wants = asks_of(family, ask_of, tree_of, count)
     outcomes = family.run_batch(asks)
@@ -222,8 +222,8 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model:
 @pytest.mark.parametrize(
     ("sampling", "count"),
     [
-        (SamplingParams(temperature=0), 64),
-        (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 32),
+        (SamplingParams(temperature=0), 32),
+        (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 16),
         pytest.param(SamplingParams(temperature=0), 1000, marks=pytest.mark.long),
         pytest.param(SamplingParams(temperature=0.3, top_p=0.9, seed=1), 300, marks=pytest.mark.slow),
         pytest.param(SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300, marks=pytest.mark.long),

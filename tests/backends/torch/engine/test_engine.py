@@ -214,18 +214,18 @@ def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
 def test_answers_are_the_same_where_the_cache_learns_beside_the_forwards(lab: Any, engine_of: Any) -> None:
     """Said before, they are drafted when they are asked for again, greedy and sampled, alone and together."""
     samplings = [SamplingParams(temperature=min(seed, 1.0), seed=seed) for seed in range(4)]
-    wants = [lab.oracle(PROMPT, sampling, max_tokens=40, stop_ids=()) for sampling in samplings]
+    wants = [lab.oracle(PROMPT, sampling, max_tokens=24, stop_ids=()) for sampling in samplings]
     with SuffixCache.open() as cache:
         engine = engine_of(lambda request: late_session(cache, request), max_active=4)
         for together in (False, False, True):
             clients = list[Client]()
             for sampling in samplings:
-                clients.append(Client(engine, max_tokens=40, labels=Labels(session=f"{together}")))
+                clients.append(Client(engine, max_tokens=24, labels=Labels(session=f"{together}")))
                 clients[-1].request.original = replace(clients[-1].request.original, sampling=sampling)
                 clients[-1].submit()
                 assert together or clients[-1].result()[0] == wants[len(clients) - 1]
             assert not together or [client.result()[0] for client in clients] == wants
-        assert cache.stats().accepted > 100 and cache.stats().tokens == 3 * 4 * 40
+        assert cache.stats().accepted > 60 and cache.stats().tokens == 3 * 4 * 24
 
 
 def late_session(cache: SuffixCache, request: EngineRequest) -> CacheSession:
@@ -345,16 +345,16 @@ ROW_BYTES = 256  # of the tiny model
 
 def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stood(lab: Any, engine_of: Any) -> None:
     """Room for two that begin, not for two that grow; who came first keeps its place."""
-    engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=4, prefix_bytes=0)
+    engine = engine_of(kv_bytes=ROW_BYTES * 160, max_active=4, prefix_bytes=0)
     prompts = [[*PROMPT[: 8 + n], n] for n in range(3)]
-    clients = [Client(engine, prompt, seed=n, max_tokens=180 + n) for n, prompt in enumerate(prompts)]
+    clients = [Client(engine, prompt, seed=n, max_tokens=70 + n) for n, prompt in enumerate(prompts)]
     engine.scheduler.kv_budget = Tight(engine.scheduler.kv_budget.limit, engine.scheduler.kv_budget.slot_bytes)
     for client in clients:
         client.submit()
     for n, client in enumerate(clients):
         sampling = SamplingParams(temperature=1.0, seed=n)
         lab.require_same(prompts[n], sampling, client.result()[0], lab.oracle(
-            prompts[n], sampling, max_tokens=180 + n, stop_ids=()
+            prompts[n], sampling, max_tokens=70 + n, stop_ids=()
         ))  # fmt: skip
     assert engine.context.counters.preempted >= 1
     assert engine.scheduler.kv_slots == 0
@@ -387,15 +387,15 @@ def test_reserved_rows_stay_within_the_limit(engine_of: Any, monkeypatch: pytest
 def test_a_lower_priority_is_served_first_and_takes_the_place_of_a_higher_one(lab: Any, engine_of: Any) -> None:
     gate = Gate()
     engine = engine_of(lambda request: gate, max_active=1)
-    slow = Client(engine, max_tokens=60, priority=5).submit()
+    slow = Client(engine, max_tokens=20, priority=5).submit()
     assert gate.reached.wait(WAIT)
-    waiting = Client(engine, [1, *PROMPT], max_tokens=60, priority=5).submit()
+    waiting = Client(engine, [1, *PROMPT], max_tokens=20, priority=5).submit()
     urgent = Client(engine, [2, *PROMPT], max_tokens=4, priority=-1).submit()
     gate.opened.set()
     urgent.result()
     assert engine.context.counters.preempted == 1 and waiting.items.empty()
     tokens, last = slow.result()
-    assert tokens == lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=60, stop_ids=())
+    assert tokens == lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=20, stop_ids=())
     assert last.usage.cached_tokens == 0  # its own rows came back from the prefix store
     waiting.result()
 
@@ -407,7 +407,7 @@ def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
     engine = engine_of(lambda request: gate if request.original.priority else CacheSession(None), max_active=1)
     slow = Client(engine, max_tokens=400, priority=5).submit()
     assert gate.reached.wait(WAIT)
-    urgent = Client(engine, [2, *PROMPT], max_tokens=200, priority=0).submit()
+    urgent = Client(engine, [2, *PROMPT], max_tokens=60, priority=0).submit()
     gate.opened.set()
     urgent.items.get(timeout=WAIT)
     engine.cancel(slow.request)

@@ -146,7 +146,7 @@ def engine_of(lab: Any) -> Iterator[Callable[[], Engine]]:
 ERRORS = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("odd shapes")]
 
 
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_at_any_place_fails_requests_but_never_the_engine(
     lab: Any, engine_of: Any, faults: Faults, error: Exception, every: int
@@ -175,7 +175,7 @@ def test_an_error_at_any_place_fails_requests_but_never_the_engine(
     assert at > 100 and failed > 5
 
 
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [47, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("device-side assert"), RuntimeError("CUDA error: an illegal memory access")]
 )

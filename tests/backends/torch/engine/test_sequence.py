@@ -38,21 +38,23 @@ def test_text_is_the_decoded_answer(lab: Any, tree_of: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
-def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(lab: Any, tree_of: Any, size: int) -> None:
+def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(
+    lab: Any, ask_of: Any, tree_of: Any, size: int
+) -> None:
     letters = {lab.tokenizer.encode(chr(code))[0] for code in range(32, 127)}
     ascii_only = {token: -100.0 for token in range(259) if token not in letters}
     params: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logit_bias": ascii_only}
     tokens = lab.oracle(PROMPT, SamplingParams(**params))
     text = lab.tokenizer.decode(tokens)
     script = knowing([*PROMPT, *tokens], tree_of, size)
-    for start in range(len(text)):
-        for length in (1, 2, 4):
-            stop = text[start : start + length]
-            outcome = lab.run(PROMPT, SamplingParams(**params, stop=(stop, "\n never")), script)
-            end = text.index(stop) + len(stop)
-            assert outcome.text == text[: text.index(stop)]
-            assert outcome.finish == "stop"
-            assert outcome.tokens == tokens[:end]  # one byte, one token: nothing past the stop string
+    stops = {text[start : start + length] for start in range(len(text)) for length in (1, 2, 4)}
+    asks = [ask_of(PROMPT, SamplingParams(**params, stop=(stop, "\n never")), script) for stop in sorted(stops)]
+    for ask, outcome in zip(asks, lab.run_batch(asks), strict=True):
+        stop, _ = ask.sampling.stop
+        end = text.index(stop) + len(stop)
+        assert outcome.text == text[: text.index(stop)]
+        assert outcome.finish == "stop"
+        assert outcome.tokens == tokens[:end]  # one byte, one token: nothing past the stop string
 
 
 def test_held_back_text_comes_when_the_answer_ends(lab: Any) -> None:
@@ -72,11 +74,12 @@ def test_a_stop_id_is_a_token_without_text(lab: Any) -> None:
 def test_logprobs_are_of_the_raw_distribution(family: Any, tree_of: Any) -> None:
     sampling = SamplingParams(temperature=0.3, top_k=2, seed=9, logprobs=True, top_logprobs=3)
     tokens = family.oracle(PROMPT, sampling)
+    wants = [family.logits([*PROMPT, *tokens[:i]]) for i in range(len(tokens))]
     for script in (None, knowing([*PROMPT, *tokens], tree_of)):
         outcome = family.run(PROMPT, sampling, script)
         assert [entry.token_id for entry in outcome.logprobs] == outcome.tokens == tokens
-        for i, entry in enumerate(outcome.logprobs):
-            want = torch.tensor(family.logits([*PROMPT, *tokens[:i]])).log_softmax(-1).numpy()
+        for entry, logits in zip(outcome.logprobs, wants, strict=True):
+            want = torch.tensor(logits).log_softmax(-1).numpy()
             assert entry.logprob == pytest.approx(float(want[entry.token_id]), abs=1e-3)
             assert [other.token_id for other in entry.top] == np.argsort(-want)[:3].tolist()
             assert entry.top[0].logprob == pytest.approx(float(want.max()), abs=1e-3)
@@ -137,8 +140,8 @@ def test_speculation_is_reported_only_where_there_was_any(lab: Any) -> None:
 
 
 def test_the_real_governor_changes_no_token(family: Any, tree_of: Any) -> None:
-    tokens = family.oracle(PROMPT, PLAIN, max_tokens=60)
+    tokens = family.oracle(PROMPT, PLAIN, max_tokens=30)
     script = knowing([*PROMPT, *tokens], tree_of, 8)
-    outcome = family.run(PROMPT, PLAIN, script, max_tokens=60, governor=Governor())
+    outcome = family.run(PROMPT, PLAIN, script, max_tokens=30, governor=Governor())
     family.require_same(PROMPT, PLAIN, outcome.tokens, tokens)
-    assert outcome.rounds < 60
+    assert outcome.rounds < 30

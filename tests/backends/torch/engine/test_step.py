@@ -49,15 +49,16 @@ def form(byte_tokens: Any) -> ConstraintSpec:
 
 def asks_of(lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec) -> list[Any]:
     """Each kind of request as two choices, with drafts that are right now and then; some read their prompts longer."""
-    asks = []
+    plain = []
     for number, (name, sampling) in enumerate(SAMPLINGS.items()):
+        prompt = PROMPT[: 4 + number] * (1 + number % 3)
         for choice in range(2):
-            prompt = PROMPT[: 4 + number] * (1 + number % 3)
             rules = replace(form if "form" in name else ConstraintSpec(), choice=choice)
-            plain = lab.run(prompt, sampling, constraints=rules, max_tokens=18)
-            script = winding([*prompt, *plain.tokens], tree_of, number)
-            asks.append(ask_of(prompt, sampling, script, constraints=rules, max_tokens=18))
-    return asks
+            plain.append(ask_of(prompt, sampling, constraints=rules, max_tokens=18))
+    return [
+        replace(ask, script=winding([*ask.prompt, *outcome.tokens], tree_of, number // 2))
+        for number, (ask, outcome) in enumerate(zip(plain, lab.run_batch(plain), strict=True))
+    ]
 
 
 def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
@@ -71,7 +72,7 @@ def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
 def test_answers_are_the_same_drawn_ahead(
     lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wants = [lab.run_batch([ask])[0] for ask in asks_of(lab, ask_of, tree_of, form)]
+    wants = lab.run_batch(asks_of(lab, ask_of, tree_of, form))
     asks = asks_of(lab, ask_of, tree_of, form)
     monkeypatch.setattr(lab, "draws_ahead", True)
     for start in range(0, len(asks), together):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -64,20 +66,21 @@ def test_nothing_is_drawn_after_the_end() -> None:
 )
 def test_the_joint_law_of_two_tokens_is_the_targets(tokens: Sequence[int], parents: Sequence[int]) -> None:
     """Enumerated: independent draws give the product law with and without a tree, within sampling error."""
-    rng = np.random.default_rng(0)
+    rng = random.Random(0)
     law = np.array(
         [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5], [0.2, 0.2, 0.6]]
     )  # by previous token; 3 = none
+    bounds = law.cumsum(1)[:, :2].tolist()  # of a number below 1, in the order of the tokens
     counts: Counter[tuple[int, int]] = Counter()
     draws = 40_000
     for _ in range(draws):
-        counts[two_tokens(tokens, parents, law, rng)] += 1
+        counts[two_tokens(tokens, parents, bounds, rng)] += 1
     expected = {(a, b): law[3][a] * law[a][b] for a in range(3) for b in range(3)}
     assert sum(abs(counts[pair] / draws - p) for pair, p in expected.items()) / 2 < 0.01
 
 
 def two_tokens(
-    tokens: Sequence[int], parents: Sequence[int], law: np.ndarray, rng: np.random.Generator
+    tokens: Sequence[int], parents: Sequence[int], bounds: Sequence[Sequence[float]], rng: random.Random
 ) -> tuple[int, int]:
     text: list[int] = []
 
@@ -86,7 +89,7 @@ def two_tokens(
         return len(text) >= 2
 
     def choose(row: int) -> int:
-        return int(rng.choice(3, p=law[text[-1] if text else 3]))
+        return bisect.bisect(bounds[text[-1] if text else 3], rng.random())
 
     while len(text) < 2:
         rest = (tokens, parents) if not text else ((), ())

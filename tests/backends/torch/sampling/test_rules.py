@@ -111,8 +111,9 @@ def test_every_drafter_gives_the_oracles_answer(
         assert allowed.pattern.fullmatch(allowed.text(want))
     off = lab.run(PROMPT, params, constraints=rules, max_tokens=40)
     lab.require_same(PROMPT, params, off.tokens, want, allowed)
-    for name, script in drafters(want, allowed, tree_of).items():
-        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=40)
+    scripts = drafters(want, allowed, tree_of)
+    outcomes = lab.run_each(PROMPT, params, scripts.values(), constraints=rules, max_tokens=40)
+    for name, outcome in zip(scripts, outcomes, strict=True):
         print(name, outcome.speculation)
         lab.require_same(PROMPT, params, outcome.tokens, want, allowed)
         assert outcome.finish == ("stop" if want[-1] == EOS else "length")
@@ -135,8 +136,8 @@ def test_the_answer_ends_at_max_tokens_inside_a_form(
     allowed, params = Language(pattern, byte_tokens), SAMPLINGS["plain"]
     rules = ConstraintSpec(grammars.compile(source, param="p"))
     longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
-    for script in drafters(longer, allowed, tree_of).values():
-        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=max_tokens)
+    scripts = drafters(longer, allowed, tree_of).values()
+    for outcome in lab.run_each(PROMPT, params, scripts, constraints=rules, max_tokens=max_tokens):
         assert outcome.tokens == longer[:max_tokens]
 
 
@@ -151,8 +152,8 @@ def test_a_stop_string_inside_a_form_ends_it(
     longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
     whole = allowed.text(longer)
     assert whole.count('"') >= 5
-    for script in drafters(longer, allowed, tree_of).values():
-        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=40)
+    scripts = drafters(longer, allowed, tree_of).values()
+    for outcome in lab.run_each(PROMPT, params, scripts, constraints=rules, max_tokens=40):
         assert outcome.text == whole.partition(stop)[0] and outcome.finish in ("stop", "length")
 
 
@@ -166,8 +167,8 @@ def test_no_end_comes_before_min_tokens(lab: Any, tree_of: Any, sampling: str, m
 
     want = lab.oracle(PROMPT, eager, allowed=allowed)
     assert len(want) == min_tokens + 1 and want[-1] == EOS
-    for script in [None, *drafters(want, allowed, tree_of).values()]:
-        assert lab.run(PROMPT, eager, script).tokens == want
+    for outcome in lab.run_each(PROMPT, eager, [None, *drafters(want, allowed, tree_of).values()]):
+        assert outcome.tokens == want
 
 
 def test_stop_strings_count_only_behind_min_tokens(lab: Any) -> None:
@@ -191,8 +192,9 @@ def test_bad_words_never_appear(lab: Any, tree_of: Any, sampling: str) -> None:
 
     want = lab.oracle(PROMPT, params, allowed=allowed)
     assert want != free
-    for script in [None, *drafters(want, allowed, tree_of).values(), *drafters(free, allowed, tree_of).values()]:
-        assert lab.run(PROMPT, params, script, constraints=ConstraintSpec(bad_words=words)).tokens == want
+    scripts = [None, *drafters(want, allowed, tree_of).values(), *drafters(free, allowed, tree_of).values()]
+    for outcome in lab.run_each(PROMPT, params, scripts, constraints=ConstraintSpec(bad_words=words)):
+        assert outcome.tokens == want
 
 
 def test_every_choice_has_noise_of_its_own(lab: Any, tree_of: Any) -> None:
@@ -200,5 +202,6 @@ def test_every_choice_has_noise_of_its_own(lab: Any, tree_of: Any) -> None:
     answers = [lab.oracle(PROMPT, params, choice=choice) for choice in range(3)]
     assert len(set(map(tuple, answers))) == 3
     for choice, want in enumerate(answers):
-        for script in [None, *drafters(want, lambda answer: range(259), tree_of).values()]:
-            assert lab.run(PROMPT, params, script, constraints=ConstraintSpec(choice=choice)).tokens == want
+        scripts = [None, *drafters(want, lambda answer: range(259), tree_of).values()]
+        for outcome in lab.run_each(PROMPT, params, scripts, constraints=ConstraintSpec(choice=choice)):
+            assert outcome.tokens == want

@@ -20,8 +20,8 @@ from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
-CUT_CASES = [100, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
-FORM_CASES = [16, pytest.param(100, marks=pytest.mark.long)]  # of each form
+CUT_CASES = [40, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
+FORM_CASES = [8, pytest.param(100, marks=pytest.mark.long)]  # of each form
 FIRST, VISIBLE = 33, 94  # tokens 0 to 93 are the visible characters from "!" on
 READABLE = dict.fromkeys(range(VISIBLE, 259), -100.0)
 SAMPLINGS = (
