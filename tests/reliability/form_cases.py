@@ -1,6 +1,8 @@
-"""A gateway over a tiny model in a process of its own, which is sent forms one after another: if one ends the process,
-the test that started it fails and lives on. Usage: form_cases.py MODEL_FOLDER EXAMPLES < CASES, a JSON object of bodies
-by name. First, EXAMPLES forms are grown and tried without a gateway.
+"""A gateway over a tiny model, which is sent forms one after another.
+
+As a program it does so in a process of its own: if a form ends that, the test that started it fails and lives on.
+Usage: form_cases.py MODEL_FOLDER EXAMPLES < CASES, a JSON object of bodies by name. First, EXAMPLES forms are grown and
+tried without a gateway.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import form_fuzz  # beside this program
@@ -22,7 +25,7 @@ from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 
 
-async def main(folder: str, cases: dict[str, Any]) -> None:
+async def outcomes(folder: str, cases: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     settings = Settings(
         server=ServerSettings(request_timeout=120),
         backends={"local": TorchSettings(model=folder, device="cpu")},
@@ -33,7 +36,7 @@ async def main(folder: str, cases: dict[str, Any]) -> None:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
             for name, fields in cases.items():
-                print(json.dumps(await tried(client, name, fields)), flush=True)
+                yield await tried(client, name, fields)
 
 
 async def tried(client: httpx.AsyncClient, name: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +61,12 @@ async def tried(client: httpx.AsyncClient, name: str, fields: dict[str, Any]) ->
     }
 
 
+async def main(folder: str, cases: dict[str, Any]) -> None:
+    async for outcome in outcomes(folder, cases):
+        print(json.dumps(outcome), flush=True)
+
+
 if __name__ == "__main__":
     read = json.loads(sys.stdin.read())
-    form_fuzz.main(int(sys.argv[2]))
+    print(json.dumps({"grown": form_fuzz.grow_forms(int(sys.argv[2]))}))
     asyncio.run(main(sys.argv[1], read))

@@ -155,31 +155,40 @@ def resident(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
+def check_streams(url: str, pid: int, count: int, words: int) -> None:
+    """So many streams at once end well, and leave the gateway's process no files open and little memory taken."""
+    httpx.post(url + CHAT, json=BODY, timeout=600)
+    files, memory = descriptors(pid), resident(pid)
+
+    async def all_of_them() -> list[bytes]:
+        return await asyncio.gather(*(stream_to_end(url) for _ in range(count)))
+
+    answers = asyncio.run(all_of_them())
+    assert all(b'"finish_reason":"stop"' in one and b"data: [DONE]" in one for one in answers)
+    assert all(one.count(b"word") == words for one in answers)
+    print(f"\n{count} streams: resident memory grew by {(resident(pid) - memory) >> 20} MiB")
+    assert resident(pid) - memory <= 150 << 20
+    limit = time.monotonic() + 60
+    while descriptors(pid) > files and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert descriptors(pid) <= files
+
+
+def test_c2_concurrent_streams_end_well_and_leave_nothing(gateway: Any) -> None:
+    running = gateway({"fake": FakeBackend(Answer("word " * 5, latency=0.02))}, max_concurrent=50)
+    check_streams(running.url, os.getpid(), 50, 5)
+
+
 @pytest.mark.parametrize(
-    ("count", "words", "latency"),
+    "words",
     [
-        (50, 5, 0.02),
-        pytest.param(1000, 25, 0.2, marks=pytest.mark.slow),
-        pytest.param(1000, 1500, 0.2, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+        pytest.param(25, marks=pytest.mark.slow),
+        pytest.param(1500, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
-def test_c2_concurrent_streams_end_well_and_leave_nothing(count: int, words: int, latency: float) -> None:
-    with process(words, latency) as running:
-        httpx.post(running.url + CHAT, json=BODY, timeout=600)
-        files, memory = descriptors(running.pid), resident(running.pid)
-
-        async def all_of_them() -> list[bytes]:
-            return await asyncio.gather(*(stream_to_end(running.url) for _ in range(count)))
-
-        answers = asyncio.run(all_of_them())
-        assert all(b'"finish_reason":"stop"' in one and b"data: [DONE]" in one for one in answers)
-        assert all(one.count(b"word") == words for one in answers)
-        print(f"\n{count} streams: resident memory grew by {(resident(running.pid) - memory) >> 20} MiB")
-        assert resident(running.pid) - memory <= 150 << 20
-        limit = time.monotonic() + 60
-        while descriptors(running.pid) > files and time.monotonic() < limit:
-            time.sleep(0.05)
-        assert descriptors(running.pid) <= files
+def test_c2_more_streams_end_well_and_leave_nothing(words: int) -> None:
+    with process(words, 0.2) as running:
+        check_streams(running.url, running.pid, 1000, words)
 
 
 # ---- C3: slow readers --------------------------------------------------------------------------------------------
@@ -454,7 +463,8 @@ def test_c5_an_idle_connection_is_closed(gateway: Any) -> None:
 # ---- C6: SIGTERM under load --------------------------------------------------------------------------------------
 
 
-@sizes(20, 300)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
 def test_c6_sigterm_under_load(count: int, until: Callable[..., None]) -> None:
     with process(6, 0.15) as running:
 

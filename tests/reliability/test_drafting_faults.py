@@ -94,7 +94,7 @@ def test_u10_without_the_judge_the_base_model_answers(gateway: Any, strategy: st
 # The local engine and its token cache.
 
 PROMPT = list(b"the same thing again and again, the same thing again")
-REQUEST = GenerateRequest("tiny", token_ids=PROMPT, sampling=SamplingParams(temperature=0, max_tokens=24))
+REQUEST = GenerateRequest("tiny", token_ids=PROMPT, sampling=SamplingParams(temperature=0, max_tokens=12))
 
 
 class Fault:
@@ -162,8 +162,14 @@ def crash() -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("method", ["request", "draft", "extend", "close"])
-@pytest.mark.parametrize("action", [fail, crash])
+@pytest.mark.parametrize(
+    ("method", "action"),
+    [
+        *((method, crash) for method in ("request", "draft", "extend", "close")),
+        ("draft", fail),
+        *(pytest.param(method, fail, marks=pytest.mark.slow) for method in ("request", "extend", "close")),
+    ],
+)
 def test_u11_a_cache_that_raises_costs_drafts_only(
     loaded: Any, plain: list[int], method: str, action: Callable[[], None]
 ) -> None:
@@ -183,8 +189,8 @@ def test_u11_a_cache_that_hangs_is_asked_once_and_then_left_alone(
 
     monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.perf_counter", lambda: now[0])
     with closing(Fault(method, hang)) as fault:
-        answers, _ = generate(loaded, fault, count=3)
-        assert answers == [plain] * 3 and fault.calls == 1
+        answers, _ = generate(loaded, fault, count=2)
+        assert answers == [plain] * 2 and fault.calls == 1
 
 
 def test_u11_a_cache_that_has_recovered_is_used_again(
@@ -224,10 +230,10 @@ def test_u11_a_draft_does_not_wait_for_an_index_that_is_being_deleted_from() -> 
         request = cache.request(text[:20], namespace=Namespace("t"), store=False)
         shared, skipped, limit = request.indexes[1][0], 0, monotonic() + 60
         while not skipped and monotonic() < limit:
-            for number in range(2000):
+            for number in range(200):
                 shared.append(number, text)
             assert Source.SHARED in request.draft(8, patience=60.0).source
-            deleting = threading.Thread(target=shared.remove, args=(range(2000),))
+            deleting = threading.Thread(target=shared.remove, args=(range(200),))
             deleting.start()
             while deleting.is_alive():
                 skipped += Source.SHARED not in request.draft(8, patience=0.001).source

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import resource
 import subprocess
@@ -158,8 +160,16 @@ TAKEN: dict[str, Json] = {
     "a completion": {"prompt": "x", "guided_choice": ["a", "b"]},
 }
 
-# What the parser of the body may refuse already.
-HEAVY = frozenset(["5,000 properties", "1,000 optional properties", "many optional parts", "a long repetition"])
+# What the parser of the body may refuse already, and what a compiler is given its four seconds for.
+HEAVY = frozenset(
+    [
+        "5,000 properties",
+        "1,000 optional properties",
+        "many optional parts",
+        "a long repetition",
+        "29 expressions at once",
+    ]
+)
 
 
 def answers(folder: Path, cases: dict[str, Json], repository: Path, grown: int = 0) -> dict[str, Json]:
@@ -172,24 +182,20 @@ def answers(folder: Path, cases: dict[str, Json], repository: Path, grown: int =
         program, input=json.dumps(cases), capture_output=True, text=True, timeout=3000, cwd=repository
     )
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    counted = said.pop(0)["grown"] if said else {}
-    for outcome in ("accepted", "refused"):
-        assert any(count for kind, count in counted.items() if kind.endswith(outcome)), done.stderr[-3000:]
+    assert some_of_each(said.pop(0)["grown"] if said else {}), done.stderr[-3000:]
     reached = list(cases)[len(said)] if len(said) < len(cases) else None
     assert (done.returncode, reached) == (0, None), done.stderr[-2000:]
     return {one["name"]: one for one in said}
 
 
-@pytest.mark.parametrize(
-    ("left_out", "grown"), [(HEAVY, 16), pytest.param(frozenset[str](), 40, marks=pytest.mark.long)]
-)
-def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
-    tiny_model: Path, repository: Path, left_out: frozenset[str], grown: int
-) -> None:
-    refused, taken = REFUSED.keys() - left_out, TAKEN.keys() - left_out
-    said = answers(
-        tiny_model, {name: {**REFUSED, **TAKEN}[name] for name in sorted(refused | taken)}, repository, grown
-    )
+def some_of_each(counted: dict[str, int]) -> bool:
+    """Whether some forms were accepted and some refused."""
+    return all(any(count for kind, count in counted.items() if kind.endswith(end)) for end in ("accepted", "refused"))
+
+
+def check(said: dict[str, Json]) -> None:
+    """Each case is answered as it should be, and costs the event loop and the memory little."""
+    refused, taken = REFUSED.keys() & said.keys(), TAKEN.keys() & said.keys()
     assert {name: said[name]["text"][:300] for name in refused if said[name]["status"] != 400} == {}
     for name in refused:
         error = json.loads(said[name]["text"])["error"]
@@ -200,6 +206,31 @@ def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
     assert {name: said[name]["text"][:300] for name in taken if said[name]["status"] != 200} == {}
     assert {name: one["loop"] for name, one in said.items() if one["loop"] > 1.0} == {}
     assert {name: one["grown"] for name, one in said.items() if one["grown"] > 100} == {}
+
+
+def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
+    tiny_model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which has loaded everything: a form that ended it would end the tests."""
+    monkeypatch.syspath_prepend(repository / "tests/reliability")
+    form_cases, form_fuzz = map(importlib.import_module, ("form_cases", "form_fuzz"))
+    assert some_of_each(form_fuzz.grow_forms(16))
+    cases = {name: fields for name, fields in sorted({**REFUSED, **TAKEN}.items()) if name not in HEAVY}
+
+    async def said() -> dict[str, Json]:
+        return {one["name"]: one async for one in form_cases.outcomes(str(tiny_model), cases)}
+
+    answered = asyncio.run(said())
+    assert answered.keys() == cases.keys()
+    check(answered)
+
+
+@pytest.mark.slow
+def test_c1_no_form_ends_the_process(tiny_model: Path, repository: Path) -> None:
+    cases = {**REFUSED, **TAKEN}
+    said = answers(tiny_model, cases, repository, grown=40)
+    assert said.keys() == cases.keys()
+    check(said)
 
 
 @pytest.mark.long

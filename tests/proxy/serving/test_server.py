@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -16,10 +18,20 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from agentspec import cli
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import ConfigurationError
+from agentspec.proxy import logs
 from agentspec.proxy.hosts import is_unprotected
+from agentspec.proxy.loading import Loading
+from agentspec.proxy.serving.server import COLLECT_AFTER, serve, spare_what_is_loaded
+from agentspec.runtime import Runtime
 from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
+from agentspec.testing import FakeBackend
 
 PROGRAM = """
 import asyncio, os, sys
@@ -111,6 +123,7 @@ def test_sigterm_lets_running_requests_finish(process: Any) -> None:
     assert status == 0 and output.endswith("flushed False\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [0.3], indirect=True)
 def test_the_drain_has_an_end(process: Any) -> None:
     lines: list[str] = []
@@ -123,13 +136,14 @@ def test_the_drain_has_an_end(process: Any) -> None:
     assert last["error"]["code"] == "shutting_down" and done == "[DONE]"  # cut short, and the client is told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [3600.0], indirect=True)  # what it would drain for, were it not idle
 def test_an_idle_server_stops_at_once(process: Any) -> None:
     process.popen.send_signal(signal.SIGINT)
     assert process.end()[0] == 0
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.Signals) -> None:
     """The weights are a pipe that nobody writes to, so that reading them never ends."""
     (tmp_path / "config.json").write_text("{}")
@@ -148,41 +162,32 @@ def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.
     assert json.loads(log.splitlines()[-1])["event"] != "loading failed" and "stopped while loading" in log
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process that serves is not its own: it keeps its log and its collector."""
+    monkeypatch.setattr(logs, "configure", lambda *_, **options: None)
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_a_backend_that_cannot_be_built_ends_serve() -> None:
-    program = """
-from agentspec.settings.load import Settings
-from agentspec.settings.server import ServerSettings
-from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import AgentSpecError
-from agentspec.proxy.serving.server import serve
-up = OpenAISettings(base_url="http://127.0.0.1:9/v1", api_key_file="/nonexistent/key")
-settings = Settings(server=ServerSettings(port=0), backends={"up": up})
-try:
-    serve(settings)
-except AgentSpecError as error:
-    print("error:", type(error).__name__)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0 and done.stdout.startswith("error: ConfigurationError"), done.stderr
+    up = OpenAISettings(base_url="http://127.0.0.1:9/v1", api_key_file="/nonexistent/key")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="/nonexistent/key"):
+        serve(Settings(server=ServerSettings(port=0), backends={"up": up}))
 
 
-def test_an_address_that_is_taken_is_said_in_one_line() -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_an_address_that_is_taken_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [
-            Path(sys.executable).with_name("agentspec"),
-            "serve",
-            "--upstream",
-            "http://127.0.0.1:9/v1",
-            "--port",
-            port,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        done = CliRunner().invoke(cli.app, ["serve", "--upstream", "http://127.0.0.1:9/v1", "--port", port])
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and last.startswith(
+    assert done.exit_code == 2 and last.startswith(
         f"agentspec: cannot listen on 127.0.0.1:{port}: another process has this port"
     ), done.stderr
-    assert "Traceback" not in done.stderr and "loading failed" not in done.stderr
+    assert "Traceback" not in done.stderr and "loading failed" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -194,24 +199,13 @@ def test_only_another_address_without_keys_is_unprotected(host: str, open_to_all
     assert not is_unprotected(ServerSettings(host=host, api_keys=(ApiKey(key_env="KEY"),)))
 
 
-def test_the_collector_passes_over_what_was_loaded_before_the_gateway_is_ready() -> None:
-    program = """
-import asyncio, gc
-from agentspec.proxy.loading import Loading
-from agentspec.proxy.serving.server import COLLECT_AFTER, spare_what_is_loaded
-from agentspec.runtime import Runtime
-from agentspec.settings.load import Settings
-from agentspec.testing import FakeBackend
-
-async def main():
+@pytest.mark.anyio
+@pytest.mark.usefixtures("in_this_process")
+async def test_the_collector_passes_over_what_was_loaded_before_the_gateway_is_ready() -> None:
     loading = Loading(Runtime(Settings(backends={}), backends={"fake": FakeBackend("x")}))
     loaded = asyncio.Event()
     loading.when_ready = lambda: (spare_what_is_loaded(), loaded.set())
+    gc.unfreeze()
     async with loading.lifespan():
         await loaded.wait()
-        print(gc.get_freeze_count() > 10 * len(gc.get_objects()), gc.get_threshold() == COLLECT_AFTER)
-
-asyncio.run(main())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "True True\n"
+        assert gc.get_freeze_count() > 10 * len(gc.get_objects()) and gc.get_threshold() == COLLECT_AFTER
