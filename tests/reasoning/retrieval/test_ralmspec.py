@@ -193,13 +193,13 @@ EVERY_WAY = [
 async def test_says_what_sequential_retrieval_says(knobs: RetrievalSettings) -> None:
     model, knowledge = HashedModel(), FakeKnowledge(corpus(60))
     wrong = 0
-    for n in range(40):
+    for n in range(20):
         request = asking(n, temperature=n % 2, seed=n)
         found = await outcome(ralmspec, request, backend=model, knowledge=knowledge, settings=knobs)
         plain = await outcome(sequential, request, backend=model, knowledge=knowledge, settings=knobs)
         assert found.answer == plain.answer and found.documents == plain.documents
         wrong += found.stats.dropped_rounds
-    assert wrong > 20 or knobs.stride == "os3"
+    assert wrong > 10 or knobs.stride == "os3"
 
 
 @given(data=st.data())
@@ -519,7 +519,7 @@ def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
 
 @pytest.mark.parametrize(
     ("kind", "questions"),
-    [("bm25", 50), *(pytest.param(kind, 200, marks=pytest.mark.slow) for kind in ("bm25", "dense", "hnsw", "slow"))],
+    [("bm25", 16), *(pytest.param(kind, 200, marks=pytest.mark.slow) for kind in ("bm25", "dense", "hnsw", "slow"))],
 )
 async def test_every_question_is_answered_the_same(make_index: Callable[..., Any], kind: str, questions: int) -> None:
     """Greedy and seeded, synchronously and not, by a fixed stride and by OS3."""
