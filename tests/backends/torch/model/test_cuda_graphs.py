@@ -324,7 +324,7 @@ async def test_a_backend_replays_and_says_so(tiny_model: Any, byte_tokens: Any) 
         with SuffixCache.open() as cache:
             backend = TorchBackend(loaded, TorchSettings(), cache=cache)
             request = GenerateRequest(
-                "tiny", token_ids=[1, 2, 3] * 5, sampling=SamplingParams(temperature=0.7, seed=1, max_tokens=30)
+                "tiny", token_ids=[1, 2, 3] * 5, sampling=SamplingParams(temperature=0.7, seed=1, max_tokens=12)
             )
             answers.append([t for _ in range(2) async for delta in backend.generate(request) for t in delta.token_ids])
             stats = backend.stats()

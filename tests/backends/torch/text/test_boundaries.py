@@ -21,7 +21,7 @@ from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
 CUT_CASES = [
-    40,
+    25,
     pytest.param(400, marks=pytest.mark.slow),
     pytest.param(1500, marks=pytest.mark.long),
 ]  # of each of three kinds
@@ -141,7 +141,9 @@ def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[lis
 
 
 @pytest.mark.parametrize("count", FORM_CASES)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "call required" else name for name in FORMS]
+)
 def test_forms_and_calls_are_those_without_drafts(
     lab: Any, ask_of: Any, tree_of: Any, byte_tokens: Any, name: str, count: int
 ) -> None:
