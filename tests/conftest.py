@@ -133,6 +133,28 @@ def _read_once(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLCo
 
 
 @pytest.fixture(scope="session", autouse=True)
+def shared_costs() -> Iterator[None]:
+    """One timing of forwards for all models of one shape: thirty forwards, as many as a short answer has."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend := sys.modules.get("agentspec.backends.torch.backend"):
+            for name in ("measure_costs", "measure_batches"):
+                patch.setattr(backend, name, _measured_once(getattr(backend, name)))
+        yield
+
+
+def _measured_once(measure: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    known: dict[Any, list[Any]] = {}
+
+    def measured(target: Any) -> list[Any]:
+        shape = (str(target.module.config), target.dtype, target.attention, target.rewindable, target.batched)
+        if shape not in known:
+            known[shape] = measure(target)
+        return known[shape]
+
+    return measured
+
+
+@pytest.fixture(scope="session", autouse=True)
 def shared_command() -> Iterator[None]:
     """One tree of commands for all invocations of a program: to make it takes 0.1 s."""
     with pytest.MonkeyPatch.context() as patch:

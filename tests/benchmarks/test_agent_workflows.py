@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from agentspec.benchmarks.agent_workflows import (
     MEASURED,
     MOST_OTHERS,
+    Workflow,
     documented,
     functions,
     measured_workflows,
@@ -17,18 +20,22 @@ TURNS = 8
 CODE = "class A:\n    def __init__(self, n):\n        self.n = n\n\n    def get_n(self, n):\n        return self.n + n"
 
 
+@pytest.fixture(scope="module")
+def flows() -> list[Workflow]:
+    return [*measured_workflows(TURNS), *other_workflows(MOST_OTHERS, TURNS)]
+
+
 def shown_file(turn: str) -> str:
     return turn.rpartition("$ cat ")[2].partition("\n")[2].rpartition("\n\n```python\n")[0].rpartition("\n\n")[0]
 
 
-def test_every_session_has_a_name_and_code_of_its_own() -> None:
-    flows = [*measured_workflows(TURNS), *other_workflows(MOST_OTHERS, TURNS)]
+def test_every_session_has_a_name_and_code_of_its_own(flows: list[Workflow]) -> None:
     assert len({flow.name for flow in flows}) == len(flows) == MEASURED + MOST_OTHERS
 
 
-def test_a_session_is_the_same_each_time_and_shows_python_at_every_turn() -> None:
-    assert measured_workflows(TURNS) == measured_workflows(TURNS)
-    for flow in (*measured_workflows(TURNS), *other_workflows(MOST_OTHERS, TURNS)):
+def test_a_session_is_the_same_each_time_and_shows_python_at_every_turn(flows: list[Workflow]) -> None:
+    assert measured_workflows(TURNS) == flows[:MEASURED]
+    for flow in flows:
         assert len(flow.turns) == TURNS
         for turn in flow.turns:
             assert functions(shown_file(turn.asked)), flow.name
@@ -46,8 +53,8 @@ def test_history_and_files_are_as_if_each_step_had_been_done_rightly() -> None:
     assert new not in third.asked.partition("Rename")[0]
 
 
-def test_a_prompt_is_the_one_before_with_an_answer_and_what_came_then() -> None:
-    flow = measured_workflows(TURNS)[0]
+def test_a_prompt_is_the_one_before_with_an_answer_and_what_came_then(flows: list[Workflow]) -> None:
+    flow = flows[0]
     for turn in range(1, TURNS):
         assert flow.messages(turn)[:-2] == flow.messages(turn - 1)
         assert [message["role"] for message in flow.messages(turn)[-2:]] == ["assistant", "user"]

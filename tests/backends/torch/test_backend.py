@@ -234,10 +234,10 @@ async def test_a_cancelled_task_frees_the_place(backend_of: Any) -> None:
 async def test_twenty_at_once_and_one_too_many(backend_of: Any, lab: Any) -> None:
     backend = backend_of(max_active=4, max_queue=16)
     streams = [
-        backend.generate(ask(SamplingParams(temperature=0, max_tokens=40, logit_bias={256: -100.0}))) for _ in range(20)
+        backend.generate(ask(SamplingParams(temperature=0, max_tokens=12, logit_bias={256: -100.0}))) for _ in range(20)
     ]
     results = await asyncio.gather(*(drained(stream) for stream in streams), return_exceptions=True)
-    assert all(isinstance(result, list) and len(result) == 40 for result in results)
+    assert all(isinstance(result, list) and len(result) == 12 for result in results)
     many = [answer(backend, ask()) for _ in range(40)]
     refused = [r for r in await asyncio.gather(*many, return_exceptions=True) if isinstance(r, BaseException)]
     assert len(refused) == 20 and all(isinstance(error, OverloadedError) for error in refused)
@@ -249,12 +249,12 @@ async def drained(stream: AsyncIterator[Delta]) -> list[int]:
 
 async def test_the_event_loop_is_never_blocked(backend_of: Any) -> None:
     backend = backend_of()
-    task = asyncio.create_task(answer(backend, ask(SamplingParams(temperature=0, max_tokens=300))))
+    task = asyncio.create_task(answer(backend, ask(SamplingParams(temperature=0, max_tokens=150))))
     turns, end = 0, time.monotonic() + 60
     while not task.done() and time.monotonic() < end:
         await asyncio.sleep(0)
         turns += 1
-    assert turns > 100
+    assert turns > 50
     await task
 
 

@@ -165,14 +165,14 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 14))
-def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any, tree_of: Any, max_tokens: int) -> None:
+def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any, ask_of: Any, tree_of: Any) -> None:
     sampling = SAMPLINGS["plain"]
-    want = lab.oracle(PROMPT, sampling, max_tokens=max_tokens)
-    scripts = drafters(lab.oracle(PROMPT, sampling, max_tokens=30), tree_of).values()
-    for outcome in lab.run_each(PROMPT, sampling, scripts, max_tokens=max_tokens):
-        assert outcome.tokens == want and outcome.finish == "length"
-        assert outcome.usage.completion_tokens == max_tokens
+    free = lab.oracle(PROMPT, sampling, max_tokens=30)
+    scripts = [(length, script) for length in range(1, 14) for script in drafters(free, tree_of).values()]
+    asks = [ask_of(PROMPT, sampling, script, max_tokens=length) for length, script in scripts]
+    for (length, _), outcome in zip(scripts, lab.run_batch(asks), strict=True):
+        assert outcome.tokens == free[:length] and outcome.finish == "length"
+        assert outcome.usage.completion_tokens == length
 
 
 def test_the_answer_ends_at_a_stop_id_wherever_it_falls_in_a_draft(lab: Any, tree_of: Any) -> None:

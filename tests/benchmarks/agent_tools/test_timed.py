@@ -52,7 +52,7 @@ def sessions(path: Path, most_turns: int = 9) -> list[RecordedSession]:
 
 
 def test_counts_of_real_sessions(tiny_model: Path, tmp_path: Path) -> None:
-    path, told = write(tmp_path / "sessions.jsonl", 8), list[str]()
+    path, told = write(tmp_path / "sessions.jsonl", 4), list[str]()
     plan = TimedPlan(["get_*"], sessions=2, tool_seconds=0.05, user_seconds=0.0)
     found = run_agent_timed(str(tiny_model), [path], plan, told.append)
     (file,) = found.files

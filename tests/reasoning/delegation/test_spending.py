@@ -72,7 +72,8 @@ def think(settings: DelegationSettings, small: ThinkingModel, base: ThinkingMode
 @pytest.mark.parametrize(
     "settings",
     [
-        *(pytest.param(lookahead(depth), id=f"lookahead {depth}") for depth in (1, 4, 16)),
+        *(pytest.param(lookahead(depth), id=f"lookahead {depth}") for depth in (1, 16)),
+        pytest.param(lookahead(4), id="lookahead 4", marks=pytest.mark.slow),
         pytest.param(SpecReasonSettings(**NAMED), id="specreason"),
         pytest.param(SpecReasonSettings(**NAMED, pipelined=False), id="specreason, plain"),
         pytest.param(SpeculativeThinkingSettings(**NAMED), id="speculative thinking"),

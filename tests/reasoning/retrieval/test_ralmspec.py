@@ -193,13 +193,13 @@ EVERY_WAY = [
 async def test_says_what_sequential_retrieval_says(knobs: RetrievalSettings) -> None:
     model, knowledge = HashedModel(), FakeKnowledge(corpus(60))
     wrong = 0
-    for n in range(40):
+    for n in range(20):
         request = asking(n, temperature=n % 2, seed=n)
         found = await outcome(ralmspec, request, backend=model, knowledge=knowledge, settings=knobs)
         plain = await outcome(sequential, request, backend=model, knowledge=knowledge, settings=knobs)
         assert found.answer == plain.answer and found.documents == plain.documents
         wrong += found.stats.dropped_rounds
-    assert wrong > 20 or knobs.stride == "os3"
+    assert wrong > 10 or knobs.stride == "os3"
 
 
 @given(data=st.data())
@@ -520,8 +520,8 @@ def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
 @pytest.mark.parametrize(
     ("kind", "questions"),
     [
-        ("bm25", 50),
-        *(pytest.param(kind, 50, marks=pytest.mark.slow) for kind in ("dense", "hnsw", "slow")),
+        ("bm25", 16),
+        *(pytest.param(kind, 50, marks=pytest.mark.slow) for kind in ("bm25", "dense", "hnsw", "slow")),
         *(pytest.param(kind, 200, marks=pytest.mark.long) for kind in ("bm25", "dense", "hnsw", "slow")),
     ],
 )

@@ -48,7 +48,7 @@ RULES: dict[str, dict[str, Any]] = {
 def asking(rule: str, question: str = "Which animal?", seed: int | None = None, **fields: Any) -> GenerateRequest:
     called = {"a call": "required", "a call if it wants": "auto"}.get(rule)
     tools: dict[str, Any] = {"tools": TOOLS, "tool_choice": called} if called else {}
-    sampling = SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=48, **RULES.get(rule, {}))
+    sampling = SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=32, **RULES.get(rule, {}))
     return GenerateRequest("m", messages=[{"role": "user", "content": question}], sampling=sampling, **tools, **fields)
 
 
@@ -131,7 +131,7 @@ def keeps(rule: str, text: str, backend: Any, request: GenerateRequest) -> bool:
 @pytest.mark.parametrize(
     ("kind", "questions"),
     [
-        ("bm25", 3),
+        ("bm25", 2),
         *(pytest.param(kind, 6, marks=pytest.mark.slow) for kind in KINDS),
         *(pytest.param(kind, 200, marks=[pytest.mark.long, pytest.mark.timeout(1800)]) for kind in KINDS),
     ],

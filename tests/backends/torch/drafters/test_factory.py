@@ -69,7 +69,11 @@ def small_models(lab: Any, lab_class: Any, tiny_model: Any) -> dict[str, DraftMo
     }
 
 
-@pytest.fixture(params=["suffix", "prediction", "ngram", "all", "close", "itself", "another family", "through text"])
+OFTEN = ("suffix", "all", "another family", "through text")
+PARTS = ("prediction", "ngram", "close", "itself")  # of which the others are made, or like them
+
+
+@pytest.fixture(params=[*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in PARTS)])
 def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]) -> DrafterFactory:
     name = request.param
     if name in small_models:

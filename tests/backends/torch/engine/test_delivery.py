@@ -130,7 +130,7 @@ async def test_a_reader_that_stops_reading_holds_its_answer_once(saved_model: Pa
     begin = Inbox.__init__
     monkeypatch.setattr(Inbox, "__init__", lambda inbox: (made.append(inbox), begin(inbox))[1])
     backend = TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu"))
-    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=160, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=100, ignore_eos=True)
     request = GenerateRequest("m", token_ids=[1, 2, 3], sampling=sampling)
     want = [token async for delta in backend.generate(request) for token in delta.token_ids]
     answer = backend.generate(request)

@@ -93,12 +93,12 @@ def drafts_of(engine: Engine) -> list[Any]:
 
 
 def test_idle_conversations_use_all_that_running_ones_leave(watched: Any) -> None:
-    """Twenty conversations over one system prompt find all of their slots again: they need 86 + 20 * 14 rows."""
+    """Ten conversations over one system prompt find all of their slots again: they need 86 + 10 * 14 rows."""
     one = watched(kv_bytes=ROW_BYTES * 1000)
-    prompts = [[*SYSTEM, *range(n, n + 8)] for n in range(20)]
+    prompts = [[*SYSTEM, *range(n, n + 8)] for n in range(10)]
     answers = [one.ask(prompt)()[0] for prompt in prompts]
     cache = one.engine.scheduler.prefix_cache
-    assert len(cache) == 20 and cache.nbytes <= (86 + 20 * 14) * ROW_BYTES
+    assert len(cache) == 10 and cache.nbytes <= (86 + 10 * 14) * ROW_BYTES
     for prompt, answer in zip(prompts, answers, strict=True):
         _, last = one.ask([*prompt, *answer, 1, 2])()
         assert last.usage.cached_tokens == len(prompt) + 5
@@ -106,15 +106,15 @@ def test_idle_conversations_use_all_that_running_ones_leave(watched: Any) -> Non
 
 
 def test_idle_conversations_give_way_to_running_ones(lab: Any, watched: Any) -> None:
-    one = watched(kv_bytes=ROW_BYTES * 500, max_active=4)
-    for n in range(12):
+    one = watched(kv_bytes=ROW_BYTES * 400, max_active=4)
+    for n in range(8):
         one.ask([n, *range(60)])()
     assert one.engine.scheduler.prefix_cache.nbytes >= 300 * ROW_BYTES
     prompts = [[n, *range(100, 180)] for n in range(4)]
-    running = [one.ask(prompt, 60) for prompt in prompts]
+    running = [one.ask(prompt, 30) for prompt in prompts]
     for prompt, result in zip(prompts, running, strict=True):
-        assert result()[0] == lab.oracle(prompt, SamplingParams(temperature=0), max_tokens=60, stop_ids=())
-    assert one.most <= 500 * ROW_BYTES
+        assert result()[0] == lab.oracle(prompt, SamplingParams(temperature=0), max_tokens=30, stop_ids=())
+    assert one.most <= 400 * ROW_BYTES
 
 
 def test_a_conversation_that_leaves_no_room_for_a_copy_of_itself_is_moved(watched: Any) -> None:
@@ -154,12 +154,12 @@ def test_a_preempted_answer_that_scores_its_prompt_goes_on(lab: Any, watched: An
 
 def test_the_slots_of_a_draft_model_are_counted(lab: Any, watched: Any) -> None:
     drafters = DrafterFactory(("model",), DraftModel("small", lab.target))
-    one = watched(kv_bytes=2 * ROW_BYTES * 400, drafters=drafters, max_active=4)
-    assert one.engine.scheduler.kv_budget.limit == 400
+    one = watched(kv_bytes=2 * ROW_BYTES * 250, drafters=drafters, max_active=4)
+    assert one.engine.scheduler.kv_budget.limit == 250
     prompts = [[n, *range(50)] for n in range(5)]
-    for prompt, result in [(prompt, one.ask(prompt, 30)) for prompt in prompts]:
-        assert result()[0] == lab.oracle(prompt, SamplingParams(temperature=0), max_tokens=30, stop_ids=())
-    assert one.most <= 2 * ROW_BYTES * 400
+    for prompt, result in [(prompt, one.ask(prompt, 16)) for prompt in prompts]:
+        assert result()[0] == lab.oracle(prompt, SamplingParams(temperature=0), max_tokens=16, stop_ids=())
+    assert one.most <= 2 * ROW_BYTES * 250
 
 
 async def collect(backend: TorchBackend, request: GenerateRequest) -> list[int]:

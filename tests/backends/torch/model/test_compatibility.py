@@ -84,7 +84,12 @@ def model_of(config: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+OFTEN = ("mamba", "qwen3_next", "llama4", "gpt_neo")  # a state, a hybrid, and limits of attention in two ways
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in STATEFUL]
+)
 def test_a_model_that_cannot_be_rewound_runs_without_speculation_and_says_so_once(
     caplog: pytest.LogCaptureFixture, lab_class: Any, tree_of: Any, name: str
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ SAMPLINGS = {
     "hot, truncated": SamplingParams(temperature=1.7, top_p=0.9, top_k=5, seed=12),
     "all": SamplingParams(temperature=0.9, top_p=0.95, min_p=0.01, presence_penalty=0.3, logit_bias={70: 2.0}, seed=17),
 }
+OFTEN = ("greedy, penalties", "all")
 
 
 class Language:
@@ -98,8 +100,13 @@ def grammars(byte_tokens: Any) -> GrammarCompiler:
     return GrammarCompiler(byte_tokens, 259, [EOS])
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize(
+    ("language", "sampling"),
+    [
+        pair if pair[0] == "schema" or pair[1] in OFTEN else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in product(LANGUAGES, SAMPLINGS)
+    ],
+)
 def test_every_drafter_gives_the_oracles_answer(
     lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, language: str, sampling: str
 ) -> None:
@@ -128,17 +135,20 @@ def test_what_a_grammar_forces_is_drafted(lab: Any, grammars: GrammarCompiler, b
     assert outcome.speculation.accepted >= len(outcome.text) - 2
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 16))
 def test_the_answer_ends_at_max_tokens_inside_a_form(
-    lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, max_tokens: int
+    lab: Any, ask_of: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any
 ) -> None:
     source, pattern = LANGUAGES["schema"]
     allowed, params = Language(pattern, byte_tokens), SAMPLINGS["plain"]
     rules = ConstraintSpec(grammars.compile(source, param="p"))
     longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
-    scripts = drafters(longer, allowed, tree_of).values()
-    for outcome in lab.run_each(PROMPT, params, scripts, constraints=rules, max_tokens=max_tokens):
-        assert outcome.tokens == longer[:max_tokens]
+    asks = [
+        ask_of(PROMPT, params, script, constraints=rules, max_tokens=length)
+        for length in range(1, 16)
+        for script in drafters(longer, allowed, tree_of).values()
+    ]
+    for ask, outcome in zip(asks, lab.run_batch(asks), strict=True):
+        assert outcome.tokens == longer[: ask.max_tokens]
 
 
 @pytest.mark.parametrize("stop", ["ow", "l", '","', "[1", "]}"])
@@ -180,7 +190,9 @@ def test_stop_strings_count_only_behind_min_tokens(lab: Any) -> None:
     assert len(later.tokens) > 3 and later.tokens == free.tokens[: len(later.tokens)]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLINGS]
+)
 def test_bad_words_never_appear(lab: Any, tree_of: Any, sampling: str) -> None:
     params = SAMPLINGS[sampling]
     free = lab.oracle(PROMPT, params)

@@ -20,7 +20,7 @@ from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
-CUT_CASES = [40, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
+CUT_CASES = [25, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
 FORM_CASES = [8, pytest.param(100, marks=pytest.mark.long)]  # of each form
 FIRST, VISIBLE = 33, 94  # tokens 0 to 93 are the visible characters from "!" on
 READABLE = dict.fromkeys(range(VISIBLE, 259), -100.0)
@@ -137,7 +137,9 @@ def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[lis
 
 
 @pytest.mark.parametrize("count", FORM_CASES)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "call required" else name for name in FORMS]
+)
 def test_forms_and_calls_are_those_without_drafts(
     lab: Any, ask_of: Any, tree_of: Any, byte_tokens: Any, name: str, count: int
 ) -> None:

@@ -164,7 +164,7 @@ async def test_batches_save_searches(backend: TorchBackend, folder: Path) -> Non
 
 
 async def test_decided_tokens_ask_for_nothing(backend: TorchBackend, folder: Path) -> None:
-    request = asked("red green blue", SamplingParams(temperature=0, max_tokens=40))
+    request = asked("red green blue", SamplingParams(temperature=0, max_tokens=24))
     with_bound, _, done = await answer(await opened(backend, folder, weight=0.01), request)
     without, _, all_asked = await answer(await opened(backend, folder, weight=0.01, bound=False), request)
     assert with_bound == without
@@ -176,9 +176,9 @@ async def test_decided_tokens_ask_for_nothing(backend: TorchBackend, folder: Pat
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=0, max_tokens=30, frequency_penalty=0.8, repetition_penalty=1.1),
-        SamplingParams(temperature=0.9, seed=3, max_tokens=30, presence_penalty=0.5, min_tokens=5),
-        SamplingParams(temperature=0, max_tokens=30, logit_bias={104: 3.0}, bad_words=("fi",)),
+        SamplingParams(temperature=0, max_tokens=20, frequency_penalty=0.8, repetition_penalty=1.1),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=20, presence_penalty=0.5, min_tokens=5),
+        SamplingParams(temperature=0, max_tokens=20, logit_bias={104: 3.0}, bad_words=("fi",)),
         SamplingParams(temperature=0, max_tokens=30, stop=("e",)),
     ],
 )
@@ -194,9 +194,9 @@ async def test_processors_see_the_drafted_history(
 
 async def test_answers_beside_ordinary_requests(backend: TorchBackend, folder: Path, alone: Alone) -> None:
     model = await opened(backend, folder)
-    ordinary = asked("a request of another kind", SamplingParams(temperature=0, max_tokens=40))
+    ordinary = asked("a request of another kind", SamplingParams(temperature=0, max_tokens=20))
     expected = (await answer(backend, ordinary))[0]
-    some = prompts()[:6]
+    some = prompts()[:3]
     results = await asyncio.gather(
         answer(backend, ordinary), *(answer(model, asked(prompt, GREEDY)) for prompt in some), answer(backend, ordinary)
     )
