@@ -174,7 +174,7 @@ def test_agents_without_a_thread_start_tools_too() -> None:
     assert len({event.session for event in events}) > 1
 
 
-@pytest.mark.parametrize("policy", [StepPolicy(), StepPolicy(priority=3)])
+@pytest.mark.parametrize("policy", [pytest.param(StepPolicy(), marks=pytest.mark.slow), StepPolicy(priority=3)])
 def test_an_early_run_has_the_labels_and_the_policy_of_its_call(policy: StepPolicy) -> None:
     middleware, events = taught(policy=policy, policies={"tools": StepPolicy(model="other")})
     scopes.clear()
@@ -213,7 +213,7 @@ def test_a_tool_that_other_middleware_puts_in_place_of_another_runs() -> None:
     assert "launch" in found and "hit" not in found
 
 
-@pytest.mark.parametrize("error", [ValueError("down"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [pytest.param(ValueError("down"), marks=pytest.mark.slow), KeyboardInterrupt()])
 def test_a_model_call_that_fails_drops_what_was_started(error: BaseException) -> None:
     class Failing(AgentMiddleware[Any, Any, Any]):
         def wrap_model_call(self, request: Any, handler: Any) -> Any:
@@ -374,7 +374,8 @@ def test_a_call_by_nobody_knows_whom_voids_what_was_read_before() -> None:
 
 @pytest.mark.parametrize("answer", [
     {"content": [{"type": "mcp_call", "name": "buy"}, {"type": "text", "text": "bought"}]},
-    {"content": "bought", "additional_kwargs": {"tool_outputs": [{"type": "code_interpreter_call"}]}},
+    pytest.param({"content": "bought", "additional_kwargs": {"tool_outputs": [{"type": "code_interpreter_call"}]}},
+                 marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_the_provider_ran_voids_what_was_read_before(answer: dict[str, Any]) -> None:
     middleware, events = taught()

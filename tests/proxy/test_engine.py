@@ -128,7 +128,7 @@ def test_the_queue_is_bounded(running: Any, client: openai.OpenAI, until: Callab
 
     def one() -> None:
         try:
-            ask(client, max_tokens=200, temperature=1.5, stream=False)
+            ask(client, max_tokens=120, temperature=1.5, stream=False)
             outcomes.append("ok")
         except openai.RateLimitError as error:
             assert int(error.response.headers["retry-after"]) >= 1
@@ -193,6 +193,7 @@ def test_no_sampling_option_breaks_the_engine(client: openai.OpenAI, fields: dic
     assert response.status_code == 400 or '"error"' not in response.text
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model(shared_gateway: Any, default_model: Any) -> None:
     running = shared_gateway({}, serving("smollm2-135m"))

@@ -73,16 +73,13 @@ def ask(client: openai.OpenAI, content: str = "hello", **fields: Any) -> Any:
     return client.chat.completions.create(messages=messages, **{**defaults, **fields})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_json_schema(client: openai.OpenAI, temperature: float) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
-    for _ in range(2):
-        answers = [
-            ask(client, response_format=form, temperature=temperature, extra_headers=headers) for headers in ({}, OFF)
-        ]
-        contents = [answer.choices[0].message.content for answer in answers]
-        assert contents[0] == contents[1] and answers[0].choices[0].finish_reason == "stop"
-        assert list(Animal.model_validate_json(contents[0]).model_dump()) == list(SCHEMA["properties"])
+    answers = [ask(client, response_format=form, temperature=temperature, extra_headers=each) for each in ({}, OFF)]
+    contents = [answer.choices[0].message.content for answer in answers]
+    assert contents[0] == contents[1] and answers[0].choices[0].finish_reason == "stop"
+    assert list(Animal.model_validate_json(contents[0]).model_dump()) == list(SCHEMA["properties"])
     parsed = client.chat.completions.parse(
         model=MODEL, messages=[{"role": "user", "content": "hi"}], response_format=Animal, max_tokens=200
     )
@@ -154,7 +151,9 @@ def streamed(chunks: Any) -> tuple[str, list[list[str]], list[Any]]:
     ("choice", "names", "end"),
     [
         ("required", {"weather", "now"}, "tool_calls"),
-        ({"type": "function", "function": {"name": "weather"}}, {"weather"}, "stop"),
+        pytest.param(
+            *({"type": "function", "function": {"name": "weather"}}, {"weather"}, "stop"), marks=pytest.mark.slow
+        ),
         ({"type": "function", "function": {"name": "now"}}, {"now"}, "stop"),
     ],
 )
@@ -194,7 +193,7 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     assert plain.tool_calls is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_several_choices(client: openai.OpenAI, temperature: float) -> None:
     one = ask(client, temperature=temperature, max_tokens=12)
     several = ask(client, temperature=temperature, max_tokens=12, n=6)

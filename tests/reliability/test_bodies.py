@@ -167,7 +167,7 @@ def client(served: Any) -> Iterator[httpx.Client]:
 
 
 COUNTS = [
-    pytest.param(50, id="50"),
+    pytest.param(25, id="25"),
     pytest.param(500, id="500", marks=pytest.mark.slow),
     pytest.param(20_000, id="20000", marks=pytest.mark.long),
 ]

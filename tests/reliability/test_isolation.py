@@ -96,8 +96,12 @@ def distance(one: list[float], other: list[float]) -> float:
 
 def test_i2_canaries_are_never_drafted_for_another_tenant() -> None:
     shared, alone, mixed = filled(range(CANARIES)), filled(range(0)), next(own_texts())[:30]
-    for number in range(CANARIES):
-        for prompt in (canary(number)[:SEEN], np.concatenate((mixed, canary(number)[:SEEN])), mixed[: 1 + number % 30]):
+    for number in range(0, CANARIES, 5):
+        for prompt in (
+            canary(number)[:SEEN],
+            np.concatenate((mixed, canary(number)[:SEEN])),
+            mixed[: 1 + number // 5 % 30],
+        ):
             seen, _ = drafted(shared, prompt)
             assert not set(seen) & set(canary(number).tolist())
             assert seen == drafted(alone, prompt)[0]
@@ -471,7 +475,7 @@ def hit_rate(cache: SuffixCache, tenant: str) -> float:
     return hits / total
 
 
-@pytest.mark.parametrize("tokens", [600_000, pytest.param(10_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [500_000, pytest.param(10_000_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("share", [None, pytest.param(2 << 20, marks=pytest.mark.slow)])
 def test_i8_a_flood_evicts_its_own_entries_only(tokens: int, share: int | None) -> None:
     with SuffixCache.open(memory_bytes=4 << 20, tenant_memory_bytes=share) as cache:
@@ -589,7 +593,7 @@ async def test_i11_no_request_can_make_an_answer_lossy(tmp_path: Path, tiny_mode
         for wish in wishes:
             refused = await chat(app, "alice", "hello", **wish)
             assert refused.status == 400 and next(iter(wish)).encode() in refused.body
-        for number in range(10):
+        for number in range(4):
             texts = set()
             for tenant in ("alice", "alice", "bob"):
                 answered = await chat(app, tenant, f"exactly {number % 3}", seed=number, temperature=number % 2)

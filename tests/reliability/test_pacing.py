@@ -158,9 +158,11 @@ def linear(seen: NDArray[np.float64]) -> float:
     return float(np.mean(right))
 
 
-@pytest.mark.parametrize("runs", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_i10_paced_streams_look_alike_whether_drafts_are_accepted_or_not(runs: int, in_virtual_time: Any) -> None:
-    seen = collected(Gateway(in_virtual_time, **PACING), runs)
+@pytest.mark.parametrize(("runs", "prompts"), [(2, 20), pytest.param(20, PROMPTS, marks=pytest.mark.long)])
+def test_i10_paced_streams_look_alike_whether_drafts_are_accepted_or_not(
+    runs: int, prompts: int, in_virtual_time: Any
+) -> None:
+    seen = collected(Gateway(in_virtual_time, **PACING), runs, prompts)
     assert nearest_neighbour(seen) <= 0.5 + MARGIN
     assert linear(seen) <= 0.5 + MARGIN
 

@@ -146,6 +146,10 @@ def served(shared_gateway: Any, shared_upstream: Any) -> Iterator[Served]:
         yield Served(running, server, bystander, client)
 
 
+SHARES = pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.slow)])
+"""Each form with a fifth of the addresses, and each address in a fifth of the forms; or every one with every other."""
+
+
 def test_i5_connections_are_seen(served: Served) -> None:
     for url in (served.bystander.url, "http://localhost:1/"):
         known = _port(served.running.url)
@@ -160,10 +164,11 @@ FIELDS = """
 """.split()
 
 
-def test_i5_no_field_names_an_address(served: Served) -> None:
+@SHARES
+def test_i5_no_field_names_an_address(served: Served, share: int) -> None:
     with served.reaching_nobody():
-        for url in served.urls():
-            for fields in (
+        for number, url in enumerate(served.urls()):
+            every = (
                 *({name: url} for name in FIELDS),
                 {"unheard_of": [url]},
                 {"unheard_of": {"x": [[{"y": url}]]}},
@@ -174,16 +179,18 @@ def test_i5_no_field_names_an_address(served: Served) -> None:
                 {"web_search_options": {"where": url}},
                 {"bootstrap_host": url},
                 {"model": url},
-            ):
+            )
+            for fields in every[number % share :: share]:
                 response = served.post(fields)
                 assert response.status_code in (400, 404) and response.json()["error"]["param"], fields
     assert served.upstream.requests == []
 
 
-def test_i5_media_come_with_the_request(served: Served) -> None:
+@SHARES
+def test_i5_media_come_with_the_request(served: Served, share: int) -> None:
     with served.reaching_nobody():
-        for url in served.urls():
-            for part in (
+        for number, url in enumerate(served.urls()):
+            every = (
                 {"type": "image_url", "image_url": {"url": url}},
                 {"type": "image_url", "image_url": url},
                 {"type": "video_url", "video_url": {"url": url}},
@@ -193,7 +200,8 @@ def test_i5_media_come_with_the_request(served: Served) -> None:
                 {"type": "image", "source": {"type": "url", "url": url}},
                 {"type": "file", "file": {"file_url": url}},
                 {"type": "file", "file": {"file_id": url}},
-            ):
+            )
+            for part in every[number % share :: share]:
                 for model in ("up", "local"):
                     response = served.post({"messages": [{"role": "user", "content": [part]}]}, model=model)
                     assert response.status_code == 400, (part, response.text)
@@ -249,12 +257,13 @@ def test_i5_no_query_or_path_leads_elsewhere(served: Served) -> None:
     assert served.upstream.requests == []
 
 
-def test_i5_redirects_are_not_followed(served: Served) -> None:
+@SHARES
+def test_i5_redirects_are_not_followed(served: Served, share: int) -> None:
     script = served.upstream.script
     try:
         with served.reaching_nobody():
-            for url in served.urls():
-                for status in (301, 302, 303, 307, 308):
+            for number, url in enumerate(served.urls()):
+                for status in (301, 302, 303, 307, 308)[number % share :: share]:
                     where = "".join(url.split())
                     location = where if where.isascii() else "http://127.0.0.1:1/"
                     served.upstream.script = lambda request, status=status, location=location: request.answer(

@@ -183,11 +183,11 @@ def test_random_agents_do_use_early_starts() -> None:
     speculator = ToolSpeculator(
         ToolPolicy(READ_ONLY), limits=LaunchLimits(cost_weight=0.0, per_minute=10_000), on_event=events.append
     )
-    for number in range(40):
+    for number in range(20):
         play(speculator.session(AgentCaller(session=str(number))), World(), number)
     speculator.close()
     found = outcomes(events)
-    assert found.count("hit") > 20 and found.count("waste") > 20 and "stale" in found and "failed" in found
+    assert found.count("hit") > 10 and found.count("waste") > 10 and "stale" in found and "failed" in found
 
 
 CALL = ToolCall("read", {"id": "A1"})

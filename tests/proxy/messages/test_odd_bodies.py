@@ -149,7 +149,7 @@ def fuzz(urls: dict[str, str]) -> Callable[[str, str, int], None]:
     ("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", ""), ("upstream", "/count_tokens")]
 )
 def test_odd_bodies(fuzz: Any, kind: str, path: str) -> None:
-    fuzz(kind, path, 150)
+    fuzz(kind, path, 60)
 
 
 @pytest.mark.long
@@ -162,7 +162,7 @@ def test_many_odd_bodies(urls: dict[str, str], kind: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", OTHERS)
 def test_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str) -> None:
-    check(f"{urls['local']}{path}", 7, 100, OTHERS[path])
+    check(f"{urls['local']}{path}", 7, 40, OTHERS[path])
 
 
 @pytest.mark.long
