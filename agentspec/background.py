@@ -1,17 +1,18 @@
 """One background event loop per process, in its own thread, for callers that do not run on the runtime's loop.
 
 `iterate_sync` and `call_sync` serve synchronous callers, `iterate_async` callers on any asyncio loop. The loop starts
-on demand and closes at exit, together with the runtimes that use it.
+on demand and closes at exit, together with the runtimes that use it. A process that is forked begins with another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -32,6 +33,10 @@ class _BackgroundLoop:
     """The process's one background event loop, and the runtimes that use it."""
 
     def __init__(self) -> None:
+        self._of_parent: object = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.RLock()
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
@@ -77,6 +82,17 @@ class _BackgroundLoop:
                 runtime.close_cache()
             self._stack.close()
 
+    def leave_behind(self) -> None:
+        """Begin anew in a forked process, where the loop's thread is not: nothing here may wait for it, or for a lock
+        that it may have held. The runtimes stay unfreed, as they have threads of their own.
+        """
+        portal, stack, self._of_parent = self._portal, self._stack, self._runtimes
+        self._begin()
+        if portal is not None:
+            with suppress(StopIteration, RuntimeError):
+                portal.stop().send(None)  # it now refuses what closing the stack would ask of its loop
+            stack.close()
+
 
 def _at_exit(function: Callable[[], object]) -> None:
     """Call `function` at exit while threads still run: `atexit` handlers run after the thread pools have ended.
@@ -89,6 +105,7 @@ def _at_exit(function: Callable[[], object]) -> None:
 
 
 _loop = _BackgroundLoop()
+os.register_at_fork(after_in_child=_loop.leave_behind)
 
 
 def shared_runtime(model: str | None = None) -> Runtime:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -114,6 +116,16 @@ def test_errors_of_an_endpoint_name_its_address_and_not_its_password() -> None:
     settings = OpenAISettings.model_validate({"base_url": "http://me:secret@127.0.0.1:9/v1"})
     assert portal.remote(settings).settings.backends == {"http://127.0.0.1:9/v1": settings}
     portal.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_a_loop_of_its_own() -> None:
+    assert call_sync(anyio.sleep, 0) is None
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it, should it wait for a thread that was not copied
+        os._exit(list(iterate_sync(lambda: counted(3, []))) != [0, 1, 2])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_the_program_ends_while_an_answer_is_half_read() -> None:

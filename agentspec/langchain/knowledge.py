@@ -18,12 +18,13 @@ from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
 from agentspec.reasoning.retrieval.knowledge.memory import require_count
+from agentspec.reasoning.retrieval.knowledge.wire import MAX_QUERIES
 
 
 class KnowledgeRetriever(BaseRetriever):
     """A knowledge base as a LangChain retriever: the best `k` documents, without scores, which depend on the query.
 
-    `abatch` searches for all queries at once. The caller closes the knowledge base.
+    `abatch` searches for as many queries at once as a service takes. The caller closes the knowledge base.
     """
 
     base: Any = Field(description="A `KnowledgeBase`")
@@ -47,7 +48,7 @@ class KnowledgeRetriever(BaseRetriever):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[list[Document]]:
-        """The documents of each query, from one search without callbacks; if the search fails, every query fails."""
+        """The documents of each query, without callbacks; if a search fails, every query fails."""
         try:
             return await self._search(inputs, kwargs.get("k") or self.k)
         except Exception as error:
@@ -57,8 +58,12 @@ class KnowledgeRetriever(BaseRetriever):
 
     async def _search(self, texts: Sequence[str], k: int) -> list[list[Document]]:
         base: KnowledgeBase = self.base
-        found = await base.search([await base.metric.encode(text) for text in texts], k)
-        return [[_langchain(hit) for hit in hits] for hits in found.hits]
+        documents: list[list[Document]] = []
+        for start in range(0, len(texts), MAX_QUERIES):
+            queries = [await base.metric.encode(text) for text in texts[start : start + MAX_QUERIES]]
+            found = await base.search(queries, k)
+            documents += [[_langchain(hit) for hit in hits] for hits in found.hits]
+        return documents
 
 
 class RetrieverKnowledge:

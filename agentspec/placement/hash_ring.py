@@ -43,7 +43,7 @@ class HashRing:
     def walk(self, key: str) -> Iterator[str]:
         """All members, each once, in the order in which `key` asks them: the first one is its home."""
         points = self._points
-        start = bisect_left(points, (_hash(key.encode()), ""))
+        start = bisect_left(points, (_hash(key.encode(errors="surrogatepass")), ""))
         seen: set[str] = set()
         for step in range(len(points)):
             name = points[(start + step) % len(points)][1]

@@ -79,9 +79,14 @@ ANY = StepPolicy()
 def label_headers(
     labels: Labels, *, speculation: bool = True, store: bool = True, prefill: bool = True, keep: str = ""
 ) -> dict[str, str]:
-    """Labels and switches as headers. Blanks, `%` and non-ASCII characters not in `keep` are percent-encoded."""
+    """Labels and switches as headers. Blanks, `%` and non-ASCII characters not in `keep` are percent-encoded.
+
+    Half a surrogate pair, which UTF-8 cannot encode, becomes a question mark.
+    """
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
-    headers = {f"{PREFIX}{name}": quote(value, safe=_PRINTABLE + keep) for name, value in named.items() if value}
+    headers = {
+        f"{PREFIX}{name}": quote(value, _PRINTABLE + keep, errors="replace") for name, value in named.items() if value
+    }
     switches = {"speculation": speculation, "store": store, "prefill": prefill}
     return headers | {f"{PREFIX}{name}": "off" for name, on in switches.items() if not on}
 

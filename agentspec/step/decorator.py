@@ -57,6 +57,8 @@ def step(
 
 
 def _decorated(function: Any, inner: Callable[[], CallScope], name: str) -> Any:
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(_decorated(function.__func__, inner, name))
     if _is_tool(function):
         return _tool(function, inner, name)
     if not callable(function):

@@ -13,6 +13,7 @@ from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge
+from agentspec.reasoning.retrieval.knowledge.wire import MAX_QUERIES
 from agentspec.testing import FakeEncoder
 
 pytestmark = pytest.mark.anyio
@@ -73,6 +74,12 @@ async def test_a_batch_is_one_search():
     together = await retriever.abatch(["cat", "dog", "river"])
     assert counted.sizes == [3]
     assert together == [await retriever.ainvoke(text) for text in ("cat", "dog", "river")]
+
+
+async def test_a_batch_that_is_too_large_for_a_service_is_several_searches():
+    counted = Counted()
+    assert len(await KnowledgeRetriever(base=counted).abatch(["cat"] * (MAX_QUERIES + 1))) == MAX_QUERIES + 1
+    assert counted.sizes == [MAX_QUERIES, 1]
 
 
 async def test_a_failing_base_fails_every_query_of_a_batch():

@@ -21,6 +21,10 @@ from agentspec.types import Labels
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
+def test_half_a_character_in_a_label_breaks_no_call() -> None:
+    assert unquote(label_headers(Labels(session="a\ud800b"))["x-agentspec-session"]) == "a?b"
+
+
 @given(TEXT)
 def test_labels_survive_the_header(label: str) -> None:
     headers = label_headers(Labels(session=label, step="s"))

@@ -445,6 +445,22 @@ async def test_a_tool_of_the_agents_sdk_stays_one() -> None:
     assert await stepped.on_invoke_tool(context, '{"city": "Rome"}') == "Rome sdk"
 
 
+def test_static_and_class_methods_stay_such() -> None:
+    class Agent:
+        @step("static")
+        @staticmethod
+        def look(city: str) -> str:
+            return f"{city} {current_labels().step}"
+
+        @step("class")
+        @classmethod
+        def find(cls, city: str) -> str:
+            return f"{cls.__name__} {city} {current_labels().step}"
+
+    assert Agent.look("Rome") == Agent().look("Rome") == "Rome static"
+    assert Agent.find("Rome") == Agent().find("Rome") == "Agent Rome class"
+
+
 def test_what_cannot_be_called_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="decorates functions"):
         step("plan")(3)

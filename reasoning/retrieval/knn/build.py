@@ -14,6 +14,7 @@ from typing import IO
 
 from agentspec.backends.base import HiddenStates
 from agentspec.errors import ConfigurationError
+from agentspec.protocol.validation import is_text
 from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
 
 BATCH_TOKENS = 1024  # tokens in one forward: more are no faster on a CPU
@@ -53,8 +54,10 @@ class Corpus:
         for file, number, line in self._lines():
             try:
                 record = json.loads(line)
-                text, title = record["text"], record.get("title")
-                yield f"{title}\n{text}" if title else str(text)
+                text, title = record["text"], record.get("title") or ""
+                if not all(isinstance(one, str) and is_text(one) for one in (text, title)):
+                    raise ValueError("text and title must be texts")
+                yield f"{title}\n{text}" if title else text
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 wanted = '{"text": "..."} or {"id": "...", "title": "...", "text": "..."}'
                 raise ConfigurationError(f"{file}, line {number}: not a document, {wanted}: {error!r}") from error

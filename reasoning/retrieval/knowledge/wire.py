@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.protocol.validation import is_text
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult
 
 MAX_QUERIES, MAX_COUNT = 256, 1000
@@ -137,6 +138,6 @@ def _list(value: Any, what: str) -> list[Any]:
 
 
 def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not is_text(value):
         raise ValueError(f"{what} must be a text")
     return value

@@ -123,7 +123,7 @@ async def test_what_is_no_datastore_is_refused(tmp_path: Path) -> None:
         Datastore.open(tmp_path, fingerprint="f", model="m")
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"title": "x"}', "3"])
+@pytest.mark.parametrize("line", ["{", "[]", '{"title": "x"}', "3", '{"text": null}', r'{"text": "\ud800"}'])
 async def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "fine"}\n' + line + "\n")

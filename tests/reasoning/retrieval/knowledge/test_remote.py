@@ -170,6 +170,7 @@ async def test_by_words_the_cache_ranks_by_the_text_alone():
         {"results": [[hit("a", weights={"x": 10**400})]]},
         {"results": [[hit("a") | {"id": 1}]]},
         {"results": [[hit("a", metadata=[])]]},
+        {"results": [[hit("a", title="half a character: \ud800")]]},
         {"results": [[hit("a", vector="???")]]},
         {"results": [[hit("a", weights={"x": "y"})]]},
         {"results": [[hit("a")]], "version": 1},
