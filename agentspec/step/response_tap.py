@@ -71,7 +71,9 @@ class ResponseTap:
             return
         # Events of the Responses API wrap the answer, and the first one of the Messages API does.
         for part in (body, body.get("response"), body.get("message")):
-            for key in ("usage", "speculation") if isinstance(part, dict) else ():
+            if not isinstance(part, dict):
+                continue
+            for key in ("usage", "speculation"):
                 if isinstance(told := part.get(key), dict) and told:
                     known = self._found.setdefault(key, {})  # later counts need not repeat those of the prompt
                     known.update((name, count) for name, count in told.items() if count is not None)
