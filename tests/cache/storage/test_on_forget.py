@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,14 +30,14 @@ def test_a_deletion_that_the_database_interrupts_is_applied_later(
         record(cache, "a", "b")
         cache.on_forget(told.append)
         failures: Iterable[None] = iter([None])
-        numbers = SequenceStore.numbers
+        stored = SequenceStore.stored
 
-        def fails_once(store: SequenceStore, namespace: Namespace, *, until: int | None = None) -> set[int]:
+        def fails_once(store: SequenceStore, namespace: Namespace, numbers: Sequence[int]) -> set[int]:
             for _ in failures:
                 raise CacheUnavailableError("the connection was lost")
-            return numbers(store, namespace, until=until)
+            return stored(store, namespace, numbers)
 
-        monkeypatch.setattr(SequenceStore, "numbers", fails_once)
+        monkeypatch.setattr(SequenceStore, "stored", fails_once)
         with pytest.raises(CacheError, match="connection was lost"):
             cache.forget(session="a")
         cache.forget(session="nobody")
