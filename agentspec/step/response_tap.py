@@ -67,10 +67,18 @@ class ResponseTap:
             body = json.loads(data)
         except (ValueError, RecursionError):
             return
-        if isinstance(body, dict):
-            inner = body.get("response")  # the Responses API's last event wraps the whole answer
-            body = inner if isinstance(inner, dict) else body
-            self._found.update({key: body[key] for key in ("usage", "speculation") if body.get(key)})
+        if not isinstance(body, dict):
+            return
+        # Events of the Responses API wrap the answer, and the first one of the Messages API does.
+        for part in (body, body.get("response"), body.get("message")):
+            if isinstance(part, dict):
+                self._take_counts(part)
+
+    def _take_counts(self, part: dict[str, Any]) -> None:
+        for key in ("usage", "speculation"):
+            if isinstance(told := part.get(key), dict) and told:
+                known = self._found.setdefault(key, {})  # later counts need not repeat those of the prompt
+                known.update((name, count) for name, count in told.items() if count is not None)
 
 
 def _usage_of(value: Any) -> Usage | None:

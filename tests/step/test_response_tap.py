@@ -35,6 +35,14 @@ def test_a_stream_cut_anywhere(cuts: list[int], end: bytes) -> None:
     assert reader.finish() == WANTED
 
 
+def test_a_stream_of_the_messages_api_counts_the_prompt_at_its_begin() -> None:
+    begins = {"message": {"usage": {"input_tokens": 7, "cache_read_input_tokens": 2, "output_tokens": 1}}}
+    reader = ResponseTap("text/event-stream")
+    for event in (begins, {"delta": {}, "usage": {"input_tokens": None, "output_tokens": 5}}):
+        reader.feed(b"data: %s\n\n" % json.dumps(event).encode())
+    assert reader.finish() == (Usage(9, 5, 2), None)
+
+
 @pytest.mark.parametrize("wbits", [15, 31], ids=["deflate", "gzip"])
 def test_compressed_bodies(wbits: int) -> None:
     packer = zlib.compressobj(wbits=wbits)
