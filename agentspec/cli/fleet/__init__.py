@@ -33,7 +33,7 @@ app.command()(calibrate)
 @app.command()
 def status(url: UrlOption = LOCAL, key_file: KeyOption = None, json: JsonOption = False) -> None:
     """Show each server: its state, its calls, and how busy it is by its own metrics."""
-    members = _asked(url, key_file, "GET", "/fleet")["members"]
+    members = _asked(url, key_file, "members", "GET", "/fleet")
     if json:
         print_json(members)
         return
@@ -56,12 +56,14 @@ def resume(name: NameArgument, url: UrlOption = LOCAL, key_file: KeyOption = Non
 
 
 def _switched(url: str, key_file: Path | None, what: str, name: str) -> None:
-    drained = _asked(url, key_file, "POST", f"/fleet/{what}", {"name": name})["drained"]
+    drained = _asked(url, key_file, "drained", "POST", f"/fleet/{what}", {"name": name})
     typer.echo(f"drained: {', '.join(drained) or 'none'}")
 
 
-def _asked(url: str, key_file: Path | None, method: str, path: str, body: dict[str, str] | None = None) -> Any:
-    """The gateway's answer. Raises `UpstreamError`."""
+def _asked(
+    url: str, key_file: Path | None, wanted: str, method: str, path: str, body: dict[str, str] | None = None
+) -> Any:
+    """The list `wanted` in the gateway's answer. Raises `UpstreamError`."""
     import anyio
 
     endpoint = _endpoint(url, key_file)
@@ -74,11 +76,13 @@ def _asked(url: str, key_file: Path | None, method: str, path: str, body: dict[s
             await endpoint.leave_loop()
 
     try:
-        return jsonlib.loads(anyio.run(run))
+        return jsonlib.loads(anyio.run(run))[wanted]
     except UpstreamStatusError:
         raise
     except UpstreamError as error:
         raise UpstreamError(f"{error}; start a gateway there, or name another with --url") from error
+    except (ValueError, LookupError, TypeError):
+        raise UpstreamError(f"{url} is no gateway of agentspec; name one with --url") from None
 
 
 def _endpoint(url: str, key_file: Path | None) -> Endpoint:

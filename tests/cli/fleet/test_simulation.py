@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentspec.backends.http.endpoint import Endpoint
+
 CALLS = Path(__file__).resolve().parents[3] / "examples" / "calls.jsonl"
 QUICK = ("fleet", "simulate", CALLS, "--engines", 2, "--sessions", 40, "--seeds", 2, "--rate", 2)
 
@@ -61,3 +63,14 @@ def test_a_server_that_is_not_there_cannot_be_calibrated(program: Any, tmp_path:
 def test_without_a_gateway_there_is_a_hint_where_to_look(program: Any) -> None:
     done = program("fleet", "status", "--url", "http://127.0.0.1:9")
     assert done.exit_code == 1 and "http://127.0.0.1:9" in done.output and "--url" in done.output
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"{}", b"[]"])
+def test_what_is_no_gateway_is_said_to_be_none(program: Any, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    async def fetch(*_: Any, **__: Any) -> bytes:
+        return answer
+
+    monkeypatch.setattr(Endpoint, "fetch", fetch)
+    for asked in (("status",), ("drain", "s0")):
+        done = program("fleet", *asked, "--url", "http://127.0.0.1:9")
+        assert done.exit_code == 1 and "is no gateway" in done.output
