@@ -22,7 +22,8 @@ class CallLog(BaseCallbackHandler):
     """Appends each finished call of the chat models that have it among their `callbacks` to `path`, as a line of JSON.
 
     A line is of the format `log`: labels, request and answer. It holds prompts in full, so the file is made readable by
-    its owner only. Calls that fail are left out. Thread-safe. Raises `ConfigurationError` where no file can be written.
+    its owner only. Half a surrogate pair becomes a question mark, and calls that fail are left out. Thread-safe. Raises
+    `ConfigurationError` where no file can be written.
     """
 
     run_inline = True  # in the caller's context, which has the labels
@@ -64,7 +65,7 @@ class CallLog(BaseCallbackHandler):
             text = json.dumps({name: value for name, value in line.items() if value is not None}, ensure_ascii=False)
             if not self.path.exists():
                 self.path.touch(0o600)
-            with self.path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(text + "\n")
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:

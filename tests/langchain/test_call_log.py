@@ -56,6 +56,13 @@ async def test_calls_are_read_back_with_their_labels(tmp_path: Path, asynchronou
     assert path.stat().st_mode & 0o077 == 0
 
 
+def test_half_a_character_costs_no_call(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    logged(path, Answer("sunny")).invoke("a\ud800b")
+    (call,) = read(path, detect(path))
+    assert call.messages[0]["content"] == "a?b"
+
+
 def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "calls.jsonl", tmp_path):
         with pytest.raises(ConfigurationError, match="name a file in a folder"):
