@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -79,14 +80,11 @@ ANY = StepPolicy()
 def label_headers(
     labels: Labels, *, speculation: bool = True, store: bool = True, prefill: bool = True, keep: str = ""
 ) -> dict[str, str]:
-    """Labels and switches as headers. Blanks, `%` and non-ASCII characters not in `keep` are percent-encoded.
-
-    Half a surrogate pair, which UTF-8 cannot encode, becomes a question mark.
+    """Labels and switches as headers. `%`, blanks and non-ASCII characters not in `keep`, and blanks at either end, are
+    percent-encoded. Half a surrogate pair, which UTF-8 cannot encode, becomes a question mark.
     """
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
-    headers = {
-        f"{PREFIX}{name}": quote(value, _PRINTABLE + keep, errors="replace") for name, value in named.items() if value
-    }
+    headers = {f"{PREFIX}{name}": _quoted(value, keep) for name, value in named.items() if value}
     switches = {"speculation": speculation, "store": store, "prefill": prefill}
     return headers | {f"{PREFIX}{name}": "off" for name, on in switches.items() if not on}
 
@@ -152,6 +150,11 @@ def _label(headers: Mapping[str, str], name: str) -> str | None:
     if len(value) > MAX_LABEL or not value.isprintable():
         raise InvalidRequestError(f"{header} must be at most {MAX_LABEL} printable characters", param=header)
     return value or None
+
+
+def _quoted(value: str, keep: str) -> str:
+    text = quote(value, _PRINTABLE + keep, errors="replace")
+    return re.sub("^ +| +$", lambda blanks: "%20" * len(blanks[0]), text)
 
 
 def _deadline(headers: Mapping[str, str]) -> float | None:

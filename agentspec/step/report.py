@@ -143,13 +143,14 @@ class Report:
 
     def _steps(self) -> Table:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title="agentspec: model calls by step")
         columns = self._columns()
         for name, column in columns:
             table.add_column(name, justify="left" if column in ("workflow", "step") else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(_cell(getattr(row, column), column) for _, column in columns))
+            table.add_row(*(Text(_cell(getattr(row, column), column)) for _, column in columns))  # a name is no markup
         return table
 
     def _columns(self) -> list[tuple[str, str]]:

@@ -71,12 +71,14 @@ class ResponseTap:
             return
         # Events of the Responses API wrap the answer, and the first one of the Messages API does.
         for part in (body, body.get("response"), body.get("message")):
-            if not isinstance(part, dict):
-                continue
-            for key in ("usage", "speculation"):
-                if isinstance(told := part.get(key), dict) and told:
-                    known = self._found.setdefault(key, {})  # later counts need not repeat those of the prompt
-                    known.update((name, count) for name, count in told.items() if count is not None)
+            if isinstance(part, dict):
+                self._take_counts(part)
+
+    def _take_counts(self, part: dict[str, Any]) -> None:
+        for key in ("usage", "speculation"):
+            if isinstance(told := part.get(key), dict) and told:
+                known = self._found.setdefault(key, {})  # later counts need not repeat those of the prompt
+                known.update((name, count) for name, count in told.items() if count is not None)
 
 
 def _usage_of(value: Any) -> Usage | None:

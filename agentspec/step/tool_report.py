@@ -76,11 +76,12 @@ statistics = ToolStatistics()
 def tool_table(rows: Sequence[ToolRow]) -> Table:
     """The rows as a table for `rich`."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="agentspec: tools started early")
     for column in fields(ToolRow):
         table.add_column(column.name.replace("_", " "), justify="left" if column.name == "tool" else "right")
     for row in rows:
         values = (getattr(row, column.name) for column in fields(row))
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values))
+        table.add_row(*(Text(f"{value:.2f}" if isinstance(value, float) else str(value)) for value in values))
     return table

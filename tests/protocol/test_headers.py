@@ -21,6 +21,13 @@ from agentspec.types import Labels
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
+@pytest.mark.parametrize("label", [" ", " Ann Lee  ", "é "])
+def test_no_header_begins_or_ends_with_a_blank(label: str) -> None:
+    headers = label_headers(Labels(session=label), keep=" ")
+    sent = headers["x-agentspec-session"]
+    assert sent == sent.strip() and "Ann%20Lee" not in sent and read_labels(headers).session == label
+
+
 def test_half_a_character_in_a_label_breaks_no_call() -> None:
     assert unquote(label_headers(Labels(session="a\ud800b"))["x-agentspec-session"]) == "a?b"
 

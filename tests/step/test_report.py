@@ -5,6 +5,7 @@ import threading
 from rich.console import Console
 
 from agentspec.step.report import OTHER, Report, StepStatistics
+from agentspec.step.tool_report import ToolRow
 from agentspec.types import Speculation, Usage
 
 
@@ -56,3 +57,10 @@ def test_runs_are_shown_where_steps_ran_and_no_heading_is_cut() -> None:
     ledger.add_run(("a workflow with a long name", "and a step with one"), 3.5, failed=False)
     text = str(Report(tuple(ledger.rows()), ledger))
     assert "runs" in text and "errors" in text and "3.50" in text and "…" not in text
+
+
+def test_names_are_no_markup() -> None:
+    statistics = StepStatistics()
+    statistics.add_run(("map[str]", "[/plan]"), 1.0, failed=False)
+    shown = str(Report(tuple(statistics.rows()), statistics, (ToolRow("look[up]"),)))
+    assert all(name in shown for name in ("map[str]", "[/plan]", "look[up]"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +17,17 @@ from agentspec.reasoning.retrieval.knowledge.base import Hit, Query
 
 K1, B = 1.5, 0.75  # of BM25, as bm25s sets them
 
-_TERM = re.compile(r"\w\w+")
+# Vowel signs and accents that follow their letter, of which `\w` takes none for a part of a word.
+_MARKS = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if unicodedata.category(mark) in ("Mn", "Mc"))
+_TERM = re.compile(rf"\w[\w{_MARKS}]+")
 
 
 def terms(text: str) -> tuple[str, ...]:
-    """All words of `text` with two letters or more, in lower case and in order, with repetitions."""
-    return tuple(_TERM.findall(text.lower()))
+    """All words of `text` with two letters or more, in lower case and in order, with repetitions.
+
+    Vowel signs count as letters, and an accent is the same however it is encoded.
+    """
+    return tuple(_TERM.findall(unicodedata.normalize("NFC", text.lower())))
 
 
 def terms_of(query: Query) -> tuple[str, ...]:

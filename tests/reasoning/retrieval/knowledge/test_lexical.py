@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
 
 from agentspec.errors import ConfigurationError
@@ -15,6 +17,11 @@ def hits(*texts: str) -> list[Hit]:
 
 def test_terms_are_words_in_lower_case_as_often_as_they_occur():
     assert terms("A cat, the CAT; déjà-vu 42") == ("cat", "the", "cat", "déjà", "vu", "42")
+
+
+def test_words_keep_their_vowel_signs_and_accents():
+    assert terms("हिन्दी भाषा; שָׁלוֹם") == ("हिन्दी", "भाषा", unicodedata.normalize("NFC", "שָׁלוֹם"))
+    assert terms(unicodedata.normalize("NFD", "Zoë")) == terms("Zoë") == ("zoë",)
 
 
 def test_weights_add_up_in_the_order_of_the_query():
