@@ -12,14 +12,14 @@
 #              Empty: whatever pip finds first (on Linux, PyPI's CUDA build).
 # LOCK         requirements.lock: install what it lists by hash before anything else, as the hosted CI does. Empty: take
 #              the versions of constraints.txt from any index.
-# WORKERS      how many processes run tests (2); 0 runs them in pytest's own, as a debugger wants it
+# WORKERS      how many processes run tests (3); 0 runs them in pytest's own, as a debugger wants it
 # PYTEST_ARGS  further arguments for pytest
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 LOCK ?=
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -33,7 +33,8 @@ CODE := agentspec cache backends reasoning benchmarks tests examples docs
 # Tests start hundreds of processes: without bytecode each would compile every module anew, a quarter of all time.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two workers on two cores: with two threads each they would mostly wait for one another.
+# As many workers as cores, and one more, since tests wait for timers and disks a third of the time: with threads of
+# their own they would mostly wait for one another.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help

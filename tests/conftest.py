@@ -59,10 +59,11 @@ def costly(test: Callable[..., Any]) -> Callable[..., Any]:
 # One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
 # (With --no-loadscope-reorder: xdist would order them by their number of tests.)
 LONGEST = """
-    tests/test_examples.py tests/reasoning/retrieval/knn/test_decoder.py tests/test_readme.py tests/test_packaging.py
-    tests/reasoning/retrieval/test_models.py tests/backends/torch/test_real_model.py tests/proxy/test_soak.py
-    tests/test_example_agents.py tests/proxy/workers/test_lives.py tests/proxy/workers/test_engine.py
-    tests/backends/torch/engine/test_batching.py tests/backends/torch/test_exactness.py tests/reliability/test_bodies.py
+    tests/cache/native/test_stress.py tests/proxy/workers/test_lives.py tests/reliability/test_pool_chaos.py
+    tests/test_packaging.py tests/reliability/test_shared_past.py tests/proxy/workers/test_engine.py
+    tests/test_examples.py tests/test_example_agents.py tests/backends/torch/test_real_model.py
+    tests/backends/torch/engine/test_batching.py tests/reasoning/delegation/test_models.py tests/cli/test_demo.py
+    tests/reliability/test_upstream_faults.py tests/cache/test_deleter.py tests/reasoning/retrieval/test_models.py
 """.split()
 
 
