@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -68,28 +67,6 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.005)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_costs() -> Iterator[None]:
-    """One timing of a model's forwards for all engines on models of its kind: it takes 0.1 s and more."""
-    with pytest.MonkeyPatch.context() as patch:
-        if backend := sys.modules.get("agentspec.backends.torch.backend"):
-            for name in ("measure_costs", "measure_batches"):
-                patch.setattr(backend, name, _measured_once(getattr(backend, name)))
-        yield
-
-
-def _measured_once(measure: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[tuple[str, bool], Any] = {}
-
-    def samples(target: Any) -> Any:
-        kind = target.module.config.to_json_string(), target.rewindable
-        if kind not in known:
-            known[kind] = measure(target)
-        return known[kind]
-
-    return samples
 
 
 StartGateway = Callable[..., Running]

@@ -12,7 +12,6 @@ _fixtures = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = _fixtures
 _SPEC.loader.exec_module(_fixtures)
 
-shared_costs = _fixtures.shared_costs
 gateway = _fixtures.gateway
 shared_gateway = _fixtures.shared_gateway
 upstream = _fixtures.upstream

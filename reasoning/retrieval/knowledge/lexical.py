@@ -8,6 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,12 @@ from agentspec.reasoning.retrieval.knowledge.base import Hit, Query
 
 K1, B = 1.5, 0.75  # of BM25, as bm25s sets them
 
-# Vowel signs and accents that follow their letter, of which `\w` takes none for a part of a word.
-_MARKS = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if unicodedata.category(mark) in ("Mn", "Mc"))
-_TERM = re.compile(rf"\w[\w{_MARKS}]+")
+
+@cache
+def _term() -> re.Pattern[str]:
+    """A word, with the vowel signs and accents that follow their letter, which `\\w` leaves out."""
+    marks = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if unicodedata.category(mark) in ("Mn", "Mc"))
+    return re.compile(rf"\w[\w{marks}]+")
 
 
 def terms(text: str) -> tuple[str, ...]:
@@ -27,7 +31,7 @@ def terms(text: str) -> tuple[str, ...]:
 
     Vowel signs count as letters, and an accent is the same however it is encoded.
     """
-    return tuple(_TERM.findall(unicodedata.normalize("NFC", text.lower())))
+    return tuple(_term().findall(unicodedata.normalize("NFC", text.lower())))
 
 
 def terms_of(query: Query) -> tuple[str, ...]:

@@ -4,11 +4,13 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentspec.backends.http import Endpoint, httpx, mapped_errors
+from agentspec.backends.http.response import UpstreamResponse
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, UpstreamError, UpstreamTimeoutError
 
@@ -53,6 +55,12 @@ def test_every_error_of_the_client_is_mapped(kind: type[Exception]) -> None:
     with pytest.raises(expected, match="upstream U .*" + kind.__name__) as caught, mapped_errors("U"):
         raise build(kind)
     assert type(caught.value) is expected and isinstance(caught.value.__cause__, kind)
+
+
+@pytest.mark.parametrize(("encoding", "encoded"), [(b"", False), (b"Identity", False), (b"gzip", True)])
+def test_an_empty_encoding_is_none(encoding: bytes, encoded: bool) -> None:
+    answer: Any = SimpleNamespace(status=200, headers=[(b"content-encoding", encoding)])
+    assert UpstreamResponse(answer, "U").is_encoded == encoded
 
 
 def test_there_are_errors_to_map() -> None:
