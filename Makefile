@@ -70,12 +70,12 @@ test: $(VENV)/.installed-test
 
 # The same with another choice of tests than that of pyproject.toml.
 # Coverage is that of the quick tests, and of slow ones that alone reach some code. The other slow ones are broader versions
-# of quick ones, and take up to five times as long when every line they run is counted; so do the 100 examples of properties,
-# of which ten are counted. They run even if a quick one fails: a run says all that is wrong.
+# of quick ones, and take up to five times as long when every line they run is counted; so do properties with their many
+# examples. They run even if a quick one fails: a run says all that is wrong.
 check-tests:
 	failed=0; \
-	$(MAKE) test CHOICE='--hypothesis-seed=0 -m "(not slow or counted) and not long and not mutants" --cov' || failed=1; \
-	$(MAKE) test CHOICE='--hypothesis-profile=ci -m "(hypothesis or slow and not counted) and not long and not mutants"' || failed=1; \
+	$(MAKE) test CHOICE='-m "(not slow or counted) and not (hypothesis or long or mutants)" --cov' || failed=1; \
+	$(MAKE) test CHOICE='--hypothesis-profile=ci -m "(hypothesis or slow and not counted) and not (long or mutants)"' || failed=1; \
 	exit $$failed
 
 # What reads the source and runs none of it, two at a time.
@@ -86,7 +86,7 @@ check: check-static check-tests
 
 # vLLM is a download of 400 MB into an environment of its own, agent frameworks are one of 150 MB into another, and
 # `langgraph dev` into a third; without them the tests of real servers and of these clients are skipped.
-check-long: CHOICE = --hypothesis-profile=long -m "long or costly"
+check-long: CHOICE = --hypothesis-profile=long -m "long or hypothesis"
 check-long: WORKERS = 0
 check-long: export AGENTSPEC_VLLM_ENV = $(CURDIR)/.ci/vllm
 check-long: export AGENTSPEC_CLIENTS_ENV = $(CURDIR)/.ci/clients

@@ -2,7 +2,8 @@
 
 No clock: the engine's time is computed, a forward of the target costing `1 + SLOPE * (tokens - 1)` units and one of the
 draft model the same divided by `ratio`. So what is drafted, and when the small model is asked at all, is what it would
-be for a pair of that ratio, on any machine and under any load. Only the host's work is measured, in processor time.
+be for a pair of that ratio, on any machine and under any load; of answers at once, whether they start in one step is up
+to the machine. Only the host's work is measured, in processor time.
 """
 
 from __future__ import annotations

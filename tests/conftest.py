@@ -36,9 +36,9 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 ENCODER_WORDS = "[PAD] [UNK] [CLS] [SEP] cat dog bird fish tree house river stone the a".split()
 
 
-# On how many examples a property is tried; `make check` asks for the second, always the same ones, and for costly
-# properties `make check-long` for the third.
-PROFILES = {"dev": 10, "ci": 100, "long": 400}
+# On how many examples a property is tried; `make check` asks for the second, always the same ones, and
+# `make check-long` for the third.
+PROFILES = {"dev": 10, "ci": 50, "long": 400}
 for name, examples in PROFILES.items():
     hypothesis.settings.register_profile(
         name,
@@ -51,9 +51,9 @@ hypothesis.settings.load_profile("dev")
 
 
 def costly(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a property of which each example opens a database or runs agents: a quarter of the examples, 10 or more."""
+    """For a property of which each example opens a database or runs agents: a quarter of the examples, 10 or more."""
     examples = hypothesis.settings.default.max_examples  # of the profile that the command line chose
-    return pytest.mark.costly(hypothesis.settings(max_examples=max(PROFILES["dev"], examples // 4))(test))
+    return hypothesis.settings(max_examples=max(PROFILES["dev"], examples // 4))(test)
 
 
 # One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.

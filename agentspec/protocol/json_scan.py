@@ -12,9 +12,8 @@ WINDOW = 1 << 18
 STEP = 1 << 16  # bytes looked at between two chances for other threads
 _TRIES = 4
 _DEEPEST = 512
-_MOST_PLACES = (
-    1 << 16
-)  # where a key is looked at: an answer whose strings are made of it must not cost more than others
+# Where a key is looked at: an answer whose strings are made of it must not cost more than others.
+_MOST_PLACES = 1 << 16
 
 # For text from `mask_escapes`.
 _STRING = re.compile(rb'"[^"]*+"')

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from agentspec.benchmarks.concurrency import (
@@ -39,10 +38,7 @@ def test_each_at_once_is_compared_with_its_own_one_at_a_time(tmp_path: Path) -> 
     assert len(written["runs"][ON_ALONE]) == 7
 
 
-@pytest.mark.slow
-@pytest.mark.counted
-@pytest.mark.model
-def test_answers_at_once_are_those_one_at_a_time_on_the_default_model() -> None:
-    table = run_concurrency("smollm2-135m", clients=3, rounds=1, max_tokens=8).runs
+def test_answers_at_once_are_those_one_at_a_time(model: str) -> None:
+    table = run_concurrency(model, clients=3, rounds=1, max_tokens=8).runs
     assert set(table.runs) == set(VARIANTS)
     assert len({run.tokens for runs in table.runs.values() for run in runs}) == 1

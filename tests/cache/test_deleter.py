@@ -538,7 +538,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_a_kill_leaves_all_or_nothing(tmp_path: Path, kills: int) -> None:
     """Nothing forgotten comes back, and the next writer leaves no byte of it. The first kill comes before anything is
     forgotten, the last after all of it, the others anywhere.

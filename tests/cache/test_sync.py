@@ -452,7 +452,7 @@ with SuffixCache.open(sys.argv[1]) as cache:
 """
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_a_kill_leaves_a_cache_that_opens(tmp_path: Path, kills: int) -> None:
     """Of a writer that saves segments all the time, at any moment."""
     generator = random.Random(3)

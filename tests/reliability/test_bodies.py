@@ -244,7 +244,7 @@ def test_c1_hostile_bodies_are_refused_cheaply(client: httpx.Client, body: bytes
     response = client.post(CHAT, content=body)
     assert 400 <= response.status_code < 500 or (b'"x": [' in body and response.status_code == 200)
     assert len(response.content) < 2048
-    assert time.process_time() - before < 5  # of client and server; quadratic work takes minutes
+    assert time.process_time() - before < 30  # of client and server; quadratic work takes minutes
 
 
 def test_c1_a_body_of_100_megabytes_is_refused_unread(served: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.reliability, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.reliability, pytest.mark.long, pytest.mark.timeout(900)]
 
 ENGINE = """
 [backends.local]

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentspec.backends.model_store import ModelFiles, fetch, locate, resolve
+from agentspec.backends.model_store import ModelFiles, convert, fetch, locate, resolve
 from agentspec.backends.model_store.builtin import Builtin, PackagePart
 from agentspec.backends.model_store.store import compute_sha256
+from agentspec.backends.model_store.unpack import unpack
 from agentspec.errors import ModelUnavailableError
 
 
@@ -26,17 +26,14 @@ def folder(tmp_path_factory) -> Path:
 
 def loads(files: ModelFiles) -> int:
     """How many tokens the model of `files` scores for one of them."""
-    program = (
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "ids = AutoTokenizer.from_pretrained(sys.argv[1])('A', return_tensors='pt').input_ids\n"
-        "print(model(ids).logits.shape[-1])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(files.folder)], capture_output=True, text=True, check=True
-    )
-    return int(result.stdout)
+    ids = AutoTokenizer.from_pretrained(files.folder)("A", return_tensors="pt").input_ids
+    return AutoModelForCausalLM.from_pretrained(files.folder)(ids).logits.shape[-1]
+
+
+@pytest.fixture
+def unpacked_here(monkeypatch) -> None:
+    """Without the process of its own, which mostly imports what is here already."""
+    monkeypatch.setattr(convert, "_unpack", unpack)
 
 
 def test_a_folder_is_taken_as_it_is(store, folder):
@@ -80,7 +77,6 @@ def test_an_unknown_name_says_what_could_be_given(store, name):
 
 
 @pytest.mark.slow
-@pytest.mark.counted
 def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert locate(str(tiny_gguf)) is None
     files = resolve(str(tiny_gguf), progress=False)
@@ -91,14 +87,11 @@ def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert (files.folder / "model.safetensors").stat().st_mtime_ns == written
 
 
-@pytest.mark.slow
-@pytest.mark.counted
-def test_a_folder_with_one_gguf_file_is_that_file(store, tiny_gguf):
+def test_a_folder_with_one_gguf_file_is_that_file(store, unpacked_here, tiny_gguf):
     assert resolve(str(tiny_gguf.parent), progress=False).fingerprint == compute_sha256(tiny_gguf)
 
 
 @pytest.mark.slow
-@pytest.mark.counted
 def test_a_damaged_gguf_file_is_refused(store, tmp_path, tiny_gguf):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(tiny_gguf.read_bytes()[:1000])
@@ -114,9 +107,7 @@ def as_builtin(builtin, monkeypatch) -> str:
     return builtin.name
 
 
-@pytest.mark.slow
-@pytest.mark.counted
-def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, as_builtin, builtin):
+def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, unpacked_here, as_builtin, builtin):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: resolve(as_builtin, progress=False), range(2))
     assert first == second == locate(as_builtin)
@@ -133,9 +124,7 @@ def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, 
     assert compute_sha256(store / "tiny" / "tiny.gguf") == builtin.sha256
 
 
-@pytest.mark.slow
-@pytest.mark.counted
-def test_a_file_put_into_the_store_by_hand_counts(store, as_builtin, tiny_gguf, monkeypatch):
+def test_a_file_put_into_the_store_by_hand_counts(store, unpacked_here, as_builtin, tiny_gguf, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # nothing can be fetched
     (store / "tiny").mkdir(parents=True)
     shutil.copy(tiny_gguf, store / "tiny" / "tiny.gguf")

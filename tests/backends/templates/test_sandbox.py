@@ -143,9 +143,7 @@ def test_a_hostile_template_is_refused_early_and_small(name: str, monkeypatch: p
     with pytest.raises(Exception) as caught:
         rendered(HOSTILE[name], SAID, None, {}, start=True, continue_final=False)
     assert not isinstance(caught.value, MemoryError)
-    assert (
-        time.thread_time() - started < 10.0
-    )  # far more than the budget and one operation beyond it, on whatever machine
+    assert time.thread_time() - started < 30.0  # the budget and one operation beyond it, on whatever machine
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 60
 
 

@@ -223,7 +223,7 @@ def scripts(want: list[int], tree_of: Any, prompt: list[int] = PROMPT) -> list[A
     return [winding, wrong, illegal, shifted, next_one]
 
 
-@pytest.mark.slow
+@pytest.mark.mutants
 def test_the_battery_passes_without_a_mutation(labs: list[Any], tree_of: Any) -> None:
     battery(labs, tree_of)
 
@@ -242,7 +242,7 @@ def ahead(labs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab, "draws_ahead", True)
 
 
-@pytest.mark.slow
+@pytest.mark.mutants
 @pytest.mark.usefixtures("ahead")
 def test_the_batteries_pass_drawing_ahead(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
     battery(labs, tree_of)

@@ -56,8 +56,7 @@ def ask(prompt: str, temperature: float, max_tokens: int = 40, **fields: Any) ->
     ("prompt", "temperature", "max_tokens"),
     [
         (PROMPTS[0], 0.0, 12),
-        pytest.param(*OTHER_PAIRS[0], 40, marks=SLOW),
-        *(pytest.param(*each, 40, marks=pytest.mark.long) for each in OTHER_PAIRS[1:]),
+        *(pytest.param(*each, 40, marks=pytest.mark.long) for each in OTHER_PAIRS),
     ],
 )
 async def test_speculation_changes_no_token(

@@ -65,9 +65,7 @@ time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)
 """
 
 
-@pytest.mark.parametrize(
-    "times", [2, pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_daemon_threads_that_draft_do_not_abort_the_end(tmp_path: Path, times: int) -> None:
     for turn in range(times):
         run(DRAFTING, "-" if turn % 2 else tmp_path)

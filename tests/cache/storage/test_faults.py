@@ -17,7 +17,7 @@ from agentspec.cache.storage.sequence_store import SequenceStore
 
 SLOW = pytest.mark.slow
 LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
-KILLS = [2, pytest.param(8, marks=SLOW), pytest.param(200, marks=LONG)]
+KILLS = [2, pytest.param(200, marks=LONG)]
 RECOVERIES = [1, pytest.param(4, marks=SLOW), pytest.param(50, marks=LONG)]
 STRIDES = [61, pytest.param(7, marks=SLOW), pytest.param(1, marks=LONG)]
 

@@ -126,7 +126,7 @@ def test_reading_takes_time_in_proportion(text: str, quote: str) -> None:
     try:
         with suppress(NotRegularError):
             lark_regex(f"start: {quote}{text}{quote}\n" + "a: start\n" * 100)
-        assert time.thread_time() - before < 2  # hundredths of it; quadratic work takes longer
+        assert time.thread_time() - before < 30  # hundredths of a second; quadratic work takes minutes
     finally:
         gc.enable()
 

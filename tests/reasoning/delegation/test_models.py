@@ -22,7 +22,7 @@ pytest.importorskip("torch")
 
 LONG = pytest.mark.long
 
-COMMON = {"think_start": "", "think_end": "", "budget_tokens": 96, "step_tokens": 32}
+COMMON = {"think_start": "", "think_end": "", "budget_tokens": 48, "step_tokens": 16}
 STRATEGIES = {
     "kept": SpecReasonSettings(base="base", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
     "none": SpecReasonSettings(base="base", small="small", threshold=9.5, **COMMON),  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def problems() -> list[str]:
 
 
 def ask(model: str, problem: str) -> GenerateRequest:
-    sampling = SamplingParams(temperature=0.0, max_tokens=128)
+    sampling = SamplingParams(temperature=0.0, max_tokens=64)
     return GenerateRequest(model, messages=[{"role": "user", "content": problem}], sampling=sampling)
 
 
@@ -67,8 +67,8 @@ async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -
     found = await deltas(runtime, ask(model, problems()[0]))
     told, usage = found[-1].speculation, found[-1].usage
     assert isinstance(told, StepSpeculation) and usage is not None and told.degraded == {}
-    assert thought(found).strip() and 0 < usage.completion_tokens <= 128
-    assert sum(told.kept_tokens.values()) <= 96
+    assert thought(found).strip() and 0 < usage.completion_tokens <= 64
+    assert sum(told.kept_tokens.values()) <= 48
     if model in ("kept", "none", "taught"):
         assert told.accepted_steps == (0 if model == "none" else told.proposed_steps)
 

@@ -132,7 +132,7 @@ def keeps(rule: str, text: str, backend: Any, request: GenerateRequest) -> bool:
     ("kind", "questions"),
     [
         ("bm25", 2),
-        *(pytest.param(kind, 6, marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, 3, marks=pytest.mark.slow) for kind in KINDS),
         *(pytest.param(kind, 200, marks=[pytest.mark.long, pytest.mark.timeout(1800)]) for kind in KINDS),
     ],
 )
