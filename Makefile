@@ -68,15 +68,11 @@ test: $(VENV)/.installed-test
 	$(BIN)/agentspec model fetch minilm
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --benchmark-disable $(CHOICE) $(PYTEST_ARGS)
 
-# The same with another choice of tests than that of pyproject.toml.
-# Coverage is that of the quick tests, and of slow ones that alone reach some code. The other slow ones are broader versions
-# of quick ones, and take up to five times as long when every line they run is counted; so do properties with their many
-# examples. They run even if a quick one fails: a run says all that is wrong.
-check-tests:
-	failed=0; \
-	$(MAKE) test CHOICE='-m "(not slow or counted) and not (hypothesis or long or mutants)" --cov' || failed=1; \
-	$(MAKE) test CHOICE='--hypothesis-profile=ci -m "(hypothesis or slow and not counted) and not (long or mutants)"' || failed=1; \
-	exit $$failed
+# All tests but the longest. Coverage is that of the quick ones, and of slow ones that alone reach some code: the other slow
+# ones are broader versions of quick ones, and take up to five times as long when every line they run is counted; so do
+# properties with their many examples (`no_cover` in tests/conftest.py).
+check-tests: CHOICE = --hypothesis-profile=ci -m "not (long or mutants)" --cov
+check-tests: test
 
 # What reads the source and runs none of it, two at a time.
 check-static: $(VENV)/.installed-test

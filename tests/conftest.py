@@ -59,11 +59,11 @@ def costly(test: Callable[..., Any]) -> Callable[..., Any]:
 # One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
 # (With --no-loadscope-reorder: xdist would order them by their number of tests.)
 LONGEST = """
-    tests/cache/native/test_stress.py tests/proxy/workers/test_lives.py tests/reliability/test_pool_chaos.py
-    tests/test_packaging.py tests/reliability/test_shared_past.py tests/proxy/workers/test_engine.py
-    tests/test_examples.py tests/test_example_agents.py tests/backends/torch/test_real_model.py
-    tests/backends/torch/engine/test_batching.py tests/reasoning/delegation/test_models.py tests/cli/test_demo.py
-    tests/reliability/test_upstream_faults.py tests/cache/test_deleter.py tests/reasoning/retrieval/test_models.py
+    tests/cache/native/test_stress.py tests/backends/torch/test_real_model.py tests/proxy/workers/test_engine.py
+    tests/proxy/workers/test_lives.py tests/backends/torch/engine/test_batching.py tests/test_examples.py
+    tests/reasoning/delegation/test_models.py tests/backends/torch/test_exactness.py
+    tests/reliability/test_pool_chaos.py tests/cache/test_deleter.py tests/backends/torch/model/test_cuda_graphs.py
+    tests/test_example_agents.py tests/cli/test_demo.py tests/reasoning/retrieval/test_models.py
 """.split()
 
 
@@ -83,6 +83,10 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {path: number for number, path in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & {"hypothesis", "slow"} and "counted" not in marks:
+            item.add_marker("no_cover")  # pytest-cov's
 
 
 @pytest.hookimpl(trylast=True)  # after the teardown of fixtures

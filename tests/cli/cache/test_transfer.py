@@ -129,7 +129,6 @@ def test_text_needs_a_model(program, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.counted
 @pytest.mark.model
 def test_imported_calls_are_what_the_gateway_stores_and_drafts(program, tmp_path, default_model):
     """The same call live and imported is one sequence, and the next day's gateway drafts it from its first token."""
