@@ -241,6 +241,24 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
     await crowd.close()
 
 
+@pytest.mark.parametrize(
+    ("tenant", "other", "waiting", "wait"), [("light", "heavy", 2, 6.0), ("heavy", "light", 7, 16 / 3)]
+)
+async def test_how_long_one_would_wait_goes_by_the_weights(tenant: str, other: str, waiting: int, wait: float) -> None:
+    """Of eight places two are the light tenant's share and six the heavy one's."""
+    weights = {"light": TenantLimits(weight=1), "heavy": TenantLimits(weight=3)}
+    crowd = Crowd(limits(weights, max_concurrent=8, queue_timeout=5))
+    await crowd.send(tenant)
+    crowd.time += 4.0  # so long do requests take
+    await crowd.end(tenant)
+    await crowd.send(other, 8)
+    await crowd.send(tenant, waiting + 1)
+    assert crowd.limiter.waiting == waiting
+    refused = crowd.tasks[-1].exception()
+    assert isinstance(refused, OverloadedError) and refused.retry_after == pytest.approx(wait)
+    await crowd.close()
+
+
 async def test_a_client_that_leaves_the_queue_takes_no_place() -> None:
     crowd = Crowd(limits(max_concurrent=1))
     messages: asyncio.Queue[Message] = asyncio.Queue()
