@@ -1,4 +1,7 @@
-"""Turns errors into HTTP responses of OpenAI's shape; no other module maps the error classes."""
+"""Turns errors into HTTP responses of OpenAI's shape; no other module maps the error classes.
+
+An upstream's own error is no exception where its answer is passed through: see `forwarding/passthrough.py`.
+"""
 
 from __future__ import annotations
 

@@ -30,39 +30,43 @@ def expected(stride: int, gamma: float) -> float:
     return sum(gamma**i for i in range(stride))
 
 
-def latency(stride: int, speak: float, ask: float, gamma: float, *, asynchronous: bool) -> float:
-    """Seconds of a stride by the paper's formula, with `speak` seconds per round and `ask` seconds per verification."""
-    whole = stride * speak + ask
+def latency(stride: int, generation: float, retrieval: float, gamma: float, *, asynchronous: bool) -> float:
+    """Seconds of a stride by the paper's formula: a round takes `generation` seconds, verifying `retrieval` seconds."""
+    whole = stride * generation + retrieval
     if not asynchronous:
         return whole
     right = gamma**stride
-    return right * ((stride - 1) * speak + max(speak, ask)) + (1 - right) * whole
+    return right * ((stride - 1) * generation + max(generation, retrieval)) + (1 - right) * whole
 
 
-def os3(speak: float, ask: float, gamma: float, *, asynchronous: bool, most: int = MOST) -> int:
+def os3(generation: float, retrieval: float, gamma: float, *, asynchronous: bool, most: int = MOST) -> int:
     """The stride with the most verified rounds per second."""
     strides = range(1, most + 1)
-    return max(strides, key=lambda s: expected(s, gamma) / latency(s, speak, ask, gamma, asynchronous=asynchronous))
+    return max(
+        strides, key=lambda s: expected(s, gamma) / latency(s, generation, retrieval, gamma, asynchronous=asynchronous)
+    )
 
 
-def one_by_one(speak: float, ask: float) -> float:
+def one_by_one(generation: float, retrieval: float) -> float:
     """Seconds per round of sequential retrieval."""
-    return speak + ask
+    return generation + retrieval
 
 
-def synchronous_seconds(stride: int, speak: float, ask: float, gamma: float) -> float:
+def synchronous_seconds(stride: int, generation: float, retrieval: float, gamma: float) -> float:
     """Seconds per kept round if a stride is generated and then verified: OS3's formula plus redoing the wrong round."""
-    again = (1 - gamma**stride) * speak
-    return (latency(stride, speak, ask, gamma, asynchronous=False) + again) / expected(stride, gamma)
+    again = (1 - gamma**stride) * generation
+    return (latency(stride, generation, retrieval, gamma, asynchronous=False) + again) / expected(stride, gamma)
 
 
-def asynchronous_seconds(speak: float, ask: float, gamma: float, stride: int = 1, waste: float = WASTE) -> float:
+def asynchronous_seconds(
+    generation: float, retrieval: float, gamma: float, stride: int = 1, waste: float = WASTE
+) -> float:
     """Seconds per kept round if verification runs concurrently with the following rounds.
 
     A right guess costs only its round. A wrong guess is noticed when its search ends: after the time of a search, as in
     sequential retrieval, plus that of the rounds its batch waited for. The rounds generated meanwhile are lost.
     """
-    return speak + (1 - gamma) * (ask + (stride - 1) / 2 * speak + waste * speak)
+    return generation + (1 - gamma) * (retrieval + (stride - 1) / 2 * generation + waste * generation)
 
 
 @dataclass(slots=True)
@@ -76,18 +80,18 @@ class RunningMean:
 
 
 @dataclass(slots=True)
-class RequestStride:
+class StrideMeasurements:
     """The measurements of all requests of one model and one knowledge base. Not thread-safe.
 
-    `alone_ask` is the time of a search that the request waited for. `alone` is the time of a round without concurrent
-    verification, by whether its document differs from that of the round before. `spent` is the time that recent
-    speculated rounds took, `plain` the estimate for the same rounds by sequential retrieval. Unless `spent` is clearly
-    less, speculation pauses, each time for longer, so that trying it costs only a small part of the time.
+    `alone_retrieval` is the time of a search that the request waited for. `alone` is the time of a round without
+    concurrent verification, by whether its document differs from that of the round before. `spent` is the time that
+    recent speculated rounds took, `plain` the estimate for the same rounds by sequential retrieval. Unless `spent` is
+    clearly less, speculation pauses, each time for longer, so that trying it costs only a small part of the time.
     """
 
-    speak: RunningMean = field(default_factory=RunningMean)
-    ask: RunningMean = field(default_factory=RunningMean)
-    alone_ask: RunningMean = field(default_factory=RunningMean)
+    generation: RunningMean = field(default_factory=RunningMean)
+    retrieval: RunningMean = field(default_factory=RunningMean)
+    alone_retrieval: RunningMean = field(default_factory=RunningMean)
     alone: dict[bool, RunningMean] = field(default_factory=lambda: {True: RunningMean(), False: RunningMean()})
     right: float = PRIOR * PRIOR_WEIGHT
     guesses: float = PRIOR_WEIGHT
@@ -106,23 +110,23 @@ class RequestStride:
         self.right = self.right * fade + right
         self.guesses = self.guesses * fade + right + wrong
 
-    def asked(self, seconds: float, *, alone: bool) -> None:
-        self.ask.add(seconds)
+    def retrieved(self, seconds: float, *, alone: bool) -> None:
+        self.retrieval.add(seconds)
         if alone:
-            self.alone_ask.add(seconds)
+            self.alone_retrieval.add(seconds)
 
-    def spoke(self, seconds: float, *, changed: bool, alone: bool) -> None:
-        self.speak.add(seconds)
+    def generated(self, seconds: float, *, changed: bool, alone: bool) -> None:
+        self.generation.add(seconds)
         if alone:
             self.alone[changed].add(seconds)
 
     def kept(self, changed: bool, seconds: float) -> None:
         """Record that speculation added one more round in `seconds` of wall time, including retrieval."""
         alone = self.alone[changed].value or self.alone[not changed].value
-        if alone is None or self.alone_ask.value is None:
+        if alone is None or self.alone_retrieval.value is None:
             return
         self.spent = self.spent * BALANCE_FADE + seconds
-        self.plain = self.plain * BALANCE_FADE + one_by_one(alone, self.alone_ask.value)
+        self.plain = self.plain * BALANCE_FADE + one_by_one(alone, self.alone_retrieval.value)
         self.trial += 1
         if self.trial >= TRIAL:
             self._judge()
@@ -151,7 +155,7 @@ SEQUENTIAL: Final = StridePlan(0)
 class StrideGovernor:
     """Chooses one request's strides: a fixed one, or the one that is fastest according to the measurements."""
 
-    pace: RequestStride = field(default_factory=RequestStride)
+    measured: StrideMeasurements = field(default_factory=StrideMeasurements)
     stride: int | Literal["os3"] = "os3"
     asynchronous: bool = True
     _window: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -162,38 +166,38 @@ class StrideGovernor:
         """The share of right guesses in the last verifications, smoothed by the share over all requests."""
         right, wrong = (sum(seen) for seen in zip(*self._window, strict=True)) if self._window else (0, 0)
         weight = PRIOR_WEIGHT
-        return (right + self.pace.gamma * weight) / (right + wrong + weight)
+        return (right + self.measured.gamma * weight) / (right + wrong + weight)
 
     def verified(self, right: int, *, wrong: bool) -> None:
         """Record a verification: `right` guesses before the first wrong one, and whether there was a wrong one."""
         self._window.append((right, int(wrong)))
-        self.pace.guessed(right, int(wrong))
+        self.measured.guessed(right, int(wrong))
 
     def optimal(self) -> int:
         """OS3's stride for synchronous verification; the last stride if nothing was verified or measured yet."""
-        speak, ask = self.pace.speak.value, self.pace.ask.value
-        if self._window and speak is not None and ask is not None:
+        generation, retrieval = self.measured.generation.value, self.measured.retrieval.value
+        if self._window and generation is not None and retrieval is not None:
             right, wrong = (sum(seen) for seen in zip(*self._window, strict=True))
             hit_rate = min(CAP, right / (right + wrong)) if right + wrong else CAP
-            self._last = os3(speak, ask, hit_rate, asynchronous=False)
+            self._last = os3(generation, retrieval, hit_rate, asynchronous=False)
         return self._last
 
     def choose(self) -> StridePlan:
         """The plan for the next round."""
         if self.stride != "os3":
             return StridePlan(self.stride, self.asynchronous)
-        speak, ask = self.pace.speak.value, self.pace.ask.value
-        if speak is None or ask is None:
+        generation, retrieval = self.measured.generation.value, self.measured.retrieval.value
+        if generation is None or retrieval is None:
             return SEQUENTIAL
-        if self.pace.skip > 0:
-            self.pace.skip -= 1
+        if self.measured.skip > 0:
+            self.measured.skip -= 1
             return SEQUENTIAL
-        return self._best(speak, ask)
+        return self._best(generation, retrieval)
 
-    def _best(self, speak: float, ask: float) -> StridePlan:
+    def _best(self, generation: float, retrieval: float) -> StridePlan:
         stride, gamma = self.optimal(), self.gamma
-        seconds = {StridePlan(stride): synchronous_seconds(stride, speak, ask, gamma)}
+        seconds = {StridePlan(stride): synchronous_seconds(stride, generation, retrieval, gamma)}
         if self.asynchronous:
-            seconds[StridePlan(1, True)] = asynchronous_seconds(speak, ask, gamma)
+            seconds[StridePlan(1, True)] = asynchronous_seconds(generation, retrieval, gamma)
         best = min(seconds, key=lambda plan: seconds[plan])
-        return best if seconds[best] < MARGIN * one_by_one(speak, ask) else SEQUENTIAL
+        return best if seconds[best] < MARGIN * one_by_one(generation, retrieval) else SEQUENTIAL

@@ -153,7 +153,7 @@ class ServerDrafter:
     def _judge(self, states: Sequence[RequestState], seconds: float, gained: int) -> None:
         """Learn for each request whether searching for drafts pays, from a step that gained so many tokens.
 
-        `allocate_budget` accounts for the cost of verifying rejected drafts, by the request's factor: a request whose
+        `propose_chains` accounts for the cost of verifying rejected drafts, by the request's factor: a request whose
         drafts fail now may copy a page next.
         """
         asked = [state for state in states if state.asked]

@@ -32,7 +32,7 @@ from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RetrievalSettings
-from agentspec.speculation.stride import RequestStride
+from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class RetrievalBench:
         self, case: RetrievalCase, base: KnowledgeBase, questions: Sequence[CorpusQuestion], variants: Sequence[str]
     ) -> RetrievalCase:
         """Answer every question by every variant. Each variant keeps the costs it has measured for its next answer."""
-        paces = {variant: RequestStride() for variant in variants}
-        self.answer(questions[0], base, variants[0], RequestStride())  # the first search includes one-time setup
+        measurements = {variant: StrideMeasurements() for variant in variants}
+        self.answer(questions[0], base, variants[0], StrideMeasurements())  # the first search includes one-time setup
         for index, question in enumerate(questions):
             self.progress(f"{case.name}: question {index + 1} of {len(questions)}")
-            for variant, pace in rotated(paces, index):
-                case.runs.setdefault(variant, []).append(self.answer(question, base, variant, pace))
+            for variant, measured in rotated(measurements, index):
+                case.runs.setdefault(variant, []).append(self.answer(question, base, variant, measured))
         return case
 
     def answer(
@@ -82,19 +82,19 @@ class RetrievalBench:
         question: CorpusQuestion,
         base: KnowledgeBase,
         variant: str,
-        pace: RequestStride,
+        measured: StrideMeasurements,
         settings: RetrievalSettings | None = None,
         seed: int | None = None,
     ) -> RetrievalRun:
         settings = settings or RetrievalSettings(asynchronous=variant != WAITING)
-        return self.loop.run_until_complete(self._answer(question, base, variant, pace, settings, seed))
+        return self.loop.run_until_complete(self._answer(question, base, variant, measured, settings, seed))
 
     async def _answer(
         self,
         question: CorpusQuestion,
         base: KnowledgeBase,
         variant: str,
-        pace: RequestStride,
+        measured: StrideMeasurements,
         settings: RetrievalSettings,
         seed: int | None,
     ) -> RetrievalRun:
@@ -108,7 +108,9 @@ class RetrievalBench:
         account, began = SearchStats(), time.perf_counter()
         tokens: list[int] = []
         given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "stats": account}
-        events = sequential(request, **given) if variant == SEQUENTIAL else ralmspec(request, **given, pace=pace)
+        events = (
+            sequential(request, **given) if variant == SEQUENTIAL else ralmspec(request, **given, measured=measured)
+        )
         async for event in events:
             if isinstance(event, VerifiedText):
                 tokens += event.token_ids
@@ -161,7 +163,7 @@ def batches_saved(
     longer, accounts = replace(bench, max_tokens=SAVED_TOKENS), []
     for index, question in enumerate(questions):
         bench.progress(f"fixed stride: question {index + 1} of {len(questions)}")
-        accounts.append(longer.answer(question, base, SPECULATIVE, RequestStride(), settings).account)
+        accounts.append(longer.answer(question, base, SPECULATIVE, StrideMeasurements(), settings).account)
     batches, queries = sum(a.batches for a in accounts), sum(a.queries for a in accounts)
     return 1 - batches / queries, sum(a.right for a in accounts) / max(1, sum(a.guesses for a in accounts))
 
@@ -194,13 +196,13 @@ def check(bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestio
     ]
     for kind in (*KINDS, "remote"):
         with bases.opened(kind) as base:
-            pace = RequestStride()
+            measured = StrideMeasurements()
             for index, question in enumerate(questions):
                 bench.progress(f"{kind}: question {index + 1} of {len(questions)}")
                 seed = index if index % 2 else None
-                plain = bench.answer(question, base, SEQUENTIAL, pace, seed=seed)
+                plain = bench.answer(question, base, SEQUENTIAL, measured, seed=seed)
                 for way in ways:
-                    run = bench.answer(question, base, SPECULATIVE, pace, way, seed)
+                    run = bench.answer(question, base, SPECULATIVE, measured, way, seed)
                     found.compared[kind] = found.compared.get(kind, 0) + 1
                     if run.tokens != plain.tokens:
                         found.differ.append(f"{kind}, {question.id}, stride {way.stride}, {way.asynchronous=}")

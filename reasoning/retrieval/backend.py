@@ -17,7 +17,7 @@ from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answers
-from agentspec.speculation.stride import RequestStride
+from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import Delta, GenerateRequest, RetrievalSpeculation, Usage
 
 MOST_TENANTS = 64  # tenants that have a document cache, if caches outlive a request
@@ -35,7 +35,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
     settings: RaLMSpecSettings
     base: ModelRef
     knowledge: KnowledgeBase
-    pace: RequestStride = field(default_factory=RequestStride)
+    measured: StrideMeasurements = field(default_factory=StrideMeasurements)
     _caches: OrderedDict[str, RetrievedDocuments] = field(default_factory=OrderedDict)
 
     @property
@@ -108,7 +108,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         asked = replace(request, model=self.base.model)
         if not request.speculation:
             return sequential(asked, **given)
-        return ralmspec(asked, **given, pace=self.pace, cache=self._cache(request.tenant))
+        return ralmspec(asked, **given, measured=self.measured, cache=self._cache(request.tenant))
 
     def _cache(self, tenant: str) -> RetrievedDocuments | None:
         """The tenant's document cache; None if each request has its own."""

@@ -19,7 +19,7 @@ from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, 
 from agentspec.reasoning.retrieval.round_generator import RoundGenerator
 from agentspec.reasoning.retrieval.speculation import SpeculationState
 from agentspec.reasoning.settings import RetrievalSettings
-from agentspec.speculation.stride import RequestStride, StrideGovernor
+from agentspec.speculation.stride import StrideGovernor, StrideMeasurements
 from agentspec.types import GenerateRequest
 
 
@@ -65,14 +65,14 @@ async def ralmspec(
     knowledge: KnowledgeBase,
     settings: RetrievalSettings | None = None,
     stats: SearchStats | None = None,
-    pace: RequestStride | None = None,
+    measured: StrideMeasurements | None = None,
     cache: RetrievedDocuments | None = None,
 ) -> AsyncGenerator[Event]:
     """Guess documents, verify them in batches and roll back wrong rounds, until the answer ends.
 
-    Text in events is always verified. The call fills `stats`. `pace` holds the times that earlier answers of the same
-    model and knowledge base measured; several answers of one tenant may share `cache`. Closing the iterator cancels
-    generation and searches.
+    Text in events is always verified. The call fills `stats`. `measured` holds the times of earlier answers of the same
+    model and knowledge base; several answers of one tenant may share `cache`. Closing the iterator cancels generation
+    and searches.
 
     Raises `KnowledgeBaseError` if a search fails, since the answer cannot continue without its document. Raises
     `InvalidRequestError` for request fields that rounds cannot honour, and what the backend raises.
@@ -81,7 +81,7 @@ async def ralmspec(
     generator = await RoundGenerator.open(request, backend, settings)
     yield AnswerBegan(generator.reader)
     client = SearchClient(knowledge, settings.search_timeout, stats)
-    governor = StrideGovernor(pace or RequestStride(), settings.stride, settings.asynchronous)
+    governor = StrideGovernor(measured or StrideMeasurements(), settings.stride, settings.asynchronous)
     cache = RetrievedDocuments(settings.cache_bytes) if cache is None else cache
     async with SpeculationState(generator, client, cache, governor) as state:
         yield await state.retrieve(settings.prefetch)

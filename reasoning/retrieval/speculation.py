@@ -119,7 +119,7 @@ class SpeculationState:
         query = await self.client.query(await self.generator.query(self.answer))
         guess = self.cache.best(query, self.client.base.metric)
         found, seconds = await self._search([query], count)
-        self.governor.pace.asked(seconds, alone=True)
+        self.governor.measured.retrieved(seconds, alone=True)
         self.stats.count_search(1, 0)
         self.stats.retrieve += seconds
         self._true_document = TrueDocument(first(found.hits[0]))
@@ -187,12 +187,12 @@ class SpeculationState:
         task, self._generating = self._generating, None
         round = self.ahead[-1]
         round.after, round.seconds = task.result(), time.perf_counter() - round.began
-        self.governor.pace.spoke(round.seconds, changed=round.changed, alone=not round.beside)
+        self.governor.measured.generated(round.seconds, changed=round.changed, alone=not round.beside)
 
     async def _compare(self, batch: VerificationBatch) -> list[Event]:
         """Compare guesses with found documents; roll back the first wrong one (RaLMSpec, algorithm 1, line 9)."""
         found, seconds = batch.task.result()
-        self.governor.pace.asked(seconds, alone=False)
+        self.governor.measured.retrieved(seconds, alone=False)
         truths = [first(hits) for hits in found.hits]
         same = [
             shown(round.document) == shown(truth) and round.version == found.version
@@ -248,7 +248,7 @@ class SpeculationState:
         (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.encode)
         self._kept_at = now
         if self.plan.stride:
-            self.governor.pace.kept(round.changed, now[0] - began - (now[1] - encoded))
+            self.governor.measured.kept(round.changed, now[0] - began - (now[1] - encoded))
 
     def _tasks(self, searches: int = MAX_SEARCHES) -> list[asyncio.Task[Any]]:
         """The running tasks: the round, and the oldest `searches` batches."""

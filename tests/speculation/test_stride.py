@@ -10,8 +10,8 @@ from agentspec.speculation.stride import (
     LONGEST_PAUSE,
     MOST,
     SEQUENTIAL,
-    RequestStride,
     StrideGovernor,
+    StrideMeasurements,
     StridePlan,
     asynchronous_seconds,
     one_by_one,
@@ -21,14 +21,14 @@ from agentspec.speculation.stride import (
 
 
 @pytest.mark.parametrize(
-    ("speak", "ask", "gamma", "waited", "beside"),
+    ("generation", "retrieval", "gamma", "waited", "beside"),
     [(1, 40, 0.6, 6, 6), (1, 1, 0.6, 2, 1), (1, 5, 0.6, 3, 3), (1, 5, 0.3, 2, 2), (1, 0.2, 0.6, 1, 1)],
 )
 def test_the_optimal_stride_is_that_of_the_paper(
-    speak: float, ask: float, gamma: float, waited: int, beside: int
+    generation: float, retrieval: float, gamma: float, waited: int, beside: int
 ) -> None:
-    assert os3(speak, ask, gamma, asynchronous=False) == waited
-    assert os3(speak, ask, gamma, asynchronous=True) == beside
+    assert os3(generation, retrieval, gamma, asynchronous=False) == waited
+    assert os3(generation, retrieval, gamma, asynchronous=True) == beside
 
 
 def test_the_stride_is_bounded() -> None:
@@ -40,21 +40,21 @@ times = st.floats(1e-3, 10)
 
 
 @given(times, times, st.floats(0, 1))
-def test_nothing_is_faster_than_searches_that_take_no_time(speak: float, ask: float, gamma: float) -> None:
-    best = speak + (1 - gamma) * ask
-    assert asynchronous_seconds(speak, ask, gamma) >= best * (1 - 1e-9)
-    assert all(synchronous_seconds(s, speak, ask, gamma) >= speak * (1 - 1e-9) for s in (1, 2, 5, MOST))
+def test_nothing_is_faster_than_searches_that_take_no_time(generation: float, retrieval: float, gamma: float) -> None:
+    best = generation + (1 - gamma) * retrieval
+    assert asynchronous_seconds(generation, retrieval, gamma) >= best * (1 - 1e-9)
+    assert all(synchronous_seconds(s, generation, retrieval, gamma) >= generation * (1 - 1e-9) for s in (1, 2, 5, MOST))
 
 
 @given(times, times, st.floats(0, 1))
-def test_one_guess_that_is_waited_for_never_pays(speak: float, ask: float, gamma: float) -> None:
-    assert synchronous_seconds(1, speak, ask, gamma) >= one_by_one(speak, ask)
+def test_one_guess_that_is_waited_for_never_pays(generation: float, retrieval: float, gamma: float) -> None:
+    assert synchronous_seconds(1, generation, retrieval, gamma) >= one_by_one(generation, retrieval)
 
 
-def governor(speak: float, ask: float, *, asynchronous: bool = True) -> StrideGovernor:
+def governor(generation: float, retrieval: float, *, asynchronous: bool = True) -> StrideGovernor:
     made = StrideGovernor(asynchronous=asynchronous)
-    made.pace.spoke(speak, changed=False, alone=True)
-    made.pace.asked(ask, alone=True)
+    made.measured.generated(generation, changed=False, alone=True)
+    made.measured.retrieved(retrieval, alone=True)
     return made
 
 
@@ -105,14 +105,14 @@ def test_what_brings_next_to_nothing_is_tried_ever_less_often(seconds: float) ->
     for _ in range(2000):
         if made.choose().stride:
             tried += 1
-            made.pace.kept(False, seconds)
-    assert made.pace.pause == LONGEST_PAUSE and tried < 60
+            made.measured.kept(False, seconds)
+    assert made.measured.pause == LONGEST_PAUSE and tried < 60
 
 
 def test_what_pays_is_never_paused() -> None:
-    pace = RequestStride()
-    pace.spoke(1.0, changed=True, alone=True)
-    pace.asked(4.0, alone=True)
+    measured = StrideMeasurements()
+    measured.generated(1.0, changed=True, alone=True)
+    measured.retrieved(4.0, alone=True)
     for _ in range(100):
-        pace.kept(False, 2.0)
-    assert pace.skip == pace.pause == 0 and pace.spent < pace.plain
+        measured.kept(False, 2.0)
+    assert measured.skip == measured.pause == 0 and measured.spent < measured.plain

@@ -110,7 +110,7 @@ async def pass_through(
 
 
 async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
-    """All of an answer that does not come as a stream. Raises `AuthenticationError` where our key was refused."""
+    """All of an answer that is no stream. Raises `UpstreamAuthenticationError` where our key was refused."""
     record.stream = response.is_stream and response.status < 400
     if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
         raise refused_key(f"upstream {response.name}")

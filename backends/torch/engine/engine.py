@@ -75,7 +75,7 @@ class Engine:
         self._thread.wake()
 
     def cancel(self, request: EngineRequest) -> None:
-        """Free the request's place now and stop its work before the next step. Does nothing if it has finished."""
+        """Give the request's place to others now; its work ends before the next step. Nothing if it has finished."""
         if self.scheduler.cancel(request):
             self._thread.wake()
 

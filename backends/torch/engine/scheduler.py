@@ -166,7 +166,9 @@ class Scheduler:
             self._context.counters.requests += 1
 
     def cancel(self, request: EngineRequest) -> bool:
-        """Free a request's place now and stop its work before the next step. Returns False if it has finished."""
+        """Give a request's place in the queue to others now. Its work ends, and its KV slots are free, before the next
+        step (`remove_cancelled`). Returns False if it has finished.
+        """
         with self._lock:
             if request not in self._unfinished:
                 return False
@@ -277,7 +279,9 @@ class Scheduler:
             self._waiting.charge(sequence.request, sequence.take_computed())
 
     def remove(self, sequence: Sequence, *, clean: bool) -> None:
-        """Remove a sequence. If it finished cleanly (`clean`), its KV slots are kept for later requests."""
+        """Remove a sequence. If it finished cleanly (`clean`), its KV slots are kept for later requests; else they are
+        free, since the KV budget counts those of active sequences.
+        """
         if self._preempted.pop(sequence.request, None) is None:
             self.active.remove(sequence)
         self.forget(sequence.request)
@@ -312,6 +316,7 @@ class Scheduler:
         return [request for request in running if not request.cancelled]
 
     def remove_cancelled(self) -> None:
+        """Remove the sequences whose requests were cancelled since the last step."""
         for sequence in [*self.active, *self._preempted.values()]:
             if sequence.request.cancelled:
                 self.remove(sequence, clean=False)
