@@ -503,10 +503,11 @@ def test_other_answers_to_the_operators_key_name_no_account(gateway: Any, upstre
     assert "sk-oper" not in response.text and "Canary" not in response.text
 
 
-def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, upstream: Any) -> None:
+@pytest.mark.parametrize("end", [b"\n\n", b"\n", b""])
+def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, upstream: Any, end: bytes) -> None:
     def script(request: Any) -> None:
         request.head()
-        request.send(TOKENS[0] + b"data: " + TELLS + b"\n\n")
+        request.send(TOKENS[0] + b"data: " + TELLS + end)
 
     response = post(gateway({}, settings(upstream(script).url, api_key=KEY, vllm="off")))
     assert (
@@ -514,5 +515,5 @@ def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, ups
         == TOKENS[0]
         + b"data: "
         + TELLS.replace(b"sk-oper****6789", b"***").replace(b"org-Canary0123456789", b"***")
-        + b"\n\n"
+        + end
     )

@@ -167,8 +167,7 @@ async def _send_stream(
                     if edits is not None:
                         events = events[: splitter.whole_from] + await edits.events(events[splitter.whole_from :])
                     inspector.read(events[splitter.whole_from :])
-                    if inspector.error and response.own_key:
-                        events = without_account(events)
+                    events = _told(events, response, inspector)
                     record.token_arrived(events.count(b"data:"))
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         rest = splitter.rest() if edits is None else await edits.events(splitter.rest())
@@ -178,6 +177,7 @@ async def _send_stream(
     except AgentSpecError as error:
         rest = b""
         if not (inspector.done or inspector.error):
+        rest = _told(rest, response, inspector)
             record.fail(outcome(error), error.code)
             rest = splitter.separator() + inspector.failure(error, record.request_id)
     record.read(inspector.counts)
@@ -190,6 +190,11 @@ async def _send_encoded(response: UpstreamResponse, record: RequestRecord, send:
 
     A failure is raised, which breaks the connection: no event can be put into compressed bytes.
     """
+def _told(events: bytes, response: UpstreamResponse, inspector: Inspector) -> bytes:
+    """`events` as the client may have them: an error tells the operator's account to nobody."""
+    return without_account(events) if inspector.error and response.own_key else events
+
+
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
     async with deadline.limit(), aclosing(response.aiter_raw()) as pieces:
         async for piece in pieces:
