@@ -16,6 +16,7 @@ from agentspec.protocol.openai_responses.counts import ReasoningCounter
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.types import Delta, FinishReason, TokenLogprob, Usage
+from agentspec.protocol.responses import encode
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5)
@@ -99,6 +100,12 @@ def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int])
 
 
 def test_an_answer_of_nothing_is_an_empty_message() -> None:
+def test_arguments_of_a_search_that_json_cannot_write_are_told_as_text() -> None:
+    deltas = [call(0, '{"q": NaN}', id="a", name="tool_search"), Delta(finish_reason="tool_calls")]
+    found = events(deltas, tools=[{"type": "tool_search", "execution": "client"}])
+    assert encode(found[-1]) and found[-1]["response"]["output"][0]["arguments"] == '{"q": NaN}'
+
+
     found = events([Delta(finish_reason="stop")])
     assert found[-1]["response"]["output"][0]["content"][0]["text"] == ""
 
