@@ -158,6 +158,18 @@ def test_the_store_header_reaches_the_upstream(gateway: Any, upstream: Any) -> N
     running = gateway({}, settings(server.url))
     for body in (b'{"model":"m","input":"hi"}', b'{"model":"m","store": true,"input":"hi"}'):
         post(running, body, headers={"x-agentspec-store": "off"})
+def test_the_empty_request_carries_the_clients_key_and_nothing_else_of_it(gateway: Any, upstream: Any) -> None:
+    """A server that knows `idempotency-key` would answer the real request as it answered the empty one."""
+    server = upstream(native())
+    running = gateway({}, settings(server.url))
+    own = {"idempotency-key": "once", "x-request-id": "r1", "x-agentspec-session": "s"}
+    account = {"authorization": "Bearer mine", "openai-project": "p"}
+    assert post(running, {}, headers={**own, **account}).content == RESPONSE
+    [asked], [sent] = ([one for one in server.requests if one.body == b"{}"], posted(server))
+    assert account.items() <= asked.headers.items() and not own.keys() & asked.headers.keys()
+    assert (account | own).items() <= sent.headers.items()
+
+
     assert [one.json["store"] for one in posted(server)] == [False, False]
     assert running.runtime.cache.responses.get("default", "resp_1") is None
 
