@@ -22,7 +22,7 @@ ROLES = ("user", "system", "developer", "assistant")
 _Id = Annotated[Text, must(lambda text: 0 < len(text) <= MAX_ID, f" must have 1 to {MAX_ID} characters")]
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
 _TEXT: TypeAdapter[str] = TypeAdapter(Text)
-_STORED_ID = re.compile(r"[!-~]{1,128}")
+_STORED_ID = re.compile(r"(?!\.{1,2}\Z)[!-~]{1,128}")  # "." and ".." in a path are no names
 # The last is Codex' own note of the turn that an item belongs to.
 _INERT = {"id", "status", "type", "internal_chat_message_metadata_passthrough"}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +155,6 @@ def test_a_stream_that_breaks_off_ends_with_the_apis_error_event(gateway: Any, u
     assert last["type"] == "error" and last["sequence_number"] == 2 and EVENT.validate_python(last)
 
 
-def test_the_store_header_reaches_the_upstream(gateway: Any, upstream: Any) -> None:
-    server = upstream(native())
-    running = gateway({}, settings(server.url))
-    for body in (b'{"model":"m","input":"hi"}', b'{"model":"m","store": true,"input":"hi"}'):
-        post(running, body, headers={"x-agentspec-store": "off"})
 def test_the_empty_request_carries_the_clients_key_and_nothing_else_of_it(gateway: Any, upstream: Any) -> None:
     """A server that knows `idempotency-key` would answer the real request as it answered the empty one."""
     server = upstream(native())
@@ -170,6 +167,11 @@ def test_the_empty_request_carries_the_clients_key_and_nothing_else_of_it(gatewa
     assert (account | own).items() <= sent.headers.items()
 
 
+def test_the_store_header_reaches_the_upstream(gateway: Any, upstream: Any) -> None:
+    server = upstream(native())
+    running = gateway({}, settings(server.url))
+    for body in (b'{"model":"m","input":"hi"}', b'{"model":"m","store": true,"input":"hi"}'):
+        post(running, body, headers={"x-agentspec-store": "off"})
     assert [one.json["store"] for one in posted(server)] == [False, False]
     assert running.runtime.cache.responses.get("default", "resp_1") is None
 
@@ -205,6 +207,17 @@ def test_the_head_of_a_stored_response_waits_for_no_body(gateway: Any, upstream:
     post(running, {})
     told = HTTP.head(f"{running.url}{ROUTE}/resp_1")
     assert (told.status_code, told.headers["content-length"]) == (200, str(len(RESPONSE)))
+
+
+@pytest.mark.parametrize("path", [f"{ROUTE}/..", f"{ROUTE}/.", f"{ROUTE}/../input_items", f"{ROUTE}/%2e%2e"])
+def test_the_id_of_a_response_is_no_way_to_other_routes(gateway: Any, upstream: Any, path: str) -> None:
+    server = upstream(native())
+    host, port = gateway({}, settings(server.url)).url.removeprefix("http://").split(":")
+    for method in ("GET", "DELETE"):
+        with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
+            connection.request(method, path)
+            assert connection.getresponse().status in (404, 405)
+    assert not [one.target for one in server.requests if one.target != "/v1/models" and one.body != b"{}"]
 
 
 def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
