@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -207,6 +208,26 @@ def test_the_head_of_a_stored_response_waits_for_no_body(gateway: Any, upstream:
     post(running, {})
     told = HTTP.head(f"{running.url}{ROUTE}/resp_1")
     assert (told.status_code, told.headers["content-length"]) == (200, str(len(RESPONSE)))
+
+
+def test_a_client_that_leaves_a_stored_stream_cancels_it(gateway: Any, upstream: Any, until: Any) -> None:
+    left = threading.Event()
+
+    def answer(request: Any) -> None:
+        if request.method == "POST":
+            request.answer(RESPONSE)
+            return
+        request.head()
+        request.send(EVENTS[0])
+        if request.client_left(60):
+            left.set()
+
+    running = gateway({}, settings(upstream(native(answer=answer)).url))
+    post(running, {"background": True})
+    with HTTP.stream("GET", f"{running.url}{ROUTE}/resp_1?stream=true") as streamed:
+        assert next(streamed.iter_raw()) == EVENTS[0]
+    assert left.wait(60)
+    until(lambda: running.app.limiter.running == 0)
 
 
 @pytest.mark.parametrize("path", [f"{ROUTE}/..", f"{ROUTE}/.", f"{ROUTE}/../input_items", f"{ROUTE}/%2e%2e"])
