@@ -61,7 +61,7 @@ class StoredRoute:
         try:
             return await self.endpoint.keeper.get(record.tenant, id)
         except ResponseNotFoundError:
-            backends = self.endpoint.runtime.backends()
+            backends = self.endpoint.ready().backends()
             upstreams = [name for name, backend in backends.items() if is_forwarding(backend)]
             if self.endpoint.several_tenants or len(upstreams) != 1:
                 raise
@@ -69,7 +69,7 @@ class StoredRoute:
 
     async def _forward(self, request: Request, send: Send, stored: StoredResponse, deadline: Deadline) -> None:
         """Let the upstream that keeps the response answer."""
-        backend = self.endpoint.runtime.backends().get(stored.backend or "")
+        backend = self.endpoint.ready().backends().get(stored.backend or "")
         if backend is None or not is_forwarding(backend):
             raise not_found(stored.id, "id")
         check_head(request.scope)

@@ -17,7 +17,9 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentspec.backends.settings import OpenAISettings
+from agentspec.proxy import create_app
 from agentspec.proxy.messages import translation
+from agentspec.runtime import Runtime
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -239,6 +241,17 @@ def test_the_id_of_a_response_is_no_way_to_other_routes(gateway: Any, upstream: 
             connection.request(method, path)
             assert connection.getresponse().status in (404, 405)
     assert not [one.target for one in server.requests if one.target != "/v1/models" and one.body != b"{}"]
+
+
+@pytest.mark.anyio
+async def test_a_gateway_that_loads_denies_no_response(tmp_path: Path) -> None:
+    """It cannot ask the upstream that may have it yet, so that only time tells."""
+    app = create_app(Runtime(settings("http://127.0.0.1:9/v1")))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for path in (f"{ROUTE}/resp_1", f"{ROUTE}/resp_1/input_items"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
 def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
