@@ -448,6 +448,22 @@ def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_p
     assert post(running, {"previous_response_id": first.id}, "bob").status_code == 404
 
 
+def test_what_one_upstream_may_get_does_not_reach_another_by_id(gateway: Any, upstream: Any) -> None:
+    server = upstream(chats_only())
+    allowed = {"open": ("images.example.com",), "closed": ()}
+    backends = {name: OpenAISettings(base_url=server.url, allow_media_hosts=hosts) for name, hosts in allowed.items()}
+    models = {name: ModelSettings(backend=name) for name in backends}
+    running = gateway({}, Settings(backends=backends, models=models))
+    image = {"type": "input_image", "image_url": "https://images.example.com/a.png"}
+    first = post(running, {"model": "open", "input": [{"role": "user", "content": [image]}]}).json()
+    again = {"previous_response_id": first["id"]}
+    assert post(running, {"model": "open", **again}).status_code == 200
+    count = len(posted(server, "/v1/chat/completions"))
+    refused = post(running, {"model": "closed", **again})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+    assert len(posted(server, "/v1/chat/completions")) == count
+
+
 def test_errors_of_a_translated_upstream(gateway: Any, upstream: Any) -> None:
     def script(request: Any) -> None:
         if "chat" not in request.target:
