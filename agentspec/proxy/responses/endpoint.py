@@ -156,6 +156,9 @@ class ResponsesEndpoint(GenerationEndpoint):
         if len(messages) > self.settings.max_messages:
             message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
             raise InvalidRequestError(message, param="input")
+        if len(request.tools) > self.settings.max_tools:
+            message = f"more than {self.settings.max_tools} tools, those of namespaces and items counted"
+            raise InvalidRequestError(f"{message} (server.max_tools)", param="tools")
         chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
         if request.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}

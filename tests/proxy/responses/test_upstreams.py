@@ -448,6 +448,20 @@ def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_p
     assert post(running, {"previous_response_id": first.id}, "bob").status_code == 404
 
 
+def test_tools_are_counted_wherever_they_are_offered(gateway: Any, upstream: Any) -> None:
+    server = upstream(chats_only())
+    chosen = settings(server.url)
+    limited = chosen.server.model_copy(update={"max_tools": 2})
+    running = gateway({}, chosen.model_copy(update={"server": limited}))
+    one, two, three = ({"type": "function", "name": name, "parameters": {}} for name in ("a", "b", "c"))
+    space = {"type": "namespace", "name": "n", "description": "", "tools": [two, three]}
+    item = {"type": "additional_tools", "role": "developer", "tools": [two, three]}
+    for many in ({"tools": [one, space]}, {"tools": [one], "input": [item, {"role": "user", "content": "hi"}]}):
+        refused = post(running, many)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert not posted(server, "/v1/chat/completions") and post(running, {"tools": [space]}).status_code == 200
+
+
 def test_what_one_upstream_may_get_does_not_reach_another_by_id(gateway: Any, upstream: Any) -> None:
     server = upstream(chats_only())
     allowed = {"open": ("images.example.com",), "closed": ()}
