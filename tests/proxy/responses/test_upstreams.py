@@ -274,6 +274,24 @@ def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any,
     assert salts[0] == salts[1] != salts[2] and len(salts[0]) == 64
 
 
+def test_long_ids_of_responses_are_ids_too(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    """As of a gateway that puts the way to the response into its id."""
+    long = "resp_" + "bGl0ZQ" * 50
+    server = upstream(
+        native("vllm", lambda request: request.answer(RESPONSE.replace(b'"resp_1"', f'"{long}"'.encode())))
+    )
+    running = gateway({}, settings(server.url, tmp_path))
+    assert post(running, {}, "alice").status_code == 200
+    assert post(running, {"previous_response_id": long}, "alice").status_code == 200
+    assert post(running, {"previous_response_id": long}, "bob").status_code == 404
+    assert post(running, {"previous_response_id": f"{long}x"}, "alice").status_code == 404
+    statuses = []
+    for method, tenant in (("GET", "bob"), ("GET", "alice"), ("DELETE", "alice"), ("GET", "alice")):
+        headers = {"authorization": f"Bearer key-of-{tenant}"}
+        statuses.append(HTTP.request(method, f"{running.url}{ROUTE}/{long}", headers=headers).status_code)
+    assert statuses == [404, 200, 200, 404] and server.requests[-1].target == f"{ROUTE}/{long}"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
