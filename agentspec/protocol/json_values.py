@@ -1,7 +1,10 @@
-"""Bounds of the JSON values inside a request's fields: schemas, descriptions of tools, template arguments."""
+"""Bounds of the JSON values inside a request's fields: schemas, descriptions of tools, template arguments; reads what a
+model wrote.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -46,6 +49,15 @@ def check_json(value: Any, name: str, *, param: str | None = None) -> None:
             return
         level, count = inner, count + len(inner)
     raise InvalidRequestError(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep", param=param)
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text that a model wrote. Raises `RecursionError`, and `ValueError` also for what JSON cannot
+    write again: Python reads NaN, and numbers beyond a double's range as infinity.
+    """
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False)
+    return value
 
 
 def _fault(value: Any) -> str | None:

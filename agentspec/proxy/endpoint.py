@@ -131,7 +131,7 @@ class GenerationEndpoint:
         body = await self._read_body(headers, receive, deadline)
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
-        runtime = self._ready()
+        runtime = self.ready()
         model = _chosen(runtime, model, headers)
         name = runtime.aliases.meant(model)
         if self.engine is not None and runtime.is_elsewhere(name):
@@ -315,7 +315,8 @@ class GenerationEndpoint:
         obfuscate = bool(pacing) if form.obfuscation is None else form.obfuscation
         await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate, framing=self.framing)
 
-    def _ready(self) -> Runtime:
+    def ready(self) -> Runtime:
+        """The runtime. Raises `NotReadyError` while its backends are not built."""
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime

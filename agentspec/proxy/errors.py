@@ -25,6 +25,7 @@ from agentspec.errors import (
     ShuttingDownError,
     SlowClientError,
     UpstreamAuthenticationError,
+    UpstreamError,
     UpstreamStatusError,
 )
 from agentspec.protocol.anthropic.errors import anthropic_error
@@ -60,7 +61,9 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
         return _http(error)
     code = error.code or error.type if isinstance(error, AgentSpecError) else "internal_error"
     status = error.status if isinstance(error, AgentSpecError) else 500
-    return ErrorResponse(status, encode(_body(error, request_id)), code, _headers(error))
+    body = encode(_body(error, request_id))
+    told = without_account(body) if isinstance(error, UpstreamError) else body  # it may quote an answer of status 200
+    return ErrorResponse(status, told, code, _headers(error))
 
 
 def error_event(error: Exception, request_id: str = "") -> bytes:

@@ -52,7 +52,7 @@ class ExtraRoute(GenerationEndpoint):
         deadline = self.deadlines.start(self.settings.request_timeout)
         body = await self._read_body(Headers(scope=scope), receive, deadline)
         fields = await self.budget.run(record.tenant, len(body), parse_object, body)
-        backend = self._ready().backends()[self.upstream]
+        backend = self.ready().backends()[self.upstream]
         record.model = OTHER
         check_head(scope)
         await self._check_tenants(backend)

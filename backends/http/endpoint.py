@@ -26,6 +26,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
 
 logger = logging.getLogger(__name__)
+MOST_URLS = 64  # that are kept: stored responses have one each
 
 
 class Endpoint:
@@ -162,12 +163,14 @@ class Endpoint:
         return pool
 
     def _url_of(self, path: str, query: str, *, above: bool) -> httpx.URL:
-        """The URL of `path`. Those without a query are few, and kept: parsing one takes long."""
+        """The URL of `path`. Parsing one takes long, so that a few without a query are kept."""
         known = self._urls.get((path, above))
         if known is None:
             base = self._url.path.rstrip("/")
             whole = (base.removesuffix("/v1") if above else base) + path
             known = self._url.copy_with(username=None, password=None, path=whole, query=None)
+            if len(self._urls) >= MOST_URLS:
+                self._urls.pop(next(iter(self._urls)))
             self._urls[path, above] = known
         return known.copy_with(query=query.encode()) if query else known
 

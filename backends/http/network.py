@@ -116,12 +116,14 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(httpcore.RemoteProtocolError(f"the answer is not HTTP/1.1: {type(error).__name__}"))
-            return
+            if not self.complete:
+                self._fail(httpcore.RemoteProtocolError(f"the answer is not HTTP/1.1: {type(error).__name__}"))
+                return
+            self.close()  # what follows a whole answer belongs to none
         if self._head_bytes > MAX_HEAD_BYTES:
             self._fail(httpcore.RemoteProtocolError(f"the answer's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
-        if self._unread > MAX_UNREAD and not self._paused and self._transport is not None:
+        if self._unread > MAX_UNREAD and not (self._paused or self._closed) and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         if self._pieces or self.complete or self.status:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +55,7 @@ def goal_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises `InvalidRequestError` for a goal that is no number above 0.
     """
     goal, theirs = given[GOAL], given.get(XARGS) or {}
-    if not isinstance(goal, (int, float)) or isinstance(goal, bool) or not 0 < goal < math.inf:
+    if not isinstance(goal, (int, float)) or isinstance(goal, bool) or not 0 < goal <= sys.float_info.max:
         raise InvalidRequestError(f"{GOAL} must be a number above 0", param=GOAL)
     if not isinstance(theirs, Mapping) or ARGUMENT in theirs:
         return {}

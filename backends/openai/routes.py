@@ -14,6 +14,7 @@ from agentspec.errors import UpstreamError
 KEPT_SECONDS = 3600.0  # how long an answer holds: another server may replace the upstream
 RETRY_SECONDS = 60.0  # after an answer that tells nothing, such as a refused key
 LOOK_SECONDS = 2.0
+_ACCOUNT = ("authorization", "x-api-key", "openai-", "anthropic-")  # another header would tell of the real request
 _HAS, _HAS_NOT = (400, 422), (200, 404, 405, 501)  # a server that takes an empty request has no such route either
 
 
@@ -29,7 +30,7 @@ class RouteDetector:
         self._found: dict[str, tuple[bool, float]] = {}
 
     async def has(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether `path` is there. `headers` may carry a client's key. Missing while it is not known."""
+        """Whether `path` is there, asked with the client's key in `headers`. Missing while it is not known."""
         declared = next((how for root, how in self._declared.items() if path.startswith(root)), "auto")
         if declared != "auto":
             return declared == "on"
@@ -44,7 +45,8 @@ class RouteDetector:
 
     async def _ask(self, path: str, headers: Mapping[str, str]) -> int:
         """The status of an empty request; 0 without an answer."""
-        given = {**headers, "content-type": "application/json"}
+        account = {name: value for name, value in headers.items() if name.startswith(_ACCOUNT)}
+        given = {**account, "content-type": "application/json"}
         sending = self._endpoint.send("POST", path, headers=given, body=b"{}", timeout=LOOK_SECONDS)
         try:
             async with sending as response:

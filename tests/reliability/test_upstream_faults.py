@@ -503,10 +503,35 @@ def test_other_answers_to_the_operators_key_name_no_account(gateway: Any, upstre
     assert "sk-oper" not in response.text and "Canary" not in response.text
 
 
-def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, upstream: Any) -> None:
+@pytest.mark.parametrize("fields", [{"max_tokens": 9, "messages": BODY["messages"]}, {"input": "hi"}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_in_a_translated_answer_names_no_account(
+    gateway: Any, upstream: Any, fields: dict[str, Any], stream: bool
+) -> None:
+    """Of status 200, as some servers answer."""
+
+    def script(request: Any) -> None:
+        if not request.target.endswith(CHAT):
+            request.answer(b"{}", 404)
+        elif stream:
+            request.head()
+            request.send(b"data: " + TELLS + b"\n\n")
+        else:
+            request.answer(TELLS)
+
+    running = gateway({}, settings(upstream(script).url, api_key=KEY, vllm="off", sglang="off"))
+    body = {"model": MODEL, "stream": stream, **fields}
+    route = "/v1/messages" if "messages" in fields else "/v1/responses"
+    response = httpx.post(f"{running.url}{route}", json=body, timeout=60)
+    assert response.status_code == 502 and "Incorrect API key" in response.text
+    assert "sk-oper" not in response.text and "Canary" not in response.text
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\n", b""])
+def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, upstream: Any, end: bytes) -> None:
     def script(request: Any) -> None:
         request.head()
-        request.send(TOKENS[0] + b"data: " + TELLS + b"\n\n")
+        request.send(TOKENS[0] + b"data: " + TELLS + end)
 
     response = post(gateway({}, settings(upstream(script).url, api_key=KEY, vllm="off")))
     assert (
@@ -514,5 +539,5 @@ def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, ups
         == TOKENS[0]
         + b"data: "
         + TELLS.replace(b"sk-oper****6789", b"***").replace(b"org-Canary0123456789", b"***")
-        + b"\n\n"
+        + end
     )

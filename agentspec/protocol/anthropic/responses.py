@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
+from agentspec.protocol.json_values import read_json
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.responses import Accumulator
 from agentspec.protocol.usage import speculation_object
@@ -207,7 +207,7 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
 def _input(arguments: Any) -> dict[str, Any]:
     """The arguments of a call, which may have been cut off, as an object."""
     try:
-        value = json.loads(arguments or "{}")
+        value = read_json(arguments or "{}")
     except (TypeError, ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {_UNREADABLE: str(arguments)}

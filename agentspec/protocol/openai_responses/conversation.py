@@ -94,7 +94,7 @@ class Conversation:
             turn = {"role": "assistant", "content": None}
             self._add(turn, position)
         if item["type"] == "message":
-            turn["content"] = _joined(item["content"])
+            turn["content"] = (turn["content"] or "") + _joined(item["content"])
         elif item["type"] == "reasoning":
             turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item)
         else:
@@ -111,10 +111,11 @@ class Conversation:
 
 
 def _begins_anew(kind: str, turn: dict[str, Any]) -> bool:
-    """Whether an item of this kind cannot belong to the turn: a turn is thoughts, then text, then calls."""
-    if kind in CALLS:
-        return False
-    return turn["content"] is not None or "tool_calls" in turn
+    """Whether an item of this kind cannot belong to the turn: a turn is thoughts, then text, then calls.
+
+    What was written after a call does, since in a chat nothing may stand between a call and its result.
+    """
+    return kind not in CALLS and "tool_calls" not in turn and turn["content"] is not None
 
 
 def _keys(tool: Any) -> list[Key]:

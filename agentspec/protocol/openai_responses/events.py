@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class EventWriter:
     _ended: dict[str, str] = field(default_factory=dict)  # item id -> its final status
     _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
     _calls: dict[int, _Call] = field(default_factory=dict)
+    _tokens: list[TokenLogprob] = field(default_factory=list)  # without text yet: they belong to what is written next
     _finish: str | None = None
     _usage: Usage | None = None
     _speculation: Speculation | None = None
@@ -60,19 +61,25 @@ class EventWriter:
         self._usage = delta.usage or self._usage
         self._speculation = delta.speculation or self._speculation
         self._finish = delta.finish_reason or self._finish
+        self._tokens += delta.logprobs if self.request.logprobs else ()
         thought = delta.extra.get("reasoning") or delta.extra.get("reasoning_content")
+        calls = delta.extra.get("tool_calls") or ()
         if isinstance(thought, str) and thought:
             yield from self._write_thought(thought)
-        if delta.text or delta.logprobs:
-            yield from self._write_text(delta.text, delta.logprobs)
-        for position, piece in enumerate(delta.extra.get("tool_calls") or ()):
+        if delta.text:
+            yield from self._write_text(delta.text)
+        for position, piece in enumerate(calls):
             yield from self._write_call(piece, position)
+        if thought or calls:
+            self._tokens.clear()
 
     def close(self) -> Iterator[Event]:
         """The events that end the items. An answer without any has one empty message."""
         if not self._items:
             yield from self._open(message := MessageItem(self.request.logprobs))
             self._text = message
+        if self._tokens and isinstance(self._text, MessageItem):
+            yield from self._write_text("")
         status = self.status
         self._completed = int(time.time()) if status == "completed" else None
         last = self._items[-1]
@@ -104,13 +111,14 @@ class EventWriter:
         assert isinstance(self._text, ThoughtItem)
         yield from self._place(self._text, self._text.add(text))
 
-    def _write_text(self, text: str, tokens: Sequence[TokenLogprob]) -> Iterator[Event]:
+    def _write_text(self, text: str) -> Iterator[Event]:
         if not isinstance(self._text, MessageItem):
             if not text.strip() and self._calls:
                 return  # blanks between calls are no message
             yield from self._next(MessageItem(self.request.logprobs))
         assert isinstance(self._text, MessageItem)
-        yield from self._place(self._text, self._text.add(text, tokens if self.request.logprobs else ()))
+        tokens, self._tokens = self._tokens, []
+        yield from self._place(self._text, self._text.add(text, tokens))
 
     def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
         index, function = piece.get("index", position), piece.get("function") or {}

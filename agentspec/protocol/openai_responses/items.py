@@ -13,22 +13,22 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
 from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, validated, wrong_type
 
-MAX_ID = 128
+MAX_ID = 1024  # of a response; other gateways put routes into theirs
 Item = dict[str, Any]
 ADDITIONAL_TOOLS, SEARCH_CALL, SEARCH_OUTPUT = "additional_tools", "tool_search_call", "tool_search_output"
 CALLS = ("function_call", "custom_tool_call", SEARCH_CALL)
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output", SEARCH_OUTPUT)
 ROLES = ("user", "system", "developer", "assistant")
-_Id = Annotated[Text, must(lambda text: 0 < len(text) <= MAX_ID, f" must have 1 to {MAX_ID} characters")]
+_Id = Annotated[Text, must(bool, " must not be empty")]  # of any length: other servers put signatures in theirs
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
 _TEXT: TypeAdapter[str] = TypeAdapter(Text)
-_STORED_ID = re.compile(r"[!-~]{1,128}")
+_STORED_ID = re.compile(rf"(?!\.{{1,2}}\Z)[!-~]{{1,{MAX_ID}}}")  # "." and ".." in a path are no names
 # The last is Codex' own note of the turn that an item belongs to.
 _INERT = {"id", "status", "type", "internal_chat_message_metadata_passthrough"}
 
 
 def is_id(value: object) -> TypeGuard[str]:
-    """Whether `value` can be the id of a stored response: short, and of characters that every store takes."""
+    """Whether `value` can be the id of a stored response: not long, and of characters that every URL takes."""
     return isinstance(value, str) and _STORED_ID.fullmatch(value) is not None
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agentspec.protocol.json_values import read_json
 from agentspec.protocol.openai_responses.items import SEARCH_CALL, Item, new_id
 from agentspec.protocol.openai_responses.tool_input import InputReader
 from agentspec.protocol.responses import clamped
@@ -176,7 +176,7 @@ class SearchCallItem:
         """The arguments as JSON, or the text where they are none."""
         written = "".join(self.arguments)
         try:
-            return json.loads(written)
+            return read_json(written)
         except (ValueError, RecursionError):
             return written
 

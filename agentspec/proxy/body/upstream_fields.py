@@ -83,7 +83,7 @@ _MESSAGES = _Region(is_denied_in_message, skipped=_CALLS, text=_MESSAGE_TEXT, me
 _ITEMS = replace(
     _MESSAGES,
     skipped=_CALLS | {"annotations", "action", "results"},
-    text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id"},
+    text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id", "arguments"},
     inner={"tools": _TOOLS},  # that the conversation adds, or that were searched for
 )
 # Of rerankers, and of chats about documents: texts, or parts as messages have them, with media that vLLM fetches.

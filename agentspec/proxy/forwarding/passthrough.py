@@ -14,7 +14,7 @@ from starlette.types import Scope, Send
 from agentspec.backends.base import Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.anthropic.errors import anthropic_error
-from agentspec.protocol.headers import label_headers
+from agentspec.protocol.headers import PREFIX, label_headers
 from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.admission.auth import Caller
@@ -118,8 +118,13 @@ async def _content(response: UpstreamResponse, record: RequestRecord, account: B
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers with the request's labels, without those that hold a key for this gateway."""
-    headers = dict(Headers(scope=scope)) | label_headers(record.labels) | {"x-request-id": record.request_id}
+    """The client's headers with the request's labels, without those that hold a key for this gateway.
+
+    A header that comes in several lines is one list (RFC 9110, section 5.3); of our own the first line counts.
+    """
+    given = Headers(scope=scope)
+    headers = {name: given[name] if name.startswith(PREFIX) else ", ".join(given.getlist(name)) for name in given}
+    headers |= label_headers(record.labels) | {"x-request-id": record.request_id}
     if record.has_gateway_key:
         headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers
@@ -167,12 +172,12 @@ async def _send_stream(
                     if edits is not None:
                         events = events[: splitter.whole_from] + await edits.events(events[splitter.whole_from :])
                     inspector.read(events[splitter.whole_from :])
-                    if inspector.error and response.own_key:
-                        events = without_account(events)
+                    events = _told(events, response, inspector)
                     record.token_arrived(events.count(b"data:"))
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         rest = splitter.rest() if edits is None else await edits.events(splitter.rest())
         inspector.read(rest + b"\n\n")
+        rest = _told(rest, response, inspector)
         if not inspector.finished:
             raise UpstreamError("the upstream ended the answer before it was finished")
     except AgentSpecError as error:
@@ -183,6 +188,11 @@ async def _send_stream(
     record.read(inspector.counts)
     _note_error(record, inspector.error)
     await send({"type": "http.response.body", "body": rest})
+
+
+def _told(events: bytes, response: UpstreamResponse, inspector: Inspector) -> bytes:
+    """`events` as the client may have them: an error tells the operator's account to nobody."""
+    return without_account(events) if inspector.error and response.own_key else events
 
 
 async def _send_encoded(response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline) -> None:

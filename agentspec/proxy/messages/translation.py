@@ -95,9 +95,11 @@ async def chat_deltas(
     try:
         async with sending as response:
             record.answer_arrived(response.status, response.headers)
+            refused = False
             async with aclosing(_counted(backend.deltas(response), counter)) as deltas:
                 async for delta in deltas:
-                    yield _readable(delta)
+                    refused = refused or bool(_refusal(delta))
+                    yield _readable(delta, refused=refused)
     except UpstreamStatusError as error:
         error.for_client = not (record.has_gateway_key or error.own_key)
         raise
@@ -107,12 +109,15 @@ def _counted(deltas: AsyncGenerator[Delta], counter: PredictionCounter | None) -
     return deltas if counter is None else counter.counted(deltas)
 
 
-def _readable(delta: Delta) -> Delta:
-    """`delta` with a refusal as text, which Messages has no other place for."""
+def _readable(delta: Delta, *, refused: bool) -> Delta:
+    """`delta` with a refusal as text, which Messages has no other place for, and as why the answer ended."""
     if delta.finish_reason == "cancelled":
         raise UpstreamError("the upstream cancelled the answer")
+    if not refused:
+        return delta
+    return replace(delta, text=delta.text + _refusal(delta), finish_reason=delta.finish_reason and "content_filter")
+
+
+def _refusal(delta: Delta) -> str:
     refusal: Any = delta.extra.get("refusal")
-    if isinstance(refusal, str) and refusal:
-        finish = delta.finish_reason and "content_filter"
-        return replace(delta, text=delta.text + refusal, finish_reason=finish)
-    return delta
+    return refusal if isinstance(refusal, str) else ""

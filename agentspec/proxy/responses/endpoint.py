@@ -19,6 +19,7 @@ from agentspec.protocol.openai_responses.tools import grammar_characters
 from agentspec.protocol.responses import encode
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import set_values
+from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.forwarding.policy import with_policy
@@ -123,6 +124,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
             raise InvalidRequestError(message, param="truncation")
         request, history = await self._continued(exchange, request)
+        await self._run_on(exchange, history, _check_history, history, backend)
         record.response_headers = TRANSLATED | _unenforced(request)
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
@@ -154,6 +156,9 @@ class ResponsesEndpoint(GenerationEndpoint):
         if len(messages) > self.settings.max_messages:
             message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
             raise InvalidRequestError(message, param="input")
+        if len(request.tools) > self.settings.max_tools:
+            message = f"more than {self.settings.max_tools} tools, those of namespaces and items counted"
+            raise InvalidRequestError(f"{message} (server.max_tools)", param="tools")
         chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
         if request.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -220,6 +225,15 @@ class ResponsesEndpoint(GenerationEndpoint):
                 )
 
         return keep
+
+
+def _check_history(history: History, backend: Forwards) -> None:
+    """Raise `InvalidRequestError` for what this upstream may not get, though the one before it may have got it."""
+    try:
+        UpstreamFields(backend.settings).check({"input": history.items})
+    except InvalidRequestError as error:
+        message = f"an earlier response: {error.message}"
+        raise InvalidRequestError(message, param="previous_response_id") from None
 
 
 def _sent(message: dict[str, Any], templated: bool) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import anyio
@@ -18,6 +19,7 @@ T = TypeVar("T")
 
 THREADS = 8
 PATIENCE = 10.0  # seconds that a client waits for its answer to be stored
+MAX_STORED_ID = 128
 MAX_CHAIN = 512
 """Answers that one conversation may consist of."""
 
@@ -58,7 +60,7 @@ class Keeper:
         reason = f"the store took more than {PATIENCE:.0f} seconds"
         try:
             with anyio.move_on_after(PATIENCE):
-                return await self._in_thread(lambda: self._store.put(stored))
+                return await self._in_thread(lambda: self._store.put(replace(stored, id=_key(stored.id))))
         except CacheError as error:
             reason = error.message
         logger.warning("a response is not stored", error=reason)
@@ -66,10 +68,10 @@ class Keeper:
 
     async def get(self, tenant: str, id: str, param: str = "id") -> StoredResponse:
         """The tenant's answer. Raises `ResponseNotFoundError`."""
-        found = await self._in_thread(lambda: self._store.get(tenant, id)) if self.stores and is_id(id) else None
+        found = await self._in_thread(lambda: self._store.get(tenant, _key(id))) if self.stores and is_id(id) else None
         if found is None:
             raise not_found(id, param)
-        return found
+        return replace(found, id=id)
 
     async def delete(self, tenant: str, id: str) -> None:
         """Raises `ResponseNotFoundError`."""
@@ -78,7 +80,7 @@ class Keeper:
 
     async def discard(self, tenant: str, id: str) -> bool:
         """Delete the tenant's answer if it is there; returns whether it was."""
-        return is_id(id) and await self._in_thread(lambda: self._store.delete(tenant, id))
+        return is_id(id) and await self._in_thread(lambda: self._store.delete(tenant, _key(id)))
 
     async def history(self, tenant: str, id: str, *, most_items: int, most_bytes: int) -> History:
         """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first.
@@ -127,6 +129,11 @@ class Chain:
             return not_found(id, "previous_response_id")
         message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
         return ResponseNotFoundError(message, param="previous_response_id")
+
+
+def _key(id: str) -> str:
+    """The id under which stores keep a response: they take few characters. Nobody can ask for one with a blank."""
+    return id if len(id) <= MAX_STORED_ID else f"long {hashlib.sha256(id.encode()).hexdigest()}"
 
 
 def _size(value: Any) -> int:

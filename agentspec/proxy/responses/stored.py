@@ -16,8 +16,9 @@ from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.validation import shown_name
-from agentspec.proxy.admission.limits import Deadline
+from agentspec.proxy.admission.limits import Deadline, until_disconnect
 from agentspec.proxy.body.head import check_head
+from agentspec.proxy.endpoint import note_disconnect
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
@@ -38,9 +39,10 @@ class StoredRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with self.endpoint.limiter.enter(record.tenant, receive):
+        async with self.endpoint.limiter.enter(record.tenant, receive) as receive, until_disconnect(receive) as client:
             deadline = self.endpoint.deadlines.start(self.endpoint.settings.request_timeout)
             await self._admitted(Request(scope), record, send, deadline)
+        note_disconnect(client, record)
 
     async def _admitted(self, request: Request, record: RequestRecord, send: Send, deadline: Deadline) -> None:
         id = request.path_params["id"]
@@ -59,7 +61,7 @@ class StoredRoute:
         try:
             return await self.endpoint.keeper.get(record.tenant, id)
         except ResponseNotFoundError:
-            backends = self.endpoint.runtime.backends()
+            backends = self.endpoint.ready().backends()
             upstreams = [name for name, backend in backends.items() if is_forwarding(backend)]
             if self.endpoint.several_tenants or len(upstreams) != 1:
                 raise
@@ -67,7 +69,7 @@ class StoredRoute:
 
     async def _forward(self, request: Request, send: Send, stored: StoredResponse, deadline: Deadline) -> None:
         """Let the upstream that keeps the response answer."""
-        backend = self.endpoint.runtime.backends().get(stored.backend or "")
+        backend = self.endpoint.ready().backends().get(stored.backend or "")
         if backend is None or not is_forwarding(backend):
             raise not_found(stored.id, "id")
         check_head(request.scope)

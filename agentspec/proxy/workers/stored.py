@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
 import anyio.from_thread
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentspec.backends.http import LocalServer, pieces_of
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import CacheError, EngineRestartingError, UpstreamError
+from agentspec.protocol.responses import encode
 from agentspec.runtime import Runtime
 
 _SECONDS = 30.0
@@ -25,7 +26,11 @@ StoreHandlers = Mapping[str, Callable[[str, Sequence[Any]], Any]]
 
 
 class RemoteStore:
-    """A store of the process whose socket is at `path`. For threads that anyio started from the worker's loop."""
+    """A store of the process whose socket is at `path`. For threads that anyio started from the worker's loop.
+
+    Questions and answers are written as stores write them: orjson refuses half a surrogate pair, which an upstream may
+    send, and integers beyond 64 bits, which a schema may hold.
+    """
 
     route: ClassVar[str]
 
@@ -34,10 +39,10 @@ class RemoteStore:
 
     def ask(self, name: str, *told: Any) -> Any:
         """The answer to a question. Raises `CacheError`, and `EngineRestartingError` if the process does not answer."""
-        status, body = anyio.from_thread.run(self._post, orjson.dumps((name, told)))
+        status, body = anyio.from_thread.run(self._post, encode((name, told)))
         if status != 200:
             raise CacheError(body.decode())
-        return orjson.loads(body)
+        return json.loads(body)
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         try:
@@ -57,7 +62,7 @@ class RemoteResponses(RemoteStore):
     def put(self, stored: StoredResponse) -> bool:
         """As of `ResponseStore`. Raises `CacheError` if the process does not answer, too."""
         try:
-            return bool(self.ask("put", asdict(stored)))
+            return bool(self.ask("put", _members(stored)))
         except EngineRestartingError as error:
             raise CacheError(error.message) from None
 
@@ -79,10 +84,10 @@ def with_stored(app: ASGIApp, answers: StoreHandlers) -> ASGIApp:
         if answer is None:
             await app(scope, receive, send)
             return
-        name, told = orjson.loads(await Request(scope, receive).body())
+        asked = await Request(scope, receive).body()
         try:
-            found = await anyio.to_thread.run_sync(answer, name, told)
-            response = Response(orjson.dumps(found), media_type="application/json")
+            found = await anyio.to_thread.run_sync(lambda: encode(answer(*json.loads(asked))))
+            response = Response(found, media_type="application/json")
         except CacheError as error:
             response = Response(error.message, 500)
         await response(scope, receive, send)
@@ -95,5 +100,11 @@ def answer_responses(runtime: Runtime, name: str, told: Sequence[Any]) -> Any:
     store = runtime.responses
     if name == "put":
         return store.put(StoredResponse(**told[0]))
-    method: Callable[[str, str], Any] = {"get": store.get, "delete": store.delete}[name]
-    return method(told[0], told[1])
+    if name == "delete":
+        return store.delete(told[0], told[1])
+    found = store.get(told[0], told[1])
+    return None if found is None else _members(found)
+
+
+def _members(stored: StoredResponse) -> dict[str, Any]:
+    return {one.name: getattr(stored, one.name) for one in fields(stored)}

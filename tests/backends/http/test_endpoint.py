@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentspec.backends.http import Endpoint, httpx, mapped_errors
+from agentspec.backends.http.endpoint import MOST_URLS
 from agentspec.backends.http.response import UpstreamResponse
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, UpstreamError, UpstreamTimeoutError
@@ -97,6 +98,17 @@ async def test_without_a_key_the_clients_own_passes() -> None:
     async with endpoint.send("GET", "/models", headers={"Authorization": "Bearer client"}):
         pass
     assert recorder.requests[0].headers["authorization"] == "Bearer client"
+
+
+async def test_few_urls_are_kept() -> None:
+    recorder = Recorder()
+    endpoint = Endpoint(settings(), transport=recorder.transport)
+    for number in range(3 * MOST_URLS):
+        for path in ("/responses", f"/responses/resp_{number}"):
+            async with endpoint.send("GET", path, headers={}):
+                pass
+            assert str(recorder.requests[-1].url) == f"http://upstream.test/v1{path}"
+    assert len(endpoint._urls) <= MOST_URLS
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308, 304])

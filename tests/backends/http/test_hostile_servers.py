@@ -100,6 +100,7 @@ async def test_what_is_no_answer_is_an_error(wire: bytes) -> None:
         CHUNKED + b"1;name=value\r\n{\r\n01\r\n}\r\n0\r\ntrailer: x\r\n\r\n",
         WHOLE + WHOLE.replace(b"{}", b"[]"),
         CHUNKED + b"2\r\n{}\r\n0\r\n\r\n" + WHOLE.replace(b"{}", b"[]"),
+        WHOLE + b"\0garbage",
     ],
 )
 async def test_what_is_odd_but_clear_is_an_answer(wire: bytes) -> None:

@@ -102,6 +102,7 @@ async def test_what_has_no_length_ends_with_the_connection(answer: bytes, body: 
         b"HTTP/1.0 200 OK\r\ncontent-length: 0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\nHTTP/1.1 500 No\r\ncontent-length: 3\r\n\r\nbad",
         b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\nHTTP/1.1 500 No\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\ngarbage",
     ],
 )
 async def test_a_connection_that_the_server_gives_up_or_that_says_more_is_not_used_again(answer: bytes) -> None:

@@ -147,6 +147,13 @@ def test_arguments_that_were_cut_off_are_told_as_they_are() -> None:
     assert message.content[0].input == {"INVALID_JSON": '{"a'}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_numbers_that_json_cannot_write_are_told_as_they_are(number: str) -> None:
+    arguments = f'{{"a": [{number}]}}'
+    message = whole([call(0, "f", arguments, "c"), end("tool_calls")])
+    assert message.content[0].input == {"INVALID_JSON": arguments}  # type: ignore[union-attr]
+
+
 def test_calls_in_turns_are_an_error() -> None:
     with pytest.raises(UpstreamError):
         events([call(0, "f", "", "a"), call(1, "g", "", "b"), call(0, arguments="{}")])

@@ -52,6 +52,30 @@ def test_a_turn_of_the_model_is_one_message() -> None:
     assert last == {"role": "assistant", "content": "really"}
 
 
+def test_ids_of_calls_and_items_may_be_long() -> None:
+    """As of servers that hide a signature in them, whose answers come back with them."""
+    long = "call_" + "x" * 5000
+    call = {"type": "function_call", "id": long, "call_id": long, "name": "f", "arguments": "{}"}
+    turn, result = messages([call, {"type": "function_call_output", "call_id": long, "output": "1"}])
+    assert turn["tool_calls"][0]["id"] == result["tool_call_id"] == long
+
+
+def test_nothing_stands_between_a_call_and_its_result() -> None:
+    turn = [
+        {"role": "assistant", "content": "so"},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"role": "assistant", "content": " and"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "b", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "function_call_output", "call_id": "b", "output": "2"},
+    ]
+    first, one, two = messages(turn)
+    assert (first["content"], first["reasoning_content"]) == ("so and", "hm")
+    assert [call["id"] for call in first["tool_calls"]] == ["a", "b"]
+    assert [one["tool_call_id"], two["tool_call_id"]] == ["a", "b"]
+
+
 @given(texts, texts)
 def test_calls_of_custom_tools_are_calls_of_functions(written: str, result: str) -> None:
     head = {"call_id": "a", "name": "edit", "namespace": "disk"}

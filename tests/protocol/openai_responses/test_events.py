@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter
 from agentspec.protocol.openai_responses.counts import ReasoningCounter
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import parse_responses
+from agentspec.protocol.responses import encode
 from agentspec.types import Delta, FinishReason, TokenLogprob, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -98,6 +100,12 @@ def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int])
     assert (item["type"], item["name"], item["namespace"]) == ("custom_tool_call", "edit", "disk")
 
 
+def test_arguments_of_a_search_that_json_cannot_write_are_told_as_text() -> None:
+    deltas = [call(0, '{"q": NaN}', id="a", name="tool_search"), Delta(finish_reason="tool_calls")]
+    found = events(deltas, tools=[{"type": "tool_search", "execution": "client"}])
+    assert encode(found[-1]) and found[-1]["response"]["output"][0]["arguments"] == '{"q": NaN}'
+
+
 def test_an_answer_of_nothing_is_an_empty_message() -> None:
     found = events([Delta(finish_reason="stop")])
     assert found[-1]["response"]["output"][0]["content"][0]["text"] == ""
@@ -117,6 +125,25 @@ def test_log_probabilities_are_in_parts_and_events() -> None:
     assert delta["logprobs"] == [{"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "b", "logprob": -9999.0}]}]
     part = found[-1]["response"]["output"][0]["content"][0]
     assert part["logprobs"][0]["bytes"] == [97] and part["logprobs"][0]["top_logprobs"][0]["bytes"] == [98]
+
+
+def test_tokens_of_thoughts_and_calls_make_no_message() -> None:
+    """The engine tells the log-probabilities of all tokens, those without text among them."""
+    mark, thinks, end, first, second, calls, last = (TokenLogprob(number, "t", -0.5) for number in range(7))
+    deltas = [
+        Delta(logprobs=(mark,)),
+        replace(thought("a"), logprobs=(thinks,)),
+        replace(thought("b"), logprobs=(end,)),
+        Delta(logprobs=(first,)),
+        Delta(text="so", logprobs=(second,)),
+        replace(call(0, "{}", id="c", name="f"), logprobs=(calls,)),
+    ]
+    wanted = {"include": ["message.output_text.logprobs"]}
+    output = events([*deltas, Delta(finish_reason="tool_calls", logprobs=(last,))], **wanted)[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    assert output[0]["content"][0]["text"] == "ab" and len(output[1]["content"][0]["logprobs"]) == 2
+    [only] = events([replace(deltas[0], finish_reason="stop")], **wanted)[-1]["response"]["output"]
+    assert only["type"] == "message" and len(only["content"][0]["logprobs"]) == 1
 
 
 def test_a_failed_answer_has_what_was_written() -> None:

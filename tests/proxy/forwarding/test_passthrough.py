@@ -74,6 +74,18 @@ def test_an_answer_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
     assert running.metric("agentspec_completion_tokens_total", model=MODEL) == 2
 
 
+def test_a_header_in_several_lines_passes_whole(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway(*passing(server.url))
+    headers = [("content-type", "application/json"), ("anthropic-beta", "a, b"), ("anthropic-beta", "c"),
+               ("tracestate", "x=1"), ("tracestate", "y=2"), ("x-agentspec-step", "plan"),
+               ("x-agentspec-step", "other")]  # fmt: skip
+    httpx.post(f"{running.url}{CHAT}", content=json.dumps(BODY).encode(), headers=headers, timeout=60)
+    [request] = (request for request in server.requests if request.method == "POST")
+    assert (request.headers["anthropic-beta"], request.headers["tracestate"]) == ("a, b, c", "x=1, y=2")
+    assert request.headers["x-agentspec-step"] == "plan"
+
+
 def test_only_the_model_is_renamed(gateway: Any, upstream: Any) -> None:
     server = upstream(lambda request: request.answer(b"{}"))
     running = gateway(*passing(server.url, "org/big"))

@@ -211,6 +211,25 @@ def test_a_translated_stream_that_breaks_off(gateway: Any, upstream: Any) -> Non
     assert b"event: error\n" in content and b"message_stop" not in content and b"[DONE]" not in content
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_refusal_is_text_and_why_the_answer_ended(gateway: Any, upstream: Any, streamed: bool) -> None:
+    """A stream tells the refusal before the chunk that ends it."""
+    pieces = [{"delta": {"refusal": text}} for text in ("I can", "not.")]
+    chunks = [*pieces, {"delta": {}, "finish_reason": "stop"}]
+    events = [b"data: " + json.dumps({"choices": [{"index": 0, **one}]}).encode() + b"\n\n" for one in chunks]
+    whole = {"choices": [{"message": {"content": None, "refusal": "I cannot."}, "finish_reason": "stop"}]}
+
+    def script(request: Any) -> None:
+        stream(request, events) if streamed else request.answer(json.dumps(whole).encode())
+
+    running = gateway({}, through(upstream(chats(script)).url))
+    answer = post(running, {**BODY, "stream": streamed}).text
+    assert '"stop_reason":"refusal"' in answer and ("I can" in answer)
+    body = {"model": "up", "input": "hi", "stream": streamed}
+    answer = post(running, body, "/v1/responses").text
+    assert '"incomplete_details":{"reason":"content_filter"}' in answer and '"text":"I cannot."' in answer
+
+
 @pytest.mark.parametrize(
     ("status", "kind"), [(400, "invalid_request_error"), (429, "rate_limit_error"), (503, "overloaded_error")]
 )

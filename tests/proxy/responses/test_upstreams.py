@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentspec.backends.settings import OpenAISettings
+from agentspec.proxy import create_app
 from agentspec.proxy.messages import translation
+from agentspec.runtime import Runtime
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -153,6 +158,18 @@ def test_a_stream_that_breaks_off_ends_with_the_apis_error_event(gateway: Any, u
     assert last["type"] == "error" and last["sequence_number"] == 2 and EVENT.validate_python(last)
 
 
+def test_the_empty_request_carries_the_clients_key_and_nothing_else_of_it(gateway: Any, upstream: Any) -> None:
+    """A server that knows `idempotency-key` would answer the real request as it answered the empty one."""
+    server = upstream(native())
+    running = gateway({}, settings(server.url))
+    own = {"idempotency-key": "once", "x-request-id": "r1", "x-agentspec-session": "s"}
+    account = {"authorization": "Bearer mine", "openai-project": "p"}
+    assert post(running, {}, headers={**own, **account}).content == RESPONSE
+    [asked], [sent] = ([one for one in server.requests if one.body == b"{}"], posted(server))
+    assert account.items() <= asked.headers.items() and not own.keys() & asked.headers.keys()
+    assert (account | own).items() <= sent.headers.items()
+
+
 def test_the_store_header_reaches_the_upstream(gateway: Any, upstream: Any) -> None:
     server = upstream(native())
     running = gateway({}, settings(server.url))
@@ -195,6 +212,48 @@ def test_the_head_of_a_stored_response_waits_for_no_body(gateway: Any, upstream:
     assert (told.status_code, told.headers["content-length"]) == (200, str(len(RESPONSE)))
 
 
+def test_a_client_that_leaves_a_stored_stream_cancels_it(gateway: Any, upstream: Any, until: Any) -> None:
+    left = threading.Event()
+
+    def answer(request: Any) -> None:
+        if request.method == "POST":
+            request.answer(RESPONSE)
+            return
+        request.head()
+        request.send(EVENTS[0])
+        if request.client_left(60):
+            left.set()
+
+    running = gateway({}, settings(upstream(native(answer=answer)).url))
+    post(running, {"background": True})
+    with HTTP.stream("GET", f"{running.url}{ROUTE}/resp_1?stream=true") as streamed:
+        assert next(streamed.iter_raw()) == EVENTS[0]
+    assert left.wait(60)
+    until(lambda: running.app.limiter.running == 0)
+
+
+@pytest.mark.parametrize("path", [f"{ROUTE}/..", f"{ROUTE}/.", f"{ROUTE}/../input_items", f"{ROUTE}/%2e%2e"])
+def test_the_id_of_a_response_is_no_way_to_other_routes(gateway: Any, upstream: Any, path: str) -> None:
+    server = upstream(native())
+    host, port = gateway({}, settings(server.url)).url.removeprefix("http://").split(":")
+    for method in ("GET", "DELETE"):
+        with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
+            connection.request(method, path)
+            assert connection.getresponse().status in (404, 405)
+    assert not [one.target for one in server.requests if one.target != "/v1/models" and one.body != b"{}"]
+
+
+@pytest.mark.anyio
+async def test_a_gateway_that_loads_denies_no_response(tmp_path: Path) -> None:
+    """It cannot ask the upstream that may have it yet, so that only time tells."""
+    app = create_app(Runtime(settings("http://127.0.0.1:9/v1")))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for path in (f"{ROUTE}/resp_1", f"{ROUTE}/resp_1/input_items"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+
+
 def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(native("vllm"))
     running = gateway({}, settings(server.url, tmp_path))
@@ -213,6 +272,24 @@ def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any,
     assert refused.status_code == 404
     salts = [one.json["cache_salt"] for one in posted(server)]
     assert salts[0] == salts[1] != salts[2] and len(salts[0]) == 64
+
+
+def test_long_ids_of_responses_are_ids_too(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    """As of a gateway that puts the way to the response into its id."""
+    long = "resp_" + "bGl0ZQ" * 50
+    server = upstream(
+        native("vllm", lambda request: request.answer(RESPONSE.replace(b'"resp_1"', f'"{long}"'.encode())))
+    )
+    running = gateway({}, settings(server.url, tmp_path))
+    assert post(running, {}, "alice").status_code == 200
+    assert post(running, {"previous_response_id": long}, "alice").status_code == 200
+    assert post(running, {"previous_response_id": long}, "bob").status_code == 404
+    assert post(running, {"previous_response_id": f"{long}x"}, "alice").status_code == 404
+    statuses = []
+    for method, tenant in (("GET", "bob"), ("GET", "alice"), ("DELETE", "alice"), ("GET", "alice")):
+        headers = {"authorization": f"Bearer key-of-{tenant}"}
+        statuses.append(HTTP.request(method, f"{running.url}{ROUTE}/{long}", headers=headers).status_code)
+    assert statuses == [404, 200, 200, 404] and server.requests[-1].target == f"{ROUTE}/{long}"
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -387,6 +464,36 @@ def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_p
     assert [one["content"] for one in sent[-1].json["messages"]] == ["one", "hello", "two"]
     assert len(sent[-1].json["cache_salt"]) == 64
     assert post(running, {"previous_response_id": first.id}, "bob").status_code == 404
+
+
+def test_tools_are_counted_wherever_they_are_offered(gateway: Any, upstream: Any) -> None:
+    server = upstream(chats_only())
+    chosen = settings(server.url)
+    limited = chosen.server.model_copy(update={"max_tools": 2})
+    running = gateway({}, chosen.model_copy(update={"server": limited}))
+    one, two, three = ({"type": "function", "name": name, "parameters": {}} for name in ("a", "b", "c"))
+    space = {"type": "namespace", "name": "n", "description": "", "tools": [two, three]}
+    item = {"type": "additional_tools", "role": "developer", "tools": [two, three]}
+    for many in ({"tools": [one, space]}, {"tools": [one], "input": [item, {"role": "user", "content": "hi"}]}):
+        refused = post(running, many)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert not posted(server, "/v1/chat/completions") and post(running, {"tools": [space]}).status_code == 200
+
+
+def test_what_one_upstream_may_get_does_not_reach_another_by_id(gateway: Any, upstream: Any) -> None:
+    server = upstream(chats_only())
+    allowed = {"open": ("images.example.com",), "closed": ()}
+    backends = {name: OpenAISettings(base_url=server.url, allow_media_hosts=hosts) for name, hosts in allowed.items()}
+    models = {name: ModelSettings(backend=name) for name in backends}
+    running = gateway({}, Settings(backends=backends, models=models))
+    image = {"type": "input_image", "image_url": "https://images.example.com/a.png"}
+    first = post(running, {"model": "open", "input": [{"role": "user", "content": [image]}]}).json()
+    again = {"previous_response_id": first["id"]}
+    assert post(running, {"model": "open", **again}).status_code == 200
+    count = len(posted(server, "/v1/chat/completions"))
+    refused = post(running, {"model": "closed", **again})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+    assert len(posted(server, "/v1/chat/completions")) == count
 
 
 def test_errors_of_a_translated_upstream(gateway: Any, upstream: Any) -> None:
