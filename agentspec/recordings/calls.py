@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ class BadLineError(ConfigurationError):
         self.place = place
 
 
+CUT_OR_DAMAGED = (OSError, EOFError, zlib.error)
+"""What reading a file raises that may be compressed with gzip."""
+
 OnBad = Callable[[BadLineError], None]
 """Called for each bad line, which is then skipped; an exception that it raises ends the reading."""
 
@@ -59,7 +63,7 @@ def lines(path: Path) -> Iterator[tuple[str, bytes]]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", line
-        except (OSError, EOFError) as error:
+        except CUT_OR_DAMAGED as error:
             raise ConfigurationError(f"{path}: cannot be read to its end: {error}") from None
 
 

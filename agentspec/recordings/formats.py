@@ -10,7 +10,16 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.agents import aider, claude_code, codex, opencode, pi, swe_agent
-from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, json_object, lines, opened, refuse
+from agentspec.recordings.calls import (
+    CUT_OR_DAMAGED,
+    BadLineError,
+    OnBad,
+    RecordedCall,
+    json_object,
+    lines,
+    opened,
+    refuse,
+)
 from agentspec.recordings.logs import Traces, parse_chat, parse_log
 
 
@@ -60,7 +69,7 @@ def detect(path: Path) -> Format:
             found = filter(None, (_recognised(path, head) for head in islice(heads, _HEAD)))
             if format_ := next(found, None):
                 return format_
-        except (OSError, EOFError) as error:
+        except CUT_OR_DAMAGED as error:
             raise ConfigurationError(f"{path}: cannot be read: {error}") from None
     raise ConfigurationError(f"{path}: no format that is known here; name it with --format ({', '.join(Format)})")
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ConfigurationError
+from agentspec.recordings.agents.turns import json_file
 from agentspec.recordings.calls import BadLineError, RecordedCall, lines
-from agentspec.recordings.formats import Format, detect, read
+from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.types import Labels
 
 USER = {"role": "user", "content": "one"}
@@ -151,3 +152,16 @@ def test_compressed_files_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         list(lines(packed))
     with pytest.raises(ConfigurationError, match="No such file"):
         detect(tmp_path / "absent")
+
+
+def test_a_compressed_file_that_is_damaged_is_named(tmp_path: Path) -> None:
+    damaged = tmp_path / "run.traj"
+    packed = bytearray(gzip.compress(json.dumps([{"number": number} for number in range(999)]).encode()))
+    packed[20:60] = bytes(40)
+    damaged.write_bytes(packed)
+    for reading in (lambda: list(lines(damaged)), lambda: detect(damaged), lambda: json_file(damaged)):
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            reading()
+    unknown: list[Path] = []
+    sound = write(tmp_path, {"messages": [USER, SAID]})
+    assert list(files_of(tmp_path, unknown.append)) == [sound] and unknown == [damaged]

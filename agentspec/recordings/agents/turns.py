@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, json_object, lines, opened
+from agentspec.recordings.calls import (
+    CUT_OR_DAMAGED,
+    BadLineError,
+    OnBad,
+    RecordedCall,
+    json_object,
+    lines,
+    opened,
+)
 from agentspec.types import Labels, Message
 
 
@@ -72,7 +80,7 @@ def json_file(path: Path) -> dict[str, Any]:
     with opened(path) as file:
         try:
             return json_object(file.read(), str(path))
-        except (OSError, EOFError) as error:
+        except CUT_OR_DAMAGED as error:
             raise ConfigurationError(f"{path}: cannot be read: {error}") from None
 
 
