@@ -14,10 +14,11 @@ from agentspec.types import Labels
 REDACTED = "[REDACTED]"
 
 # Keys by the marks that their issuers give them, and what is assigned to a name that says it is secret. The text may be
-# JSON inside JSON, so quotes may be escaped, and a key that a limit cut off has no end.
+# JSON inside JSON, so quotes may be escaped, and a key that a limit cut off has no end. No pattern begins anew at each
+# place of a long run of letters and digits, and no part of a name repeats without bound: the time would be its square.
 SECRETS = (
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    r"\b(?:sk|pk|rk)[-_](?:[A-Za-z0-9]+[-_])*[A-Za-z0-9_-]{16,}",
+    r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}",
     r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|npm_[A-Za-z0-9]{20,})",
     r"\b(?:xox[abeoprs]|xapp)-[A-Za-z0-9-]{10,}",
     r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b",
@@ -27,9 +28,9 @@ SECRETS = (
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
     r"(?i)(?<=bearer )[\w.~+/-]{12,}=*",
     r"(?<=://)[^\s/:@\"'\\]+:[^\s/@\"'\\]+(?=@)",
-    r"(?i)(?<![a-z])(?:[a-z0-9]+[_-])*(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|auth[_-]?token|token|passwd|"
-    r"password|credentials?)(?:[_-][a-z0-9]+)*\\*[\"']?\s*(?:[:=]|=>)\s*\\*[\"'](?P<quoted>[^\s\"'\\]{8,})",
-    r"\b(?:[A-Z0-9]+_)*(?:KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*=(?P<plain>[^\s\"'\\$;&|<>(){}]{8,})",
+    r"(?i)(?<![a-z])(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|auth[_-]?token|token|passwd|"
+    r"password|credentials?)(?:[_-][a-z0-9]+){0,16}\\*[\"']?\s*(?:[:=]|=>)\s*\\*[\"'](?P<quoted>[^\s\"'\\]{8,})",
+    r"\b(?:[A-Z0-9]+_){0,16}(?:KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+){0,16}=(?P<plain>[^\s\"'\\$;&|<>(){}]{8,})",
 )
 
 
