@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import RecordedCall
 from agentspec.types import Labels
 
@@ -47,14 +47,21 @@ class Redaction:
             raise ConfigurationError(f"redaction patterns must be regular expressions: {error}") from error
 
     def call(self, call: RecordedCall) -> RecordedCall:
-        """The call with every text in its messages, its answer and its labels redacted."""
+        """The call with every text in its messages, its answer and its labels redacted.
+
+        Raises `InvalidRequestError` for one that is nested too deeply to be gone through.
+        """
         labels = call.labels
         named = (name and self.text(name) for name in (labels.session, labels.workflow, labels.step))
+        try:
+            messages, answer = [self._value(message) for message in call.messages], self._value(call.answer)
+        except RecursionError:
+            raise InvalidRequestError("messages is nested too deeply to look for secrets in it") from None
         return replace(
             call,
             labels=Labels(*named),
-            messages=[self._value(message) for message in call.messages],
-            answer=self._value(call.answer),
+            messages=messages,
+            answer=answer,
             prompt=call.prompt and self.text(call.prompt),
         )
 

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from agentspec.errors import InvalidRequestError
+from agentspec.recordings.calls import RecordedCall
 from agentspec.recordings.redaction import REDACTED, Redaction
+from agentspec.types import Labels
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,12 @@ def test_long_runs_without_spaces_take_time_by_their_length(run: str) -> None:
     """By the square of it they would take hours, which is how this test would fail."""
     text = "x" + run * (200_000 // len(run))
     assert len(Redaction().text(text)) <= len(text)
+
+
+def test_a_call_that_is_nested_too_deeply_is_refused() -> None:
+    nested: list[Any] = []
+    for _ in range(2000):
+        nested = [nested]
+    messages = [{"role": "user", "content": nested}]
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        Redaction().call(RecordedCall("f:1", Labels(), messages, {"role": "assistant", "content": "a"}))
