@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,15 @@ OnBad = Callable[[BadLineError], None]
 def refuse(error: BadLineError) -> None:
     """The `OnBad` that raises for every bad line."""
     raise error
+
+
+def seconds_in(value: object) -> float | None:
+    """A recorded time, None for what is no number. Raises `ValueError` or `OverflowError` for one that is no time."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no time")
+    return float(value)
 
 
 def lines(path: Path) -> Iterator[tuple[str, bytes]]:

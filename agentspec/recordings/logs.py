@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.recordings.agents import anthropic_blocks, response_items
-from agentspec.recordings.calls import BadLineError, RecordedCall
+from agentspec.recordings.calls import BadLineError, RecordedCall, seconds_in
 from agentspec.types import Labels, Message
 
 
@@ -75,7 +75,7 @@ def _chat_choices(request: Mapping[str, Any], response: Mapping[str, Any], place
             message,
             prompt if isinstance(prompt, str) else None,
             finished=choice.get("finish_reason") != "length",
-            created_at=_number(response.get("created")),
+            created_at=seconds_in(response.get("created")),
         )
 
 
@@ -96,7 +96,3 @@ def _messages(value: Any) -> list[Message]:
         if not isinstance(message["role"], str):
             raise TypeError("a message's role must be a string")
     return value
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -98,9 +98,11 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, line: str) -> None:
     assert [error.place for error in told] == [f"{path}:3"]
 
 
-def test_a_time_that_is_no_time_costs_no_other_line(tmp_path: Path) -> None:
-    good = {"messages": [USER], **COMPLETION}
-    path = write(tmp_path, good, {**good, "created": 10**400}, good)
+@pytest.mark.parametrize("time", [10**400, float("inf"), float("nan")])
+@pytest.mark.parametrize("answer", [COMPLETION, {"output": [SAID]}])
+def test_a_time_that_is_no_time_costs_no_other_line(tmp_path: Path, answer: dict[str, Any], time: float) -> None:
+    good = {"request": {"messages": [USER]}, "response": answer}
+    path = write(tmp_path, good, {**good, "response": {**answer, "created": time, "created_at": time}}, good)
     told: list[BadLineError] = []
     assert [call.place for call in read(path, Format.log, told.append)] == [f"{path}:1", f"{path}:3"]
     assert [error.place for error in told] == [f"{path}:2"]

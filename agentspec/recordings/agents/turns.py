@@ -18,6 +18,7 @@ from agentspec.recordings.calls import (
     json_object,
     lines,
     opened,
+    seconds_in,
 )
 from agentspec.types import Labels, Message
 
@@ -87,10 +88,9 @@ def json_file(path: Path) -> dict[str, Any]:
 def moment(value: Any) -> float | None:
     """Seconds since 1970, of an ISO 8601 time or a number of milliseconds."""
     try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return value / 1000
-        return datetime.fromisoformat(str(value)).timestamp()
-    except (TypeError, ValueError, OverflowError):
+        milliseconds = seconds_in(value)
+        return datetime.fromisoformat(str(value)).timestamp() if milliseconds is None else milliseconds / 1000
+    except (ValueError, OverflowError):
         return None
 
 

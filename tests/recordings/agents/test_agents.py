@@ -43,7 +43,7 @@ def test_a_session_is_recognised_and_its_answers_are_found(recorded: tuple[str, 
 
 
 def test_a_time_beyond_all_floats_is_none() -> None:
-    assert moment(10**400) is None and moment(1500) == 1.5
+    assert moment(10**400) is moment(float("nan")) is moment(float("inf")) is None and moment(1500) == 1.5
 
 
 def test_calls_of_tools_and_their_results(with_tools: Path) -> None:
