@@ -74,6 +74,15 @@ def test_times_that_explain_nothing_are_refused():
         fit([StepTimes(1.0, 10, 1, 100, 0), StepTimes(1.0, 10, 2, 100, 0)], EngineCosts())
 
 
+def test_a_server_whose_answers_have_no_length_is_refused():
+    async def generate(request):
+        yield Delta(finish_reason="stop")
+
+    times = asyncio.run(measure(generate, "m", TRUE, words=16, rounds=1))
+    with pytest.raises(ConfigurationError, match="no answer could be timed"):
+        fit(times, TRUE)
+
+
 def test_an_engine_of_known_costs_is_measured():
     async def main():
         engine = SteppingEngine(TRUE)
