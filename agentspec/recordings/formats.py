@@ -96,12 +96,17 @@ def _recognised(path: Path, head: bytes) -> Format | None:
 def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
     """`path`, or all files below that folder whose format is known, sorted; links are not followed.
 
-    `unknown` is called for the others.
+    `unknown` is called for the others, and for folders that cannot be read.
     """
     if not path.is_dir() or opencode.is_storage(path):
         yield path
         return
-    for child in sorted(path.iterdir()):
+    try:
+        children = sorted(path.iterdir())
+    except OSError:
+        unknown(path)
+        return
+    for child in children:
         if child.is_symlink() or not (child.is_dir() or child.is_file()):
             continue
         if child.is_dir():

@@ -155,6 +155,25 @@ def test_a_folder_is_read_as_it_lies_there(tmp_path: Path) -> None:
     assert unknown == [path.parent / "notes.txt"]
 
 
+def test_files_and_folders_that_cannot_be_read_cost_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = opencode_storage(tmp_path / "storage")
+    part = next((storage / "part").iterdir()) / "zzz.json"
+    part.mkdir()
+    bad: list[BadLineError] = []
+    assert len(list(read(storage, Format.opencode, bad.append))) == 2
+    assert [error.place for error in bad] == [str(part)]
+    locked, listed, unknown = tmp_path / "locked", Path.iterdir, list[Path]()
+    locked.mkdir()
+
+    def iterdir(path: Path) -> Any:
+        if path == locked:
+            raise PermissionError
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert list(files_of(tmp_path, unknown.append)) == [storage] and unknown == [locked]
+
+
 @pytest.mark.parametrize(
     "content", ["[1]", '{"history": 5}', '{"messages": [5]}', '{"history": [{"role": "assistant", "tool_calls": [1]}]}']
 )
