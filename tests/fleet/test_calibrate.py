@@ -101,3 +101,20 @@ def test_an_engine_of_known_costs_is_measured():
     assert found.step == pytest.approx(TRUE.step, rel=0.15)
     assert found.prompt_token == pytest.approx(TRUE.prompt_token, rel=0.15)
     assert found.sequence == pytest.approx(TRUE.sequence, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"step": Infinity}', "step: Input should be a finite number"),
+        ('{"step": NaN}', "step: "),
+        ('{"stepp": 1}', "stepp: "),
+        ('{"step": ' + "1" * 5000 + "}", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("", "cannot be read"),
+    ],
+)
+def test_costs_that_are_none_are_named(tmp_path, text, says):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"costs.json: {says}"):
+        EngineCosts.read(tmp_path / "costs.json")
