@@ -67,7 +67,8 @@ def _logged(request: Any, response: Any, place: str) -> Iterator[RecordedCall]:
 def _chat_choices(request: Mapping[str, Any], response: Mapping[str, Any], place: str) -> Iterator[RecordedCall]:
     messages, prompt = _messages(request.get("messages") or []), request.get("prompt")
     for choice in response["choices"]:
-        message = choice["message"] if "message" in choice else {"role": "assistant", "content": choice["text"]}
+        answered = choice["message"] if "message" in choice else {"content": choice["text"]}
+        message = _message({"role": "assistant", **answered})
         yield RecordedCall(
             place,
             Labels(),
@@ -92,7 +93,16 @@ def _labels(record: Mapping[str, Any], session: str) -> Labels:
 def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list):
         raise TypeError("messages must be an array")
-    for message in value:
-        if not isinstance(message["role"], str):
-            raise TypeError("a message's role must be a string")
+    return [_message(message) for message in value]
+
+
+def _message(value: Any) -> Message:
+    """A message that every reader can take. Raises `TypeError` for another shape."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise TypeError("a message must be an object with a role")
+    if not isinstance(value.get("content"), str | list | None):
+        raise TypeError("a message's content must be a string or an array")
+    calls = value.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise TypeError("a message's tool_calls must be an array of objects")
     return value

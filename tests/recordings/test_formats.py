@@ -108,6 +108,22 @@ def test_a_time_that_is_no_time_costs_no_other_line(tmp_path: Path, answer: dict
     assert [error.place for error in told] == [f"{path}:2"]
 
 
+@pytest.mark.parametrize(
+    "answer", [None, 5, "two", {"content": {"text": "two"}}, {"content": None, "tool_calls": True}, {"tool_calls": [1]}]
+)
+def test_an_answer_of_another_shape_is_a_bad_line(tmp_path: Path, answer: Any) -> None:
+    record = {"request": {"messages": [USER]}, "response": {"choices": [{"message": answer}]}}
+    with pytest.raises(BadLineError, match=r"f\.jsonl:1: not a line of format log"):
+        calls(tmp_path, record)
+    with pytest.raises(BadLineError, match=r"f\.jsonl:1: not a line of format chat"):
+        calls(tmp_path, {"messages": [answer if not isinstance(answer, dict) else SAID | answer, SAID]})
+
+
+def test_an_answer_without_a_role_is_the_models(tmp_path: Path) -> None:
+    [call] = calls(tmp_path, {"messages": [USER], "response": {"choices": [{"message": {"content": "two"}}]}})
+    assert call.answer == SAID
+
+
 @pytest.mark.parametrize("response", [{}, {"choices": []}, {"error": {"message": "no"}}, {"status_code": 500}])
 def test_a_call_without_an_answer_is_a_bad_line(tmp_path: Path, response: Any) -> None:
     with pytest.raises(BadLineError, match="no answer"):
