@@ -98,18 +98,18 @@ def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
 
     `unknown` is called for the others, and for folders that cannot be read.
     """
-    if not path.is_dir() or opencode.is_storage(path):
-        yield path
-        return
     try:
-        children = sorted(path.iterdir())
+        is_file = not path.is_dir() or opencode.is_storage(path)
+        children = [] if is_file else [one for one in sorted(path.iterdir()) if not one.is_symlink()]
+        folders = {one for one in children if one.is_dir()}
+        children = [one for one in children if one in folders or one.is_file()]
     except OSError:
         unknown(path)
         return
+    if is_file:
+        yield path
     for child in children:
-        if child.is_symlink() or not (child.is_dir() or child.is_file()):
-            continue
-        if child.is_dir():
+        if child in folders:
             yield from files_of(child, unknown)
             continue
         try:

@@ -162,15 +162,15 @@ def test_files_and_folders_that_cannot_be_read_cost_no_others(tmp_path: Path, mo
     bad: list[BadLineError] = []
     assert len(list(read(storage, Format.opencode, bad.append))) == 2
     assert [error.place for error in bad] == [str(part)]
-    locked, listed, unknown = tmp_path / "locked", Path.iterdir, list[Path]()
+    locked, looked_at, unknown = tmp_path / "locked", Path.is_dir, list[Path]()
     locked.mkdir()
 
-    def iterdir(path: Path) -> Any:
-        if path == locked:
+    def is_dir(path: Path) -> bool:
+        if path.parent == locked:  # which may not be searched
             raise PermissionError
-        return listed(path)
+        return looked_at(path)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, "is_dir", is_dir)
     assert list(files_of(tmp_path, unknown.append)) == [storage] and unknown == [locked]
 
 
