@@ -7,19 +7,21 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
 from agentspec.cli.bench_agent import agent
-from agentspec.cli.common import FAILED, ModelOption, require_writable
+from agentspec.cli.common import FAILED, ModelOption, plural, require_writable
 from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, settings_of
 from agentspec.cli.publish import TORCH, publish
+from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.benchmarks.report import Progress
 
+T = TypeVar("T")
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
 
 
@@ -280,7 +282,7 @@ def retrieval(
     require_writable(json, plot)
     if not check and count < MIN_PAIRS:
         raise typer.BadParameter(f"fewer than {MIN_PAIRS} questions say nothing", param_hint="--count")
-    asked = read_questions(questions, count)
+    asked = _enough(read_questions(questions, count), questions, 1 if check else MIN_PAIRS)
 
     def measure(progress: Progress) -> Any:
         with (
@@ -313,10 +315,19 @@ def knn(
 ) -> None:
     """Answer the same prompts by KNN-LM without and with speculative retrieval, interleaved in one run."""
     from agentspec.benchmarks.knn import read_prompts, run_knn
+    from agentspec.benchmarks.report import MIN_PAIRS
     from agentspec.types import SamplingParams
 
     knobs = settings_of(neighbours, weight, distance)
     sampling = SamplingParams(temperature=float(sampled), seed=1, max_tokens=max_tokens)
-    run = partial(run_knn, model, folder, read_prompts(prompts, limit), sampling, knobs)
+    asked = _enough(read_prompts(prompts, limit), prompts, MIN_PAIRS)
+    run = partial(run_knn, model, folder, asked, sampling, knobs)
     subject = {"model": model, **{name: str(value) for name, value in knobs}}
     publish(run, json, packages=("torch", "numpy"), subject=subject)
+
+
+def _enough(asked: list[T], file: Path, least: int) -> list[T]:
+    """What to ask. Raises `ConfigurationError` for too few: better now than after they were measured."""
+    if len(asked) < least:
+        raise ConfigurationError(f"{file} holds {plural(len(asked), 'line')}, and at least {least} are needed")
+    return asked

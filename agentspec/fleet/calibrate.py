@@ -46,8 +46,10 @@ class _TimedAnswer:
 def fit(times: Sequence[StepTimes], base: EngineCosts) -> EngineCosts:
     """`base` with the costs that explain `times` best, by least squares of relative errors; none is below zero.
 
-    Raises `ConfigurationError` if no cost of a step, or of a prompt's token, comes out of them.
+    Raises `ConfigurationError` if there are none, or no cost of a step, or of a prompt's token, comes out of them.
     """
+    if not times:
+        raise ConfigurationError("no answer could be timed: the server has to stream several tokens, and tell usage")
     rows = np.array([(one.steps, one.steps * one.sequences, one.steps * one.context, one.prompt) for one in times])
     seconds = np.array([one.seconds for one in times])
     used, costs = list(range(len(_NAMES))), np.zeros(len(_NAMES))

@@ -19,7 +19,7 @@ class EngineCosts(BaseModel):
     measured: Llama 3.1 8B in bfloat16 on an H100 with 80 GB, 70 % of its memory bandwidth and half of its arithmetic.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     step: float = Field(default=0.008, gt=0, description="Of a step, whatever is in it")
     sequence: float = Field(default=2e-5, ge=0, description="Of each sequence that decodes")
@@ -35,12 +35,12 @@ class EngineCosts(BaseModel):
         """The costs in a JSON file. Raises `ConfigurationError` that names the wrong key."""
         try:
             return cls.model_validate(json.loads(path.read_text()))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigurationError(f"{path}: cannot be read: {error}") from None
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "the file"
             raise ConfigurationError(f"{path}: {key}: {first['msg']}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigurationError(f"{path}: cannot be read: {error}") from None
 
     def alone(self, prompt: int, answer: int) -> float:
         """Seconds of a call that an idle engine serves, with `prompt` tokens to read."""

@@ -18,7 +18,7 @@ Order = Literal["arrival", "urgency"]
 class Scenario(BaseModel):
     """The parameters of one simulation. Times are seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     policy: str = Field(default="workflow", description="Which engine takes a call")
     order: Order = Field(default="arrival", description="Which waiting call an engine takes next")
@@ -31,7 +31,7 @@ class Scenario(BaseModel):
     seed: int = Field(default=0, ge=0, description="Of arrivals, of the choice of sessions, and of pauses")
     costs: EngineCosts = Field(default_factory=EngineCosts, description="Of every engine")
     pause: float = Field(default=2.0, ge=0, description="Median pause between calls that were recorded without one")
-    pause_spread: float = Field(default=1.0, ge=0, description="Standard deviation of such a pause's logarithm")
+    pause_spread: float = Field(default=1.0, ge=0, le=10, description="Standard deviation of such a pause's logarithm")
     deadline_low: float = Field(default=1.5, gt=0, description="A session's deadline, in times of what it takes alone")
     deadline_high: float = Field(default=4.0, gt=0, description="The most of that; drawn evenly")
     deadline_share: float = Field(default=1.0, ge=0, le=1, description="Share of the sessions that have one")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import PurePath
 
 from agentspec.errors import ConfigurationError
 from agentspec.fleet.prefix_cache import Stretch
@@ -61,15 +62,15 @@ class _Recorded:
 
 
 def shapes(recorded: Mapping[str, Iterable[RecordedCall]]) -> list[SessionShape]:
-    """The shapes of the sessions in files, by name of the file, which names the workflow of calls without one.
+    """The shapes of the sessions in files, by path of the file, whose name is the workflow of calls without one.
 
     A text counts a token for every four characters. Raises `ConfigurationError` if there is no call.
     """
     sessions: dict[tuple[str, str], _Recorded] = {}
-    for name, calls in recorded.items():
+    for path, calls in recorded.items():
         for call in calls:
-            workflow = call.labels.workflow or name
-            session = sessions.setdefault((name, call.labels.session or call.place), _Recorded(workflow))
+            workflow = call.labels.workflow or PurePath(path).name
+            session = sessions.setdefault((path, call.labels.session or call.place), _Recorded(workflow))
             _add(session, call)
     if not sessions:
         raise ConfigurationError("the recordings hold no calls")

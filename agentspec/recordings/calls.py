@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,9 @@ class BadLineError(ConfigurationError):
         self.place = place
 
 
+CUT_OR_DAMAGED = (OSError, EOFError, zlib.error)
+"""What reading a file raises that may be compressed with gzip."""
+
 OnBad = Callable[[BadLineError], None]
 """Called for each bad line, which is then skipped; an exception that it raises ends the reading."""
 
@@ -47,6 +52,15 @@ OnBad = Callable[[BadLineError], None]
 def refuse(error: BadLineError) -> None:
     """The `OnBad` that raises for every bad line."""
     raise error
+
+
+def seconds_in(value: object) -> float | None:
+    """A recorded time, None for what is no number. Raises `ValueError` or `OverflowError` for one that is no time."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no time")
+    return float(value)
 
 
 def lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -59,7 +73,7 @@ def lines(path: Path) -> Iterator[tuple[str, bytes]]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", line
-        except (OSError, EOFError) as error:
+        except CUT_OR_DAMAGED as error:
             raise ConfigurationError(f"{path}: cannot be read to its end: {error}") from None
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.agents import aider, claude_code, codex, opencode, pi, swe_agent
-from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, json_object, lines, opened, refuse
+from agentspec.recordings.calls import (
+    CUT_OR_DAMAGED,
+    BadLineError,
+    OnBad,
+    RecordedCall,
+    json_object,
+    lines,
+    opened,
+    refuse,
+)
 from agentspec.recordings.logs import Traces, parse_chat, parse_log
 
 
@@ -60,7 +69,7 @@ def detect(path: Path) -> Format:
             found = filter(None, (_recognised(path, head) for head in islice(heads, _HEAD)))
             if format_ := next(found, None):
                 return format_
-        except (OSError, EOFError) as error:
+        except CUT_OR_DAMAGED as error:
             raise ConfigurationError(f"{path}: cannot be read: {error}") from None
     raise ConfigurationError(f"{path}: no format that is known here; name it with --format ({', '.join(Format)})")
 
@@ -87,15 +96,20 @@ def _recognised(path: Path, head: bytes) -> Format | None:
 def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
     """`path`, or all files below that folder whose format is known, sorted; links are not followed.
 
-    `unknown` is called for the others.
+    `unknown` is called for the others, and for folders that cannot be read.
     """
-    if not path.is_dir() or opencode.is_storage(path):
-        yield path
+    try:
+        is_file = not path.is_dir() or opencode.is_storage(path)
+        children = [] if is_file else [one for one in sorted(path.iterdir()) if not one.is_symlink()]
+        folders = {one for one in children if one.is_dir()}
+        children = [one for one in children if one in folders or one.is_file()]
+    except OSError:
+        unknown(path)
         return
-    for child in sorted(path.iterdir()):
-        if child.is_symlink() or not (child.is_dir() or child.is_file()):
-            continue
-        if child.is_dir():
+    if is_file:
+        yield path
+    for child in children:
+        if child in folders:
             yield from files_of(child, unknown)
             continue
         try:

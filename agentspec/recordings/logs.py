@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.recordings.agents import anthropic_blocks, response_items
-from agentspec.recordings.calls import BadLineError, RecordedCall
+from agentspec.recordings.calls import BadLineError, RecordedCall, seconds_in
 from agentspec.types import Labels, Message
 
 
@@ -67,7 +67,8 @@ def _logged(request: Any, response: Any, place: str) -> Iterator[RecordedCall]:
 def _chat_choices(request: Mapping[str, Any], response: Mapping[str, Any], place: str) -> Iterator[RecordedCall]:
     messages, prompt = _messages(request.get("messages") or []), request.get("prompt")
     for choice in response["choices"]:
-        message = choice["message"] if "message" in choice else {"role": "assistant", "content": choice["text"]}
+        answered = choice["message"] if "message" in choice else {"content": choice["text"]}
+        message = _message({"role": "assistant", **answered})
         yield RecordedCall(
             place,
             Labels(),
@@ -75,7 +76,7 @@ def _chat_choices(request: Mapping[str, Any], response: Mapping[str, Any], place
             message,
             prompt if isinstance(prompt, str) else None,
             finished=choice.get("finish_reason") != "length",
-            created_at=_number(response.get("created")),
+            created_at=seconds_in(response.get("created")),
         )
 
 
@@ -92,11 +93,16 @@ def _labels(record: Mapping[str, Any], session: str) -> Labels:
 def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list):
         raise TypeError("messages must be an array")
-    for message in value:
-        if not isinstance(message["role"], str):
-            raise TypeError("a message's role must be a string")
+    return [_message(message) for message in value]
+
+
+def _message(value: Any) -> Message:
+    """A message that every reader can take. Raises `TypeError` for another shape."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise TypeError("a message must be an object with a role")
+    if not isinstance(value.get("content"), str | list | None):
+        raise TypeError("a message's content must be a string or an array")
+    calls = value.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise TypeError("a message's tool_calls must be an array of objects")
     return value
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import RecordedCall
 from agentspec.types import Labels
 
 REDACTED = "[REDACTED]"
 
 # Keys by the marks that their issuers give them, and what is assigned to a name that says it is secret. The text may be
-# JSON inside JSON, so quotes may be escaped, and a key that a limit cut off has no end.
+# JSON inside JSON, so quotes may be escaped, and a key that a limit cut off has no end. No pattern begins anew at each
+# place of a long run of letters and digits, and no part of a name repeats without bound: the time would be its square.
 SECRETS = (
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    r"\b(?:sk|pk|rk)[-_](?:[A-Za-z0-9]+[-_])*[A-Za-z0-9_-]{16,}",
+    r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}",
     r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|npm_[A-Za-z0-9]{20,})",
     r"\b(?:xox[abeoprs]|xapp)-[A-Za-z0-9-]{10,}",
     r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b",
@@ -27,9 +28,9 @@ SECRETS = (
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
     r"(?i)(?<=bearer )[\w.~+/-]{12,}=*",
     r"(?<=://)[^\s/:@\"'\\]+:[^\s/@\"'\\]+(?=@)",
-    r"(?i)(?<![a-z])(?:[a-z0-9]+[_-])*(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|auth[_-]?token|token|passwd|"
-    r"password|credentials?)(?:[_-][a-z0-9]+)*\\*[\"']?\s*(?:[:=]|=>)\s*\\*[\"'](?P<quoted>[^\s\"'\\]{8,})",
-    r"\b(?:[A-Z0-9]+_)*(?:KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*=(?P<plain>[^\s\"'\\$;&|<>(){}]{8,})",
+    r"(?i)(?<![a-z])(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|auth[_-]?token|token|passwd|"
+    r"password|credentials?)(?:[_-][a-z0-9]+){0,16}\\*[\"']?\s*(?:[:=]|=>)\s*\\*[\"'](?P<quoted>[^\s\"'\\]{8,})",
+    r"\b(?:[A-Z0-9]+_){0,16}(?:KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+){0,16}=(?P<plain>[^\s\"'\\$;&|<>(){}]{8,})",
 )
 
 
@@ -46,14 +47,21 @@ class Redaction:
             raise ConfigurationError(f"redaction patterns must be regular expressions: {error}") from error
 
     def call(self, call: RecordedCall) -> RecordedCall:
-        """The call with every text in its messages, its answer and its labels redacted."""
+        """The call with every text in its messages, its answer and its labels redacted.
+
+        Raises `InvalidRequestError` for one that is nested too deeply to be gone through.
+        """
         labels = call.labels
         named = (name and self.text(name) for name in (labels.session, labels.workflow, labels.step))
+        try:
+            messages, answer = [self._value(message) for message in call.messages], self._value(call.answer)
+        except RecursionError:
+            raise InvalidRequestError("messages is nested too deeply to look for secrets in it") from None
         return replace(
             call,
             labels=Labels(*named),
-            messages=[self._value(message) for message in call.messages],
-            answer=self._value(call.answer),
+            messages=messages,
+            answer=answer,
             prompt=call.prompt and self.text(call.prompt),
         )
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.protocol.validation import NOT_TEXT, is_text
 from agentspec.recordings.calls import BadLineError, RecordedCall
 from agentspec.recordings.formats import Format, read
 from agentspec.types import Message
@@ -38,14 +39,23 @@ class EncodedCall:
 
 
 def load_encoder(folder: Path) -> Encode:
-    """An encoder from the `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` if it is missing."""
+    """An encoder from the `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` if it is missing.
+
+    The encoder raises `InvalidRequestError` for half a surrogate pair.
+    """
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigurationError(f"there is no tokenizer.json in {str(folder)!r}")
     tokenizer = Tokenizer.from_file(str(file))
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode(text: str) -> Sequence[int]:
+        if not is_text(text):
+            raise InvalidRequestError(f"the text{NOT_TEXT}")
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return encode
 
 
 def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[EncodedCall]:

@@ -224,12 +224,14 @@ class AgentToolsReport:
 def run_agent_tools(
     paths: Sequence[Path], *, read_only: Sequence[str] = READ_ONLY, share: float = 0.5, progress: Progress
 ) -> AgentToolsReport:
-    """Replay the files, each from an empty memory. Raises `ConfigurationError` for one that cannot be read."""
+    """Replay the files, each from an empty memory. Raises `ConfigurationError` for one that holds no calls."""
     if not 0.0 < share < 1.0:
         raise ConfigurationError(f"the share of tools must lie between 0 and 1, not {share}", param="share")
     found = AgentToolsReport(share, LaunchLimits())
     for path in paths:
         recorded = list(read(path, detect(path)))
+        if not recorded:
+            raise ConfigurationError(f"{path}: no answers in it")
         progress(f"drafting {path.name}")
         steps = draft_steps(recorded)
         progress(f"predicting {path.name}")

@@ -86,6 +86,9 @@ def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
     file.write_text('{"id": "1", "question": "why?", "text": "because"}\n')
     result = program("bench", "retrieval", "--corpus", file, "--questions", file, "--count", 3)
     assert result.exit_code == 2 and "fewer than 7 questions" in result.output
+    for few in (("retrieval", "--corpus", file, "--questions", file), ("knn", tmp_path, file)):
+        result = program("bench", *few)
+        assert result.exit_code == 2 and f"{file} holds 1 line, and at least 7 are needed" in result.output
     assert program("bench", "retrieval", "--corpus", tmp_path / "none", "--questions", file).exit_code == 2
 
 

@@ -74,6 +74,15 @@ def test_times_that_explain_nothing_are_refused():
         fit([StepTimes(1.0, 10, 1, 100, 0), StepTimes(1.0, 10, 2, 100, 0)], EngineCosts())
 
 
+def test_a_server_whose_answers_have_no_length_is_refused():
+    async def generate(request):
+        yield Delta(finish_reason="stop")
+
+    times = asyncio.run(measure(generate, "m", TRUE, words=16, rounds=1))
+    with pytest.raises(ConfigurationError, match="no answer could be timed"):
+        fit(times, TRUE)
+
+
 def test_an_engine_of_known_costs_is_measured():
     async def main():
         engine = SteppingEngine(TRUE)
@@ -92,3 +101,20 @@ def test_an_engine_of_known_costs_is_measured():
     assert found.step == pytest.approx(TRUE.step, rel=0.15)
     assert found.prompt_token == pytest.approx(TRUE.prompt_token, rel=0.15)
     assert found.sequence == pytest.approx(TRUE.sequence, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"step": Infinity}', "step: Input should be a finite number"),
+        ('{"step": NaN}', "step: "),
+        ('{"stepp": 1}', "stepp: "),
+        ('{"step": ' + "1" * 5000 + "}", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("", "cannot be read"),
+    ],
+)
+def test_costs_that_are_none_are_named(tmp_path, text, says):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"costs.json: {says}"):
+        EngineCosts.read(tmp_path / "costs.json")

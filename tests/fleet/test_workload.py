@@ -60,3 +60,8 @@ def test_single_calls_keep_their_lengths_and_share_nothing():
 def test_recordings_without_calls_are_refused():
     with pytest.raises(ConfigurationError, match="no calls"):
         shapes({"file": []})
+
+
+def test_files_of_one_name_in_two_folders_are_two():
+    read = shapes({"a/log.jsonl": _calls("one", "a"), "b/log.jsonl": _calls("one", "b")})
+    assert [(shape.workflow, len(shape.calls)) for shape in read] == [("log.jsonl", 3)] * 2

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ConfigurationError
+from agentspec.recordings.agents.turns import json_file
 from agentspec.recordings.calls import BadLineError, RecordedCall, lines
-from agentspec.recordings.formats import Format, detect, read
+from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.types import Labels
 
 USER = {"role": "user", "content": "one"}
@@ -97,12 +98,30 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, line: str) -> None:
     assert [error.place for error in told] == [f"{path}:3"]
 
 
-def test_a_time_that_is_no_time_costs_no_other_line(tmp_path: Path) -> None:
-    good = {"messages": [USER], **COMPLETION}
-    path = write(tmp_path, good, {**good, "created": 10**400}, good)
+@pytest.mark.parametrize("time", [10**400, float("inf"), float("nan")])
+@pytest.mark.parametrize("answer", [COMPLETION, {"output": [SAID]}])
+def test_a_time_that_is_no_time_costs_no_other_line(tmp_path: Path, answer: dict[str, Any], time: float) -> None:
+    good = {"request": {"messages": [USER]}, "response": answer}
+    path = write(tmp_path, good, {**good, "response": {**answer, "created": time, "created_at": time}}, good)
     told: list[BadLineError] = []
     assert [call.place for call in read(path, Format.log, told.append)] == [f"{path}:1", f"{path}:3"]
     assert [error.place for error in told] == [f"{path}:2"]
+
+
+@pytest.mark.parametrize(
+    "answer", [None, 5, "two", {"content": {"text": "two"}}, {"content": None, "tool_calls": True}, {"tool_calls": [1]}]
+)
+def test_an_answer_of_another_shape_is_a_bad_line(tmp_path: Path, answer: Any) -> None:
+    record = {"request": {"messages": [USER]}, "response": {"choices": [{"message": answer}]}}
+    with pytest.raises(BadLineError, match=r"f\.jsonl:1: not a line of format log"):
+        calls(tmp_path, record)
+    with pytest.raises(BadLineError, match=r"f\.jsonl:1: not a line of format chat"):
+        calls(tmp_path, {"messages": [answer if not isinstance(answer, dict) else SAID | answer, SAID]})
+
+
+def test_an_answer_without_a_role_is_the_models(tmp_path: Path) -> None:
+    [call] = calls(tmp_path, {"messages": [USER], "response": {"choices": [{"message": {"content": "two"}}]}})
+    assert call.answer == SAID
 
 
 @pytest.mark.parametrize("response", [{}, {"choices": []}, {"error": {"message": "no"}}, {"status_code": 500}])
@@ -151,3 +170,16 @@ def test_compressed_files_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         list(lines(packed))
     with pytest.raises(ConfigurationError, match="No such file"):
         detect(tmp_path / "absent")
+
+
+def test_a_compressed_file_that_is_damaged_is_named(tmp_path: Path) -> None:
+    damaged = tmp_path / "run.traj"
+    packed = bytearray(gzip.compress(json.dumps([{"number": number} for number in range(999)]).encode()))
+    packed[20:60] = bytes(40)
+    damaged.write_bytes(packed)
+    for reading in (lambda: list(lines(damaged)), lambda: detect(damaged), lambda: json_file(damaged)):
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            reading()
+    unknown: list[Path] = []
+    sound = write(tmp_path, {"messages": [USER, SAID]})
+    assert list(files_of(tmp_path, unknown.append)) == [sound] and unknown == [damaged]

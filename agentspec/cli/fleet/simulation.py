@@ -57,7 +57,8 @@ def simulate(
     errors = Console(stderr=True)
     given = {"engines": engines, "sessions": sessions, **_parameters(set_ or [])}
     scenario = _scenario(given, costs)
-    tried = [_checked(scenario, {"policy": one, "order": other}) for one in _names(policy) for other in _names(order)]
+    policies, orders = _names("--policy", policy), _names("--order", order)
+    tried = [_checked(scenario, {"policy": one, "order": other}) for one in policies for other in orders]
     variants: list[tuple[str, Order]] = [(one.policy, one.order) for one in tried]
     shapes = _shapes(files, format_, skip_bad, errors, single=single)
     scenario.require_room(shapes)
@@ -115,8 +116,10 @@ def calibrate(
     typer.echo(f"{out}: " + ", ".join(f"{name} = {value:.4g}" for name, value in found.model_dump().items()))
 
 
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _names(option: str, text: str) -> list[str]:
+    if not (names := [part.strip() for part in text.split(",") if part.strip()]):
+        raise ConfigurationError(f"{option} names nothing")
+    return names
 
 
 def _parameters(given: Sequence[str]) -> dict[str, str]:
@@ -152,6 +155,6 @@ def _shapes(files: list[Path], format_: Any, skip_bad: bool, console: Any, *, si
     from agentspec.fleet.workload import shapes, single_calls
 
     on_bad, _ = choose(skip_bad, console)
-    calls = {file.name: recorded_calls(file, format_, on_bad) for file in found(files, console)}
+    calls = {str(file): recorded_calls(file, format_, on_bad) for file in found(files, console)}
     read = shapes(calls)
     return single_calls(read) if single else read

@@ -14,7 +14,7 @@ from agentspec.placement.ordering.queue import Urgency
 MOST_PROGRAMS = 1 << 16
 MOST_STEPS = 1 << 14  # (workflow, step) pairs that are learned
 MOST_CALLS = 1024  # of one program that are learned from, the first
-IDLE = 300.0  # seconds without a call after which a program counts as over
+IDLE = 300.0  # seconds without a call, also none under way, after which a program counts as over
 HARDLY = 2.0  # mean deviations below the mean that hardly any value is
 MEMORY = 64  # programs that a mean looks back on
 
@@ -51,6 +51,7 @@ class Program:
     ended: float = -math.inf  # when the latest call that was served did
     latest: float = 0.0
     count: int = 0
+    under_way: int = 0  # calls that wait or are being served
     calls: list[tuple[StepName, float, float]] = field(default_factory=list)
     """The step of each call, when it was sent, and what the program had waited before."""
 
@@ -75,6 +76,7 @@ class Programs:
             program = Program()
             self._running.put(session, program)
         program.count += 1
+        program.under_way += 1
         program.latest = at
         if len(program.calls) < MOST_CALLS:
             program.calls.append(((workflow or "", step or _place(program.count)), at, program.waited))
@@ -85,6 +87,7 @@ class Programs:
         if program is None:
             return
         program.count -= 1
+        program.under_way -= 1
         found = next((call for call in reversed(program.calls) if call[1] == at), None)
         if found is not None:
             program.calls.remove(found)
@@ -95,6 +98,7 @@ class Programs:
         """A call of the program ended at `at`, after it had waited, and had been served for `seconds`."""
         program = self._running.get(session)
         if program is not None:
+            program.under_way -= 1
             program.waited += waited
             program.attained += seconds
             program.ended = program.latest = at
@@ -129,7 +133,12 @@ class Programs:
     def _end_idle(self, now: float) -> None:
         """Programs are kept in the order of their latest calls, so that only the first need be looked at."""
         while (oldest := self._running.oldest()) is not None and oldest[1].latest < now - IDLE:
-            self.end(oldest[0])
+            session, program = oldest
+            if program.under_way > 0:  # a long call: the program is looked at again later
+                program.latest = now
+                self._running.put(session, program)
+            else:
+                self.end(session)
 
     def _learn(self, program: Program) -> None:
         for (workflow, step), at, waited in program.calls:

@@ -80,7 +80,11 @@ def _stored(path: Path, on_bad: OnBad) -> Iterator[tuple[str, list[tuple[_Object
 
 
 def _file(path: Path, on_bad: OnBad) -> list[_Object]:
-    return _objects(str(path), path.read_bytes(), on_bad)
+    try:
+        return _objects(str(path), path.read_bytes(), on_bad)
+    except OSError as error:
+        on_bad(BadLineError(str(path), f"cannot be read: {error.strerror}"))
+        return []
 
 
 def _objects(place: str, data: str | bytes, on_bad: OnBad) -> list[_Object]:

@@ -10,7 +10,7 @@ from typing import Any
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
 from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
 from agentspec.recordings.agents.turns import Turn, answer, text_of, tool_call, tool_result
-from agentspec.recordings.calls import RecordedCall
+from agentspec.recordings.calls import RecordedCall, seconds_in
 from agentspec.types import Labels, Message
 
 
@@ -100,8 +100,7 @@ def logged_call(request: Mapping[str, Any], response: Mapping[str, Any], place: 
     if request.get("instructions"):
         items = [{"role": "system", "content": request["instructions"]}, *items]
     messages = [turn.message for turn in turns_of(Item(item, place) for item in items)]
-    created = response.get("created_at")
+    at = seconds_in(response.get("created_at"))
     for turn in turns_of(Item(item, place) for item in response["output"]):
         finished = response.get("status") != "incomplete"
-        at = float(created) if isinstance(created, int | float) else None
         yield RecordedCall(place, Labels(), messages, turn.message, finished=finished, created_at=at)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, json_object, lines, opened
+from agentspec.recordings.calls import (
+    CUT_OR_DAMAGED,
+    BadLineError,
+    OnBad,
+    RecordedCall,
+    json_object,
+    lines,
+    opened,
+    seconds_in,
+)
 from agentspec.types import Labels, Message
 
 
@@ -72,17 +81,16 @@ def json_file(path: Path) -> dict[str, Any]:
     with opened(path) as file:
         try:
             return json_object(file.read(), str(path))
-        except (OSError, EOFError) as error:
+        except CUT_OR_DAMAGED as error:
             raise ConfigurationError(f"{path}: cannot be read: {error}") from None
 
 
 def moment(value: Any) -> float | None:
     """Seconds since 1970, of an ISO 8601 time or a number of milliseconds."""
     try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return value / 1000
-        return datetime.fromisoformat(str(value)).timestamp()
-    except (TypeError, ValueError, OverflowError):
+        milliseconds = seconds_in(value)
+        return datetime.fromisoformat(str(value)).timestamp() if milliseconds is None else milliseconds / 1000
+    except (ValueError, OverflowError):
         return None
 
 

@@ -85,7 +85,7 @@ class HybridSpeculator(PassageSpeculator):
         self._read_arrived()
         requests = [self._requests.get(identity) for identity in batch.req_ids]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        packed = self._noted(own, lengths, rows, sampled)
+        self._send(self._noted(own, lengths, rows, sampled), requests)  # first: what follows may fail
         ours = torch.zeros_like(model)
         match = self._match(own, lengths, batch.idx_mapping[: len(requests)], sampled, self._found(requests), ours)
         match = torch.where(sampled[: len(requests)] > 0, match, 0)
@@ -99,7 +99,6 @@ class HybridSpeculator(PassageSpeculator):
             (self._last_count, drafted),
         ):
             kept.index_copy_(0, rows, new.to(kept.dtype))
-        self._send(packed, requests)
         return torch.where(used[:, None], ours, _NO_TOKEN)
 
     def _least(self, request: PassageRequest | None) -> int:

@@ -150,8 +150,8 @@ class PassageSpeculator:
         requests = [self._requests.get(identity) for identity in batch.req_ids]
         rows = batch.idx_mapping[: batch.num_reqs]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
+        self._send(self._sampled(own, lengths, rows.long(), sampled), requests)  # first: what follows may fail
         self._match(own, lengths, rows, sampled, self._found(requests), drafts)
-        self._send(self._sampled(own, lengths, rows.long(), sampled), requests)
 
     def _found(self, requests: Sequence[PassageRequest | None]) -> torch.Tensor:
         """The requests' passages, on the device."""

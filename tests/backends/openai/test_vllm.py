@@ -271,6 +271,12 @@ def test_metrics_of_all_sorts(text: str, expected: ServerMetrics) -> None:
     assert parse_metrics(text) == expected
 
 
+def test_labels_without_end_take_time_by_their_length() -> None:
+    """By the square of it the longest answer that is read would hold the gateway up for a day."""
+    for labels in ("x" * 200_000, 'x="' + "y" * 200_000, 'x="' * 50_000):
+        assert parse_metrics(f"vllm:spec_decode_num_drafts_total{{{labels}}} 3\n").drafts == DraftCounts(3.0)
+
+
 async def test_counters_of_servers_with_and_without_drafts() -> None:
     assert await backend(VllmServer()).metrics("up") == UpstreamSample("up", 7, 120, 90)
     assert await backend(VllmServer(metrics="vllm:x 1\n")).metrics("up") is None

@@ -29,6 +29,25 @@ def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program
     assert all(figures["sessions"] == 36 for one in written["variants"] for figures in one["figures"])
 
 
+def test_no_recording_is_lost_for_its_name(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import agentspec.fleet.workload as workload
+
+    read, shapes = list[str](), workload.shapes
+
+    def listed(recorded: Any) -> Any:
+        read.extend(recorded)
+        return shapes(recorded)
+
+    monkeypatch.setattr(workload, "shapes", listed)
+    copies = [tmp_path / folder / CALLS.name for folder in ("a", "b")]
+    for copy in copies:
+        copy.parent.mkdir()
+        copy.write_bytes(CALLS.read_bytes())
+    done = program(*QUICK[:2], tmp_path / "a", tmp_path / "b", *QUICK[3:], "--policy", "round_robin")
+    assert done.exit_code == 0, done.output
+    assert read == [str(copy) for copy in copies]
+
+
 def test_deaths_and_single_calls_are_counted(program: Any) -> None:
     done = program(*QUICK, "--single", "--policy", "least_loaded", "--set", "kill_every=5", "--set", "restart=2")
     assert done.exit_code == 0, done.output
@@ -39,6 +58,8 @@ def test_deaths_and_single_calls_are_counted(program: Any) -> None:
     ("given", "says"),
     [
         (("--policy", "best"), "round_robin"),
+        (("--policy", ","), "--policy"),
+        (("--order", ""), "--order"),
         (("--order", "best"), "arrival"),
         (("--set", "pause"), "NAME=VALUE"),
         (("--set", "pauze=1"), "pauze"),

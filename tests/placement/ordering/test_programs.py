@@ -63,6 +63,17 @@ def test_programs_that_nobody_ends_are_learned_from_once_others_need_their_room(
     assert programs.remaining("flow", "plan").mean == pytest.approx(6.0)
 
 
+def test_a_program_is_not_over_while_a_call_of_it_is_under_way():
+    programs = Programs()
+    programs.sent("long", "flow", "plan", 0.0)
+    _run(programs, "idle")
+    programs.sent("other", "flow", "plan", 400.0)
+    programs.served("long", waited=0.0, seconds=450.0, at=450.0)
+    assert (programs.attained("long"), programs.attained("idle")) == (450.0, 0.0)
+    programs.sent("other", "flow", "write", 800.0)
+    assert programs.attained("long") == 0.0
+
+
 def test_steps_without_a_name_are_told_apart_by_their_place():
     programs = Programs()
     for at in (0.0, 4.0, 8.0):

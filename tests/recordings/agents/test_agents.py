@@ -43,7 +43,7 @@ def test_a_session_is_recognised_and_its_answers_are_found(recorded: tuple[str, 
 
 
 def test_a_time_beyond_all_floats_is_none() -> None:
-    assert moment(10**400) is None and moment(1500) == 1.5
+    assert moment(10**400) is moment(float("nan")) is moment(float("inf")) is None and moment(1500) == 1.5
 
 
 def test_calls_of_tools_and_their_results(with_tools: Path) -> None:
@@ -153,6 +153,25 @@ def test_a_folder_is_read_as_it_lies_there(tmp_path: Path) -> None:
     unknown: list[Path] = []
     assert list(files_of(tmp_path, unknown.append)) == [path]
     assert unknown == [path.parent / "notes.txt"]
+
+
+def test_files_and_folders_that_cannot_be_read_cost_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = opencode_storage(tmp_path / "storage")
+    part = next((storage / "part").iterdir()) / "zzz.json"
+    part.mkdir()
+    bad: list[BadLineError] = []
+    assert len(list(read(storage, Format.opencode, bad.append))) == 2
+    assert [error.place for error in bad] == [str(part)]
+    locked, looked_at, unknown = tmp_path / "locked", Path.is_dir, list[Path]()
+    locked.mkdir()
+
+    def is_dir(path: Path) -> bool:
+        if path.parent == locked:  # which may not be searched
+            raise PermissionError
+        return looked_at(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert list(files_of(tmp_path, unknown.append)) == [storage] and unknown == [locked]
 
 
 @pytest.mark.parametrize(

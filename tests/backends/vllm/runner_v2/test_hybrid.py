@@ -113,6 +113,18 @@ def test_a_model_that_is_always_right_is_left_to_draft(join: Callable[..., Runne
         assert steps(runner, answer) <= len(answer) // (DRAFTED + 1) + 1
 
 
+def test_a_failing_step_costs_no_tokens_of_the_output(
+    join: Callable[..., Runner], late: Late, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = join(right=2)
+    monkeypatch.setattr(runner.speculator, "_match", lambda *_: 1 / 0)
+    steps(runner, ANSWER)
+    runner.speculator.close()
+    with cache.request([1]) as request:
+        index = request.indexes[-1][0]
+    assert [index.tokens(number).tolist() for number in index.usage().sequences.tolist()] == [ANSWER]
+
+
 def test_short_matches_that_mislead_leave_the_model_to_draft(join: Callable[..., Runner], late: Late) -> None:
     """A text of few tokens in no order: there is always a match, and what followed it is seldom right."""
     answer = np.random.default_rng(0).integers(0, 8, 150).tolist()

@@ -127,6 +127,21 @@ def test_a_failing_step_drafts_tokens(runner: Runner, late: Late, monkeypatch: p
     assert runner.drafts["a"] == [0] * DRAFTED
 
 
+def test_a_failing_step_costs_no_tokens_of_the_output(
+    runner: Runner, late: Late, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.begin("a", PROMPT, ANSWER)
+    runner.step()
+    with monkeypatch.context() as failing:
+        failing.setattr(runner.speculator, "_match", lambda *_: 1 / 0)
+        runner.step()
+    runner.run()
+    runner.speculator.close()
+    with cache.request(PROMPT, namespace=Namespace("default", "m", "t")) as request:
+        request.extend(ANSWER[:1])
+        assert request.draft(100, chain=True).tokens.tolist() == ANSWER[1:]
+
+
 def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
     learn(runner, late, salt="pepper")
     assert learn(runner, late) == len(ANSWER)
