@@ -26,7 +26,6 @@ from agentspec.errors import (
     UpstreamStatusError,
 )
 from agentspec.langchain import ChatAgentSpec, chat_model
-from agentspec.langchain.chat_model import _delay
 from agentspec.langgraph import label
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -174,20 +173,6 @@ def test_retries_only_what_may_go_better() -> None:
     with pytest.raises(InvalidRequestError):
         wrong.invoke("hi")
     assert len(fake.requests) == 1
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ({"retry-after": "7"}, 7.0),
-        ({"retry-after": "90"}, 30.0),
-        ({"retry-after": "7", "retry-after-ms": "250"}, 0.25),
-        ({"retry-after": "\xb2"}, 1.0),
-        ({}, 1.0),
-    ],
-)
-def test_a_retry_waits_as_long_as_the_server_asks(headers: dict[str, str], seconds: float) -> None:
-    assert _delay(UpstreamStatusError("busy", status=503, body=b"", headers=headers), 1) == seconds
 
 
 @pytest.mark.parametrize("prediction", [{"type": "content", "content": [{"type": "text"}]}, {"type": "content"}, 5])
