@@ -30,6 +30,23 @@ def test_messages_as_openai_takes_them() -> None:
     assert "hmm" not in str(converted) and "said" in str(converted[4]["content"])
 
 
+def test_calls_whose_arguments_are_no_json_go_back_as_they_came() -> None:
+    call: Any = {"name": "f", "args": {"x": 1}, "id": "c1", "type": "tool_call"}
+    broken: Any = {"name": "g", "args": '{"x": ', "id": "c2", "error": "no JSON", "type": "invalid_tool_call"}
+    empty: Any = {"name": None, "args": None, "id": None, "error": "cut", "type": "invalid_tool_call"}
+    both, alone, cut = to_openai(
+        [
+            AIMessage("", tool_calls=[call], invalid_tool_calls=[broken]),
+            AIMessage("said", invalid_tool_calls=[broken]),
+            AIMessage("", invalid_tool_calls=[empty]),
+        ]
+    )
+    assert [one["id"] for one in both["tool_calls"]] == ["c1", "c2"]
+    assert both["tool_calls"][1] == {"type": "function", "id": "c2", "function": {"name": "g", "arguments": '{"x": '}}
+    assert (alone["content"], len(alone["tool_calls"])) == ("said", 1)
+    assert cut["tool_calls"] == [{"type": "function", "id": None, "function": {"name": "", "arguments": ""}}]
+
+
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=6), st.integers(0, 5))
 def test_chunks_add_up_to_the_text(texts: list[str], tokens: int) -> None:
     deltas = [*(Delta(text=text) for text in texts), Delta(finish_reason="stop", usage=Usage(3, tokens))]
