@@ -207,9 +207,9 @@ class OpenAISettings(BaseModel):
             raise ValueError(f"set one of {' and '.join(given)}: each says which servers there are")
         if self.resolve != "off" and self.base_url is None:
             raise ValueError(f'resolve = "{self.resolve}" looks up the host of base_url, which is not set')
-        for url in self.base_urls or ():
-            if (self.base_urls or ()).count(url) > 1:
-                raise ValueError(f"base_urls names {url.host}:{url.port}{url.path} twice; give a server more by weight")
+        places = [(url.scheme, url.host, url.port, url.path) for url in self.base_urls or ()]  # whoever the user is
+        for _, host, port, path in (place for place in places if places.count(place) > 1):
+            raise ValueError(f"base_urls names {host}:{port}{path} twice; give a server more by weight")
         return self
 
     @model_validator(mode="after")

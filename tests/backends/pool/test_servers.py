@@ -35,6 +35,27 @@ def test_listed_servers_are_named_by_host_and_port_and_by_path_if_need_be() -> N
     assert named(listed(urls.base_urls or ())) == expected
 
 
+def test_servers_that_differ_by_their_scheme_alone_are_two(tmp_path: Path) -> None:
+    urls = ["http://a:1/v1", "https://a:1/v1", "http://a:1/x", "https://b:1/v1", "http://b:2/v1"]
+    expected = ["http://a:1/v1", "https://a:1/v1", "a:1/x", "b:1", "b:2"]
+    assert named(listed(settings(base_urls=urls).base_urls or ())) == expected
+    file = tmp_path / "servers"
+    file.write_text("\n".join(urls))
+    servers = Servers("s", settings(base_urls_file=str(file)), FleetSettings())
+    asyncio.run(servers.refresh(0.0))
+    assert [one.name for one in servers.members] == [f"s/{name}" for name in expected]
+    assert [str(one.backend.settings.url) for one in servers.members] == urls
+
+
+def test_a_server_under_two_users_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text("http://me@a/v1\nhttp://you@a/v1\n")
+    with pytest.raises(DiscoveryError, match="http://a:80/v1 under several users"):
+        asyncio.run(discover(settings(base_urls_file=str(file))))
+    with pytest.raises(ValueError, match="names a:80/v1 twice"):
+        settings(base_urls=["http://me@a/v1", "http://you@a/v1"])
+
+
 def test_one_server_is_no_two_for_a_slash_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="twice"):
         settings(base_urls=["http://a/v1", "http://A:80/v1/"])
