@@ -365,6 +365,19 @@ def test_a_document_without_an_id_is_known_by_its_content():
     assert key_of(Document(id="7", page_content="a")) == key_of(Document(id="7", page_content="b"))
 
 
+def test_metadata_may_have_keys_of_any_type():
+    """As pandas and pickled documents bring them; keys that JSON would make equal tell documents apart."""
+    mixed = {1: "a", "b": {None: 2, "c": [{("d", 1): 3, "e": 4}]}, 2.5: object}
+    one = Document(page_content="a", metadata=mixed)
+    assert key_of(one) == key_of(Document(page_content="a", metadata=dict(reversed(mixed.items()))))
+    assert key_of(Document(page_content="a", metadata={1: "a"})) != key_of(
+        Document(page_content="a", metadata={"1": "a"})
+    )
+    caches = DocumentCaches(max_characters=1000)
+    caches.learn(1, "q", [one])
+    assert caches.guess(1, "q", None, None) == [one]
+
+
 def test_a_document_that_changed_replaces_itself():
     caches = DocumentCaches(max_characters=1000)
     caches.learn(1, "q", [Document(id="7", page_content="old")])
