@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -33,12 +33,12 @@ class KnowledgeRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        return call_sync(self._search, [query], k or self.k)[0]
+        return call_sync(self._search, [query], count_of_call(k, self.k))[0]
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        return (await self._search([query], k or self.k))[0]
+        return (await self._search([query], count_of_call(k, self.k)))[0]
 
     async def abatch(
         self,
@@ -50,7 +50,7 @@ class KnowledgeRetriever(BaseRetriever):
     ) -> list[list[Document]]:
         """The documents of each query, without callbacks; if a search fails, every query fails."""
         try:
-            return await self._search(inputs, kwargs.get("k") or self.k)
+            return await self._search(inputs, count_of_call(kwargs.get("k"), self.k))
         except Exception as error:
             if not return_exceptions:
                 raise
@@ -93,6 +93,20 @@ class RetrieverKnowledge:
 
     async def aclose(self) -> None:
         """Do nothing: the retriever belongs to the caller."""
+
+
+Count = TypeVar("Count", int, int | None)
+
+
+def count_of_call(asked: int | None, usual: Count) -> Count:
+    """How many documents a call gets: the count that it has `asked` for, else the `usual` one.
+
+    Raises `ConfigurationError` for a count below 1.
+    """
+    if asked is None:
+        return usual
+    require_count(asked)
+    return asked
 
 
 def _langchain(hit: Hit) -> Document:

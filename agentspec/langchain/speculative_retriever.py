@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr
 
 from agentspec.errors import ConfigurationError
 from agentspec.langchain.document_cache import DocumentCaches, RequestScope, Score, copies
+from agentspec.langchain.knowledge import count_of_call
 from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.request_coalescer import RequestCoalescer, RetrieverCall
 from agentspec.telemetry.safe_errors import error_location
@@ -171,7 +172,7 @@ class SpeculativeRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        k = k or self.k
+        k = count_of_call(k, self.k)
         call = self._call(query, ensure_config({"callbacks": run_manager.get_child()}), run_manager.parent_run_id)
         self._count(calls=1)
         if self.mode == "correct" and (guess := self._guess(call, k)) is not None:
@@ -182,7 +183,7 @@ class SpeculativeRetriever(BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        k = k or self.k
+        k = count_of_call(k, self.k)
         call = self._call(query, ensure_config({"callbacks": run_manager.get_child()}), run_manager.parent_run_id)
         self._count(calls=1)
         if self.mode == "correct" and (guess := self._guess(call, k)) is not None:

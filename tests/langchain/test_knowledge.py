@@ -50,6 +50,16 @@ def test_documents_keep_their_ids_titles_and_metadata():
     assert found.metadata == {"title": "Cats", "page": 1}
 
 
+async def test_a_call_asks_for_one_document_at_least():
+    retriever = KnowledgeRetriever(base=base(), k=1)
+    for k in (0, -1):
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            retriever.invoke("the cat", k=k)
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            await retriever.abatch(["the cat"], k=k)
+    assert len(retriever.invoke("the cat", k=2)) == 2
+
+
 class Counted:
     """A knowledge base that notes its searches, or fails."""
 

@@ -378,6 +378,16 @@ def test_metadata_may_have_keys_of_any_type():
     assert caches.guess(1, "q", None, None) == [one]
 
 
+@pytest.mark.parametrize("k", [0, -1])
+async def test_a_call_asks_for_one_document_at_least(k: int):
+    retriever, inner = around(k=2)
+    with pytest.raises(ConfigurationError, match=f"at least one document, not {k}"):
+        retriever.invoke("the cat", k=k)
+    with pytest.raises(ConfigurationError, match="at least one"):
+        await retriever.ainvoke("the cat", k=k)
+    assert not inner.asked and len(retriever.invoke("the cat", k=3)) == 3
+
+
 def test_a_document_that_changed_replaces_itself():
     caches = DocumentCaches(max_characters=1000)
     caches.learn(1, "q", [Document(id="7", page_content="old")])
