@@ -26,7 +26,7 @@ ServerRoot = Annotated[HttpUrl, AfterValidator(_root)]
 class TorchSettings(BaseModel):
     """`[backends.NAME] kind = "torch"`: a model run by the local engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = True  # computes in this process, with a token cache
     has_several_servers: ClassVar[bool] = False
 
@@ -90,7 +90,7 @@ class TorchSettings(BaseModel):
 class OpenAISettings(BaseModel):
     """`[backends.NAME] kind = "openai"`: any OpenAI-compatible endpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = False
 
     kind: Literal["openai"] = "openai"
@@ -114,7 +114,6 @@ class OpenAISettings(BaseModel):
         default=1.0,
         gt=0,
         le=1000,
-        allow_inf_nan=False,
         description="What each of its servers takes of a pool's calls, relatively",
     )
     model: str | None = Field(default=None, description="Model name sent upstream; unset sends the client's")
@@ -222,7 +221,7 @@ class OpenAISettings(BaseModel):
 class EncoderSettings(BaseModel):
     """`[backends.NAME] kind = "encoder"`: an embedding model in this process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = True
     has_several_servers: ClassVar[bool] = False
 

@@ -19,7 +19,7 @@ class EngineCosts(BaseModel):
     measured: Llama 3.1 8B in bfloat16 on an H100 with 80 GB, 70 % of its memory bandwidth and half of its arithmetic.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     step: float = Field(default=0.008, gt=0, description="Of a step, whatever is in it")
     sequence: float = Field(default=2e-5, ge=0, description="Of each sequence that decodes")

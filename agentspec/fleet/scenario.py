@@ -18,7 +18,7 @@ Order = Literal["arrival", "urgency"]
 class Scenario(BaseModel):
     """The parameters of one simulation. Times are seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     policy: str = Field(default="workflow", description="Which engine takes a call")
     order: Order = Field(default="arrival", description="Which waiting call an engine takes next")

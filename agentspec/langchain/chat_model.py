@@ -66,7 +66,7 @@ class ChatAgentSpec(BaseChatModel):
     known of the next prompt, unless `prefill` is off or LangGraph runs a step again. Raises `AgentSpecError`s.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", allow_inf_nan=False)
 
     model: str = "smollm2-135m"
     base_url: str | None = None
