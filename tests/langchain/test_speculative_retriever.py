@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -386,6 +388,26 @@ async def test_a_call_asks_for_one_document_at_least(k: int):
     with pytest.raises(ConfigurationError, match="at least one"):
         await retriever.ainvoke("the cat", k=k)
     assert not inner.asked and len(retriever.invoke("the cat", k=3)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    retriever, inner = around(mode="correct", scope="retriever")
+    retriever.invoke("the cat")
+    retriever.settle()
+    inner.go.clear()
+    retriever.prefetch(["a stone"])  # under way in a thread that the child has not
+    while retriever._coalescer._in_flight == {}:
+        time.sleep(0.001)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it, should it wait
+        inner.go = is_set()
+        found = [retriever.invoke("a stone"), retriever.invoke("a stone"), retriever.settle()]
+        os._exit(retriever.stats.confirmed != 1 or found[0] != found[1])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    inner.go.set()
+    retriever.settle()
 
 
 def test_a_document_that_changed_replaces_itself():
