@@ -47,8 +47,8 @@ def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
 
 
 def to_usage_metadata(usage: Usage) -> UsageMetadata:
-    """Convert token counts to LangChain's form; prediction counts become separate output details."""
-    output: dict[str, int] = {}
+    """Convert token counts to LangChain's form; those of predictions and of thoughts become separate output details."""
+    output: dict[str, int] = {} if usage.reasoning_tokens is None else {"reasoning": usage.reasoning_tokens}
     if usage.accepted_prediction_tokens is not None:
         output["accepted_prediction"] = usage.accepted_prediction_tokens
     if usage.rejected_prediction_tokens is not None:
@@ -140,6 +140,10 @@ def _metadata(delta: Delta, model_name: str) -> dict[str, Any]:
     return found
 
 
+def _bytes(text: str) -> list[int]:
+    return list(text.encode("utf-8", "surrogatepass"))  # a token may be half a surrogate pair
+
+
 def _logprob(item: TokenLogprob) -> dict[str, Any]:
-    one = {"token": item.text, "token_id": item.token_id, "logprob": item.logprob, "bytes": list(item.text.encode())}
+    one = {"token": item.text, "token_id": item.token_id, "logprob": item.logprob, "bytes": _bytes(item.text)}
     return one | {"top_logprobs": [{"token": top.text, "logprob": top.logprob} for top in item.top]}
