@@ -49,6 +49,7 @@ _OWN = (
     "latency_target_ms_per_token",
 )  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
+_DEFAULTED = tuple("temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty".split())
 _OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
 
 
@@ -275,6 +276,8 @@ class ChatAgentSpec(BaseChatModel):
                 extra["prediction"] = {"type": "content", "content": prediction}
             if target is not None:
                 extra["latency_target_ms_per_token"] = target
+            # Its own defaults need not be OpenAI's: vLLM takes those of the model's generation config.
+            extra = {name: chosen[name] for name in _DEFAULTED if chosen[name] is not None} | extra
         speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
         return GenerateRequest(
             model=chosen["model"],
@@ -376,15 +379,17 @@ def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
     given: dict[str, Any] = {name: chosen[name] for name in _SAMPLING if chosen[name] is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
-    for name in ("stop", "stop_token_ids", "bad_words"):
-        given[name] = tuple(given.get(name, ()))
-    if "logit_bias" in given:
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
     if given.get("top_logprobs"):
         given["logprobs"] = True
     try:
+        if isinstance(form := given.get("structured_outputs"), Mapping):
+            given["structured_outputs"] = StructuredOutputs(**form)
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            given[name] = tuple(given.get(name, ()))
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token): bias for token, bias in dict(given["logit_bias"]).items()}
         return SamplingParams(**given)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"a sampling option has the wrong type: {error}") from None
 
 

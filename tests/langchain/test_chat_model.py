@@ -32,7 +32,7 @@ from agentspec.settings.load import Settings
 from agentspec.step import decorator, report, scope, step, workflow
 from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
-from agentspec.types import GenerateRequest, Labels, Speculation, Usage
+from agentspec.types import GenerateRequest, Labels, Speculation, StructuredOutputs, Usage
 
 pytestmark = pytest.mark.anyio
 SPECULATION = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.25)
@@ -173,6 +173,30 @@ def test_retries_only_what_may_go_better() -> None:
     with pytest.raises(InvalidRequestError):
         wrong.invoke("hi")
     assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": [1]},
+        {"stop_token_ids": 5},
+        {"stop": 5},
+        {"n": "2"},
+        {"structured_outputs": {"regexp": "a"}},
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused(wrong: Any) -> None:
+    model, fake = chat("fine")
+    with pytest.raises(InvalidRequestError, match="wrong type"):
+        model.invoke("hi", **wrong)
+    assert not fake.requests
+
+
+def test_structured_outputs_may_be_given_as_vllms_clients_do() -> None:
+    model, fake = chat("fine")
+    model.invoke("hi", structured_outputs={"regex": "a+"})
+    assert fake.requests[0].sampling.structured_outputs == StructuredOutputs(regex="a+")
 
 
 @pytest.mark.parametrize("prediction", [{"type": "content", "content": [{"type": "text"}]}, {"type": "content"}, 5])
@@ -357,6 +381,15 @@ def test_remote_answers_with_reasoning_usage_and_speculation(server: Any) -> Non
     assert sent["authorization"] == "Bearer k" and sent["x-agentspec-session"] == "s"
     assert sent["x-agentspec-workflow"] == "gr%C3%B6%C3%9Fe"
     assert row(None, "größe").accepted == 3
+
+
+def test_what_is_set_to_openais_default_is_sent(server: Any) -> None:
+    """A server may have another one, as vLLM takes the temperature of the model's generation config."""
+    remote(server, temperature=1.0, top_p=1.0).invoke("hi", presence_penalty=0.0)
+    remote(server).invoke("hi")
+    first, second = server.bodies
+    assert (first["temperature"], first["top_p"], first["presence_penalty"]) == (1.0, 1.0, 0.0)
+    assert not {"temperature", "top_p", "top_k", "repetition_penalty"} & second.keys()
 
 
 def test_remote_statuses(server: Any) -> None:
