@@ -184,11 +184,13 @@ def test_retries_only_what_may_go_better() -> None:
         {"stop": 5},
         {"n": "2"},
         {"structured_outputs": {"regexp": "a"}},
+        {"latency_target_ms_per_token": "20"},
+        {"session": 5},
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused(wrong: Any) -> None:
     model, fake = chat("fine")
-    with pytest.raises(InvalidRequestError, match="wrong type"):
+    with pytest.raises(InvalidRequestError, match=r"wrong type|must be a (number|text)"):
         model.invoke("hi", **wrong)
     assert not fake.requests
 
