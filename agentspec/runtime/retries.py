@@ -8,7 +8,7 @@ from contextlib import aclosing
 import anyio
 
 from agentspec.backends.pool.attempts import retry_after
-from agentspec.errors import OverloadedError, UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.errors import NoServerError, OverloadedError, UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.runtime.runtime import Runtime
 from agentspec.types import Delta, GenerateRequest
 
@@ -33,8 +33,8 @@ async def attempts(runtime: Runtime, call: GenerateRequest, max_retries: int) ->
 
 
 def delay_before(error: OverloadedError | UpstreamError, attempt: int) -> float:
-    """Seconds before the next attempt: what the server asks for, else doubled each time; at most 30."""
-    asked = error.retry_after if isinstance(error, OverloadedError) else None
+    """Seconds before the next attempt: what the server or the pool asks for, else doubled each time; at most 30."""
+    asked = error.retry_after if isinstance(error, OverloadedError | NoServerError) else None
     if isinstance(error, UpstreamStatusError):
         asked = retry_after(error.headers)
     return min(0.5 * 2**attempt if asked is None else asked, 30.0)
