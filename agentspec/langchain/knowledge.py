@@ -12,7 +12,7 @@ from langchain_core.runnables import RunnableConfig
 from pydantic import Field
 
 from agentspec.background import call_sync
-from agentspec.errors import KnowledgeBaseError
+from agentspec.errors import InvalidRequestError, KnowledgeBaseError
 from agentspec.langchain.document_cache import key_of
 from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult
@@ -48,9 +48,12 @@ class KnowledgeRetriever(BaseRetriever):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[list[Document]]:
-        """The documents of each query, without callbacks; if a search fails, every query fails."""
+        """The documents of each query, without callbacks; if a search fails, every query fails. Takes `k` besides."""
+        k = kwargs.pop("k", None)
+        if kwargs:
+            raise InvalidRequestError(f"a search takes k and no {', '.join(kwargs)}", param=next(iter(kwargs)))
         try:
-            return await self._search(inputs, count_of_call(kwargs.get("k"), self.k))
+            return await self._search(inputs, count_of_call(k, self.k))
         except Exception as error:
             if not return_exceptions:
                 raise
