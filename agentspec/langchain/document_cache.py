@@ -37,8 +37,17 @@ def _keyed(value: Any) -> Any:
 
 
 def copies(documents: Sequence[Document]) -> list[Document]:
-    """Deep copies, which the caller may change without changing `documents`."""
-    return [document.model_copy(deep=True) for document in documents]
+    """Deep copies, which the caller may change without changing `documents`; of metadata that cannot be copied so, such
+    as a connection, shallow ones.
+    """
+    return [_copy(document) for document in documents]
+
+
+def _copy(document: Document) -> Document:
+    try:
+        return document.model_copy(deep=True)
+    except Exception:  # whatever `deepcopy` raises for an object of the caller's
+        return document.model_copy(update={"metadata": dict(document.metadata)})
 
 
 class ScopeDocuments:

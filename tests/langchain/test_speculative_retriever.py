@@ -410,6 +410,14 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
     retriever.settle()
 
 
+def test_metadata_may_hold_what_cannot_be_copied():
+    documents = [Document(id="1", page_content="the cat", metadata={"lock": threading.Lock(), "n": 1})]
+    retriever, _ = around(Scripted(documents=documents), mode="correct", scope="retriever")
+    first = retriever.invoke("the cat")
+    first[0].metadata["n"] = 2
+    assert retriever.invoke("the cat") == documents and not retriever.settle()
+
+
 def test_a_document_that_changed_replaces_itself():
     caches = DocumentCaches(max_characters=1000)
     caches.learn(1, "q", [Document(id="7", page_content="old")])
