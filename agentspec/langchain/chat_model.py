@@ -123,8 +123,11 @@ class ChatAgentSpec(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        names = ("model", "base_url", *_SAMPLING, "prediction", "extra_body")
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
+        """What tells calls apart in LangChain's cache: also the model and the strategy that a step around them asks."""
+        policy = current_policy()
+        named: dict[str, Any] = {"model": policy.model or self.model, "strategy": policy.strategy}
+        named |= {name: getattr(self, name) for name in ("base_url", *_SAMPLING, "prediction", "extra_body")}
+        return {name: value for name, value in named.items() if value not in (None, {})}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -230,10 +233,7 @@ class ChatAgentSpec(BaseChatModel):
         return structured_output.with_raw(llm, parser) if include_raw else llm | parser
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of `text` by the model's tokenizer, or by `custom_get_token_ids` if that is set.
-
-        Raises `ConfigurationError` for an endpoint without `/tokenize`.
-        """
+        """Token ids of `text` by `custom_get_token_ids` or else the model's tokenizer. Raises `ConfigurationError`."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         model = current_policy().model or self.model
@@ -252,8 +252,6 @@ class ChatAgentSpec(BaseChatModel):
         if self.custom_get_token_ids is not None:
             described = (self.get_num_tokens(json.dumps(tool)) for tool in converted)
             return super().get_num_tokens_from_messages(messages) + sum(described)
-        if not messages:
-            return 0
         model = current_policy().model or self.model
         extra = {"tools": converted, **{name: self.extra_body[name] for name in _OF_PROMPT if name in self.extra_body}}
         request = with_extra(GenerateRequest(model, messages=to_openai(messages), extra=extra))

@@ -35,6 +35,8 @@ async def prompt_length(runtime: Runtime, request: GenerateRequest, messages: Se
     A chat template may refuse messages that are only a part of a chat, as those that LangChain's `trim_messages` asks
     for are. Each then counts as a message of the user's, which is a little more than it is.
     """
+    if not messages:
+        return 0
     side = await _tokenization(runtime, request.model)
     try:
         return await _rendered_length(side, request)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, TypedDict, cast
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -260,6 +261,18 @@ def test_a_step_labels_and_counts_its_calls() -> None:
     assert not fake.requests[0].speculation
     got = row("plan", "w")
     assert (got.runs, got.calls, got.completion_tokens) == (1, 2, 4) and got.model_seconds > 0
+
+
+def test_langchains_cache_tells_the_models_of_steps_apart() -> None:
+    backends = {"small": FakeBackend("from small"), "big": FakeBackend("from big")}
+    model = ChatAgentSpec(model="small", runtime=Runtime(backends=backends), cache=InMemoryCache())
+
+    @step("plan", model="big")
+    def plan() -> str:
+        return model.invoke("hi").text
+
+    assert [plan(), model.invoke("hi").text, plan()] == ["from big", "from small", "from big"]
+    assert [len(fake.requests) for fake in backends.values()] == [1, 1]
 
 
 def test_loading_a_model_is_no_model_time(monkeypatch: pytest.MonkeyPatch) -> None:
