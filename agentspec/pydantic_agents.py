@@ -215,6 +215,14 @@ def _call(part: ToolCallPart) -> ToolCall:
     return ToolCall(part.tool_name, part.args_as_dict(raise_if_invalid=True))
 
 
+def _readable(part: ToolCallPart) -> ToolCall | None:
+    """An earlier call; None if its arguments are no JSON object, which the SDK has told the model."""
+    try:
+        return _call(part)
+    except (ValueError, AssertionError):
+        return None
+
+
 def _tell(session: ToolSession, message: ModelMessage) -> None:
     if isinstance(message, ModelRequest):
         for part in message.parts:
@@ -225,7 +233,8 @@ def _tell(session: ToolSession, message: ModelMessage) -> None:
             elif isinstance(part, ToolReturnPart):
                 session.returns(part.tool_name, part.model_response_str())
     else:
-        session.recalls([_call(part) for part in message.parts if isinstance(part, ToolCallPart)])
+        calls = [_readable(part) for part in message.parts if isinstance(part, ToolCallPart)]
+        session.recalls([call for call in calls if call is not None])
 
 
 def _texts(content: Any) -> Iterator[str]:

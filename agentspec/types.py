@@ -176,8 +176,8 @@ class GenerateRequest:
         if self.continue_final and self.messages is None:
             raise InvalidRequestError("continue_final needs messages", param="continue_final_message")
         target = self.latency_target_ms_per_token
-        if target is not None and not 0 < target < math.inf:
-            message = f"latency_target_ms_per_token must be above 0, not {target!r}"
+        if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
+            message = f"latency_target_ms_per_token must be a number above 0, not {target!r}"
             raise InvalidRequestError(message, param="latency_target_ms_per_token")
         if self.tools and self.messages is None:
             raise InvalidRequestError("tools need messages", param="tools")

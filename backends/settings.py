@@ -26,7 +26,7 @@ ServerRoot = Annotated[HttpUrl, AfterValidator(_root)]
 class TorchSettings(BaseModel):
     """`[backends.NAME] kind = "torch"`: a model run by the local engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = True  # computes in this process, with a token cache
     has_several_servers: ClassVar[bool] = False
 
@@ -90,7 +90,7 @@ class TorchSettings(BaseModel):
 class OpenAISettings(BaseModel):
     """`[backends.NAME] kind = "openai"`: any OpenAI-compatible endpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = False
 
     kind: Literal["openai"] = "openai"
@@ -114,7 +114,6 @@ class OpenAISettings(BaseModel):
         default=1.0,
         gt=0,
         le=1000,
-        allow_inf_nan=False,
         description="What each of its servers takes of a pool's calls, relatively",
     )
     model: str | None = Field(default=None, description="Model name sent upstream; unset sends the client's")
@@ -207,9 +206,9 @@ class OpenAISettings(BaseModel):
             raise ValueError(f"set one of {' and '.join(given)}: each says which servers there are")
         if self.resolve != "off" and self.base_url is None:
             raise ValueError(f'resolve = "{self.resolve}" looks up the host of base_url, which is not set')
-        for url in self.base_urls or ():
-            if (self.base_urls or ()).count(url) > 1:
-                raise ValueError(f"base_urls names {url.host}:{url.port}{url.path} twice; give a server more by weight")
+        places = [(url.scheme, url.host, url.port, url.path) for url in self.base_urls or ()]  # whoever the user is
+        for _, host, port, path in (place for place in places if places.count(place) > 1):
+            raise ValueError(f"base_urls names {host}:{port}{path} twice; give a server more by weight")
         return self
 
     @model_validator(mode="after")
@@ -222,7 +221,7 @@ class OpenAISettings(BaseModel):
 class EncoderSettings(BaseModel):
     """`[backends.NAME] kind = "encoder"`: an embedding model in this process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = True
     has_several_servers: ClassVar[bool] = False
 

@@ -68,7 +68,7 @@ def without_password(url: str) -> str:
 class CacheSettings(BaseModel):
     """`[cache]` in agentspec.toml. Without a path the cache lives in memory only and is gone at exit."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: Location | None = Field(
         default=None,

@@ -126,6 +126,19 @@ async def test_a_predicted_call_is_started_and_its_result_used(expect: Callable[
     assert early == (await transcript(scripted([call]), False))[0]
 
 
+async def test_a_call_that_the_model_broke_off_ends_no_early_starts(expect: Callable[..., None]) -> None:
+    """It stays in the conversation: what is told of later turns goes on behind it."""
+    expect(LOOK)
+
+    def answer(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
+        done = sum(isinstance(message, ModelResponse) for message in messages)
+        turns = [ToolCallPart("look", '{"order": '), ToolCallPart("look", '{"order": "#W1"}'), TextPart("done")]
+        return ModelResponse(parts=[turns[done]])
+
+    _, outcomes = await transcript(FunctionModel(answer), True)
+    assert "hit" in outcomes
+
+
 async def test_what_was_sold_meanwhile_is_read_anew(expect: Callable[..., None]) -> None:
     expect(LOOK)
     turns = [ToolCall("sell", {"order": "#W1"})], [LOOK]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -50,7 +52,8 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what the terminal's encoding cannot
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 app.command()(serve.serve)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -21,24 +22,18 @@ from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
 
-from agentspec.backends.pool.attempts import retry_after
 from agentspec.backends.settings import OpenAISettings
-from agentspec.background import iterate_async, iterate_sync, remote_runtime, shared_runtime
-from agentspec.errors import (
-    ConfigurationError,
-    InvalidRequestError,
-    OverloadedError,
-    RequestTimeoutError,
-    UpstreamError,
-    UpstreamStatusError,
-    UpstreamTimeoutError,
-)
+from agentspec.background import call_sync, iterate_async, iterate_sync, remote_runtime, shared_runtime
+from agentspec.errors import ConfigurationError, InvalidRequestError, RequestTimeoutError
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
 from agentspec.langchain.name_listener import hear
+from agentspec.langchain.token_counting import prompt_length, token_ids
 from agentspec.protocol.messages import parse_prediction
+from agentspec.protocol.requests import with_extra
 from agentspec.runtime import Runtime
+from agentspec.runtime.retries import attempts
 from agentspec.step.calls import observe
 from agentspec.step.scope import CallScope, current, current_policy, loading
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
@@ -54,7 +49,8 @@ _OWN = (
     "latency_target_ms_per_token",
 )  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
-_RETRIED = (429, 502, 503, 504)
+_DEFAULTED = tuple("temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty".split())
+_OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
 
 
 class ChatAgentSpec(BaseChatModel):
@@ -71,7 +67,7 @@ class ChatAgentSpec(BaseChatModel):
     known of the next prompt, unless `prefill` is off or LangGraph runs a step again. Raises `AgentSpecError`s.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", allow_inf_nan=False)
 
     model: str = "smollm2-135m"
     base_url: str | None = None
@@ -127,8 +123,11 @@ class ChatAgentSpec(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        names = ("model", "base_url", *_SAMPLING, "prediction", "extra_body")
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
+        """What tells calls apart in LangChain's cache: also the model and the strategy that a step around them asks."""
+        policy = current_policy()
+        named: dict[str, Any] = {"model": policy.model or self.model, "strategy": policy.strategy}
+        named |= {name: getattr(self, name) for name in ("base_url", *_SAMPLING, "prediction", "extra_body")}
+        return {name: value for name, value in named.items() if value not in (None, {})}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -233,6 +232,31 @@ class ChatAgentSpec(BaseChatModel):
             parser = structured_output.json_parser(schema)
         return structured_output.with_raw(llm, parser) if include_raw else llm | parser
 
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of `text` by `custom_get_token_ids` or else the model's tokenizer. Raises `ConfigurationError`."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        model = current_policy().model or self.model
+        return call_sync(token_ids, self._runtime(model), model, text) if text else []
+
+    def get_num_tokens_from_messages(
+        self,
+        messages: list[BaseMessage],
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
+    ) -> int:
+        """How many tokens the prompt of `messages` and `tools` has, as `token_counting.prompt_length` says.
+
+        With `custom_get_token_ids` it is LangChain's estimate. Raises as `get_token_ids`.
+        """
+        converted = [convert_to_openai_tool(tool) for tool in tools or ()]
+        if self.custom_get_token_ids is not None:
+            described = (self.get_num_tokens(json.dumps(tool)) for tool in converted)
+            return super().get_num_tokens_from_messages(messages) + sum(described)
+        model = current_policy().model or self.model
+        extra = {"tools": converted, **{name: self.extra_body[name] for name in _OF_PROMPT if name in self.extra_body}}
+        request = with_extra(GenerateRequest(model, messages=to_openai(messages), extra=extra))
+        return call_sync(prompt_length, self._runtime(model), request, messages)
+
     def _call(
         self,
         messages: list[BaseMessage],
@@ -250,6 +274,8 @@ class ChatAgentSpec(BaseChatModel):
                 extra["prediction"] = {"type": "content", "content": prediction}
             if target is not None:
                 extra["latency_target_ms_per_token"] = target
+            # Its own defaults need not be OpenAI's: vLLM takes those of the model's generation config.
+            extra = {name: chosen[name] for name in _DEFAULTED if chosen[name] is not None} | extra
         speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
         return GenerateRequest(
             model=chosen["model"],
@@ -301,7 +327,7 @@ class ChatAgentSpec(BaseChatModel):
                     runtime = self._runtime(call.model)
                     await runtime.start_for(call.model)
                 began = time.perf_counter()  # the time to load a model does not count
-                async with aclosing(self._attempts(runtime, call)) as deltas:
+                async with aclosing(attempts(runtime, call, self.max_retries)) as deltas:
                     async for delta in deltas:
                         usage, speculation = delta.usage or usage, delta.speculation or speculation
                         yield delta
@@ -312,22 +338,6 @@ class ChatAgentSpec(BaseChatModel):
             raise
         finally:
             observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed)
-
-    async def _attempts(self, runtime: Runtime, call: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Run `call`, with at most `max_retries` retries while no delta has arrived and the error is temporary."""
-        for attempt in range(self.max_retries + 1):
-            begun = False
-            try:
-                async with aclosing(runtime.generate(call)) as deltas:
-                    async for delta in deltas:
-                        begun = True
-                        yield delta
-                return
-            except (OverloadedError, UpstreamError) as error:
-                if begun or attempt == self.max_retries or not _temporary(error):
-                    raise
-                delay = _delay(error, attempt)
-            await anyio.sleep(delay)
 
     def _runtime(self, model: str) -> Runtime:
         if self.runtime is not None:
@@ -367,32 +377,20 @@ def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
     given: dict[str, Any] = {name: chosen[name] for name in _SAMPLING if chosen[name] is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
-    for name in ("stop", "stop_token_ids", "bad_words"):
-        given[name] = tuple(given.get(name, ()))
-    if "logit_bias" in given:
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
     if given.get("top_logprobs"):
         given["logprobs"] = True
     try:
+        if isinstance(form := given.get("structured_outputs"), Mapping):
+            given["structured_outputs"] = StructuredOutputs(**form)
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            given[name] = tuple(given.get(name, ()))
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token): bias for token, bias in dict(given["logit_bias"]).items()}
         return SamplingParams(**given)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"a sampling option has the wrong type: {error}") from None
 
 
 def _predicted(prediction: Any) -> str | None:
     """The text of a prediction: a string, or OpenAI's `{"type": "content", "content": text or parts}`."""
     return prediction if isinstance(prediction, str | None) else parse_prediction(prediction)
-
-
-def _temporary(error: OverloadedError | UpstreamError) -> bool:
-    if isinstance(error, UpstreamStatusError):
-        return error.status in _RETRIED
-    return not isinstance(error, UpstreamTimeoutError)  # a timeout has already used up the time limit
-
-
-def _delay(error: OverloadedError | UpstreamError, attempt: int) -> float:
-    """Seconds before the next attempt: what the server asks for, else doubled each time; at most 30."""
-    asked = error.retry_after if isinstance(error, OverloadedError) else None
-    if isinstance(error, UpstreamStatusError):
-        asked = retry_after(error.headers)
-    return min(0.5 * 2**attempt if asked is None else asked, 30.0)

@@ -6,7 +6,8 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from langchain_core.documents import Document
@@ -24,13 +25,29 @@ def key_of(document: Document) -> str:
     """A document's id, or a hash of its content if it has no id."""
     if document.id is not None:
         return f"id:{document.id}"
-    content = json.dumps([document.page_content, document.metadata], sort_keys=True, default=str)
+    content = json.dumps([document.page_content, _keyed(document.metadata)], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+def _keyed(value: Any) -> Any:
+    """Metadata as JSON can hold and sort it: its keys may be of several types."""
+    if isinstance(value, Mapping):
+        return {repr(key): _keyed(one) for key, one in value.items()}
+    return [_keyed(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def copies(documents: Sequence[Document]) -> list[Document]:
-    """Deep copies, which the caller may change without changing `documents`."""
-    return [document.model_copy(deep=True) for document in documents]
+    """Deep copies, which the caller may change without changing `documents`; of metadata that cannot be copied so, such
+    as a connection, shallow ones.
+    """
+    return [_copy(document) for document in documents]
+
+
+def _copy(document: Document) -> Document:
+    try:
+        return document.model_copy(deep=True)
+    except Exception:  # whatever `deepcopy` raises for an object of the caller's
+        return document.model_copy(update={"metadata": dict(document.metadata)})
 
 
 class ScopeDocuments:

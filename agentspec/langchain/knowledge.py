@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -12,7 +12,7 @@ from langchain_core.runnables import RunnableConfig
 from pydantic import Field
 
 from agentspec.background import call_sync
-from agentspec.errors import KnowledgeBaseError
+from agentspec.errors import InvalidRequestError, KnowledgeBaseError
 from agentspec.langchain.document_cache import key_of
 from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult
@@ -33,12 +33,12 @@ class KnowledgeRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        return call_sync(self._search, [query], k or self.k)[0]
+        return call_sync(self._search, [query], count_of_call(k, self.k))[0]
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        return (await self._search([query], k or self.k))[0]
+        return (await self._search([query], count_of_call(k, self.k)))[0]
 
     async def abatch(
         self,
@@ -48,9 +48,12 @@ class KnowledgeRetriever(BaseRetriever):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[list[Document]]:
-        """The documents of each query, without callbacks; if a search fails, every query fails."""
+        """The documents of each query, without callbacks; if a search fails, every query fails. Takes `k` besides."""
+        k = kwargs.pop("k", None)
+        if kwargs:
+            raise InvalidRequestError(f"a search takes k and no {', '.join(kwargs)}", param=next(iter(kwargs)))
         try:
-            return await self._search(inputs, kwargs.get("k") or self.k)
+            return await self._search(inputs, count_of_call(k, self.k))
         except Exception as error:
             if not return_exceptions:
                 raise
@@ -93,6 +96,20 @@ class RetrieverKnowledge:
 
     async def aclose(self) -> None:
         """Do nothing: the retriever belongs to the caller."""
+
+
+Count = TypeVar("Count", int, int | None)
+
+
+def count_of_call(asked: int | None, usual: Count) -> Count:
+    """How many documents a call gets: the count that it has `asked` for, else the `usual` one.
+
+    Raises `ConfigurationError` for a count below 1.
+    """
+    if asked is None:
+        return usual
+    require_count(asked)
+    return asked
 
 
 def _langchain(hit: Hit) -> Document:

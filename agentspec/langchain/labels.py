@@ -9,7 +9,7 @@ from typing import Any
 from langchain_core.runnables import RunnableConfig, ensure_config
 
 from agentspec.step.decorator import WORKFLOW_KEY
-from agentspec.step.scope import current_labels
+from agentspec.step.scope import current_labels, require_text
 from agentspec.tools.prediction.values import canonical
 from agentspec.types import Labels
 
@@ -26,8 +26,9 @@ def labels_of_call(session: str | None, metadata: Mapping[str, Any] | None) -> L
 
     `metadata` is the call's own; it overrides the metadata of the surrounding run, which LangGraph sets for its nodes.
     An active `@step` names step and workflow; without a step, the node and the graph name them. The session is
-    `session`, else the step's, else the graph's `thread_id`.
+    `session`, else the step's, else the graph's `thread_id`. Raises `InvalidRequestError` for one that is no text.
     """
+    require_text(Labels(session))
     around = current_labels()
     run = {**_run_metadata(), **(metadata or {})}
     session = session or around.session or _text(run.get("thread_id"))

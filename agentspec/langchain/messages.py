@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_openai_messages
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    InvalidToolCall,
+    convert_to_openai_messages,
+)
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 
@@ -19,8 +25,7 @@ _SENT_BACK = ("text", "image_url", "image", "file", "input_audio", "audio")
 
 def to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Convert messages to the form of the OpenAI API. An assistant's reasoning is not sent back."""
-    converted = convert_to_openai_messages([_without_thoughts(message) for message in messages])
-    return converted if isinstance(converted, list) else [converted]
+    return [one for message in messages for one in _converted(message)]
 
 
 def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
@@ -42,8 +47,8 @@ def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
 
 
 def to_usage_metadata(usage: Usage) -> UsageMetadata:
-    """Convert token counts to LangChain's form; prediction counts become separate output details."""
-    output: dict[str, int] = {}
+    """Convert token counts to LangChain's form; those of predictions and of thoughts become separate output details."""
+    output: dict[str, int] = {} if usage.reasoning_tokens is None else {"reasoning": usage.reasoning_tokens}
     if usage.accepted_prediction_tokens is not None:
         output["accepted_prediction"] = usage.accepted_prediction_tokens
     if usage.rejected_prediction_tokens is not None:
@@ -85,6 +90,23 @@ def to_tool_choice(choice: dict[str, Any] | str | bool, names: Sequence[str]) ->
     return {"type": "function", "function": {"name": wanted}}
 
 
+def _converted(message: BaseMessage) -> list[dict[str, Any]]:
+    """A message as one, or as several if it holds results of tools. Calls whose arguments are no JSON go as they came,
+    behind the others, as ChatOpenAI sends them: a result may answer them.
+    """
+    found = convert_to_openai_messages([_without_thoughts(message)])
+    converted = found if isinstance(found, list) else [found]
+    if isinstance(message, AIMessage) and message.invalid_tool_calls:
+        calls = [_invalid_call(call) for call in message.invalid_tool_calls]
+        converted[0] = {**converted[0], "tool_calls": [*converted[0].get("tool_calls", ()), *calls]}
+    return converted
+
+
+def _invalid_call(call: InvalidToolCall) -> dict[str, Any]:
+    function = {"name": call["name"] or "", "arguments": call["args"] or ""}
+    return {"type": "function", "id": call["id"], "function": function}
+
+
 def _without_thoughts(message: BaseMessage) -> BaseMessage:
     """An earlier answer without the content blocks that are not sent back, such as reasoning."""
     if not isinstance(message, AIMessage) or isinstance(message.content, str):
@@ -118,6 +140,10 @@ def _metadata(delta: Delta, model_name: str) -> dict[str, Any]:
     return found
 
 
+def _bytes(text: str) -> list[int]:
+    return list(text.encode("utf-8", "surrogatepass"))  # a token may be half a surrogate pair
+
+
 def _logprob(item: TokenLogprob) -> dict[str, Any]:
-    one = {"token": item.text, "token_id": item.token_id, "logprob": item.logprob, "bytes": list(item.text.encode())}
+    one = {"token": item.text, "token_id": item.token_id, "logprob": item.logprob, "bytes": _bytes(item.text)}
     return one | {"top_logprobs": [{"token": top.text, "logprob": top.logprob} for top in item.top]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 from uuid import UUID
+from weakref import WeakValueDictionary
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -22,6 +24,7 @@ from pydantic import Field, PrivateAttr
 
 from agentspec.errors import ConfigurationError
 from agentspec.langchain.document_cache import DocumentCaches, RequestScope, Score, copies
+from agentspec.langchain.knowledge import count_of_call
 from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.request_coalescer import RequestCoalescer, RetrieverCall
 from agentspec.telemetry.safe_errors import error_location
@@ -71,7 +74,7 @@ class SpeculativeRetriever(BaseRetriever):
 
     Documents are cached per `scope`: one request (a `with retriever.request():` block, or else the calls of one run of
     LangChain), one session (LangGraph's thread, `agentspec.workflow`), or all calls of this object, which must then
-    serve one tenant only.
+    serve one tenant only. A process that is forked begins without any.
     """
 
     retriever: BaseRetriever
@@ -84,16 +87,24 @@ class SpeculativeRetriever(BaseRetriever):
 
     _caches: DocumentCaches = PrivateAttr()
     _coalescer: RequestCoalescer = PrivateAttr()
-    _corrections: list[Correction] = PrivateAttr(default_factory=list)
-    _stats: RetrievalStats = PrivateAttr(default_factory=RetrievalStats)
-    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
-    _behind: set[Future[Any]] = PrivateAttr(default_factory=set)
-    _tasks: set[asyncio.Task[None]] = PrivateAttr(default_factory=set)
-    _pool: ThreadPoolExecutor | None = PrivateAttr(default=None)
+    _corrections: list[Correction] = PrivateAttr()
+    _stats: RetrievalStats = PrivateAttr()
+    _lock: threading.Lock = PrivateAttr()
+    _behind: set[Future[Any]] = PrivateAttr()
+    _tasks: set[asyncio.Task[None]] = PrivateAttr()
+    _pool: ThreadPoolExecutor | None = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
+        self._begin()
+        _retrievers[id(self)] = self
+
+    def _begin(self) -> None:
+        """Begin with nothing remembered, counted or under way."""
         self._caches = DocumentCaches(self.max_characters)
         self._coalescer = RequestCoalescer(self.retriever)
+        self._corrections, self._stats = [], RetrievalStats()
+        self._lock = threading.Lock()
+        self._behind, self._tasks, self._pool = set(), set(), None
 
     @property
     def stats(self) -> RetrievalStats:
@@ -171,7 +182,7 @@ class SpeculativeRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        k = k or self.k
+        k = count_of_call(k, self.k)
         call = self._call(query, ensure_config({"callbacks": run_manager.get_child()}), run_manager.parent_run_id)
         self._count(calls=1)
         if self.mode == "correct" and (guess := self._guess(call, k)) is not None:
@@ -182,7 +193,7 @@ class SpeculativeRetriever(BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        k = k or self.k
+        k = count_of_call(k, self.k)
         call = self._call(query, ensure_config({"callbacks": run_manager.get_child()}), run_manager.parent_run_id)
         self._count(calls=1)
         if self.mode == "correct" and (guess := self._guess(call, k)) is not None:
@@ -282,6 +293,18 @@ class SpeculativeRetriever(BaseRetriever):
     def _done(self, future: Future[Any]) -> None:
         with self._lock:
             self._behind.discard(future)
+
+
+_retrievers: WeakValueDictionary[int, SpeculativeRetriever] = WeakValueDictionary()
+
+
+def _begin_anew() -> None:
+    """In a forked process, where the threads are not that calls wait for, and any of them may have held a lock."""
+    for retriever in list(_retrievers.values()):
+        retriever._begin()  # noqa: SLF001
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 async def _abandoned(task: asyncio.Future[Any]) -> None:

@@ -80,7 +80,7 @@ class JsonFormatter(logging.Formatter):
         if isinstance(said, LoggedEvent):
             line = {**said.fields, "event": said.event}
         else:
-            line = {"event": record.getMessage(), "logger": record.name}
+            line = {"event": _message(record), "logger": record.name}
         line |= self._fields
         line["level"] = record.levelname.lower()
         second = int(record.created)
@@ -89,6 +89,13 @@ class JsonFormatter(logging.Formatter):
         if error is not None:
             line.update(exception=class_of(error), frames=frames_of(error))
         return _encode(line)
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # arguments that do not fit: whoever logs goes on, as everywhere in `logging`
+        return str(record.msg)
 
 
 @lru_cache(maxsize=4)

@@ -20,9 +20,9 @@ MIN_SECRET = 32
 class TenantLimits(BaseModel):
     """`[server.tenants.NAME]`: one tenant's share of the places for requests."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="Share of the places under load")
+    weight: float = Field(default=1.0, gt=0, description="Share of the places under load")
     reserved: int = Field(default=0, ge=0, description="Places that no other tenant may use")
     max_concurrent: int | None = Field(default=None, ge=1, description="Most places of this tenant; unset: all")
 
@@ -36,7 +36,7 @@ class TenantLimits(BaseModel):
 class ServerSettings(BaseModel):
     """`[server]`: the gateway."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
     port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
@@ -88,7 +88,6 @@ class ServerSettings(BaseModel):
     stream_pacing: float = Field(
         default=0.0,
         ge=0,
-        allow_inf_nan=False,
         description="Seconds between the equally long events of a local model's stream; 0: each as it comes",
     )
     stream_pacing_characters: int = Field(
@@ -143,13 +142,11 @@ class ServerSettings(BaseModel):
     hang_timeout: float = Field(
         default=60.0,
         ge=0,
-        allow_inf_nan=False,
         description="Seconds of silence after which one of several processes is killed and started again; 0: never",
     )
     load_timeout: float = Field(
         default=3600.0,
         ge=0,
-        allow_inf_nan=False,
         description="Seconds that one of several processes may load, downloads included, before it is started again;"
         " 0: without end",
     )

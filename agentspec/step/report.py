@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agentspec.step.tool_report import ToolRow, tool_table
+from agentspec.step.tool_report import ToolRow, cell, tool_table
 from agentspec.step.tool_report import statistics as tool_statistics
 from agentspec.types import Speculation, Usage
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
 Key = tuple[str | None, str | None]
 
@@ -143,14 +144,13 @@ class Report:
 
     def _steps(self) -> Table:
         from rich.table import Table
-        from rich.text import Text
 
         table = Table(title="agentspec: model calls by step")
         columns = self._columns()
         for name, column in columns:
             table.add_column(name, justify="left" if column in ("workflow", "step") else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(Text(_cell(getattr(row, column), column)) for _, column in columns))  # a name is no markup
+            table.add_row(*(_cell(getattr(row, column), column) for _, column in columns))
         return table
 
     def _columns(self) -> list[tuple[str, str]]:
@@ -178,7 +178,7 @@ _COLUMNS = (
 )
 
 
-def _cell(value: str | float | None, column: str) -> str:
+def _cell(value: str | float | None, column: str) -> Text:
     if value is None:
-        return NO_STEP if column == "step" else "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+        value = NO_STEP if column == "step" else "-"
+    return cell(value)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from agentspec.errors import InvalidRequestError
 from agentspec.protocol.headers import StepPolicy
 from agentspec.types import Labels
 
@@ -33,7 +34,11 @@ class CallScope:
     clocks: tuple[LoadingClock, ...] = ()
 
     def narrowed(self, labels: Labels, policy: StepPolicy) -> CallScope:
-        """The scope inside this one: what `labels` and `policy` leave open stays, the earlier deadline counts."""
+        """The scope inside this one: what `labels` and `policy` leave open stays, the earlier deadline counts.
+
+        Raises `InvalidRequestError` for a label that is no text.
+        """
+        require_text(labels)
         mine = None if policy.deadline_s is None else time.monotonic() + policy.deadline_s
         ends = [at for at in (self.deadline, mine) if at is not None]
         return CallScope(
@@ -46,6 +51,13 @@ class CallScope:
             min(ends, default=None),
             self.clocks,
         )
+
+
+def require_text(labels: Labels) -> None:
+    """Raise `InvalidRequestError` for a label that is no text, such as a UUID."""
+    for name in ("session", "workflow", "step"):
+        if not isinstance(value := getattr(labels, name), str | None):
+            raise InvalidRequestError(f"{name} must be a text, not {value!r}: write str(...)", param=name)
 
 
 class LoadingClock:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 _MOST = 1024  # tools with a row of their own
 _OTHER = "(other)"
@@ -76,12 +77,19 @@ statistics = ToolStatistics()
 def tool_table(rows: Sequence[ToolRow]) -> Table:
     """The rows as a table for `rich`."""
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(title="agentspec: tools started early")
     for column in fields(ToolRow):
         table.add_column(column.name.replace("_", " "), justify="left" if column.name == "tool" else "right")
     for row in rows:
-        values = (getattr(row, column.name) for column in fields(row))
-        table.add_row(*(Text(f"{value:.2f}" if isinstance(value, float) else str(value)) for value in values))
+        table.add_row(*(cell(getattr(row, column.name)) for column in fields(row)))
     return table
+
+
+def cell(value: str | float) -> Text:
+    """A value as tables show it. A name is no markup; half a surrogate pair in it, which UTF-8 cannot encode, becomes a
+    question mark.
+    """
+    from rich.text import Text
+
+    return Text((f"{value:.2f}" if isinstance(value, float) else str(value)).encode("utf-8", "replace").decode())

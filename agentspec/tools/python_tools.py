@@ -82,12 +82,14 @@ class AgentTools:
         """All tools as the chat API's `tools` names them."""
         return [one.definition for one in self._tools.values()]
 
-    def before_model(self, messages: Sequence[Message]) -> None:
-        """Start the tools that the model is likely to call next. `messages` are those that it is given, all of them."""
+    def before_model(self, messages: Sequence[Any]) -> None:
+        """Start the tools that the model is likely to call next. `messages` are those that it is given, all of them, as
+        dictionaries or as the OpenAI client's objects.
+        """
         self._hear(messages)
         self._session.begin_turn(self._start)
 
-    async def abefore_model(self, messages: Sequence[Message]) -> None:
+    async def abefore_model(self, messages: Sequence[Any]) -> None:
         """`before_model` in an event loop."""
         self._hear(messages)
         await self._session.abegin_turn(
@@ -100,8 +102,7 @@ class AgentTools:
 
         It is a dictionary or an object of the OpenAI client. Whoever does not stream leaves this out.
         """
-        chunk = chunk if isinstance(chunk, Mapping) else chunk.model_dump()
-        for choice in chunk.get("choices") or ():
+        for choice in _mapping(chunk).get("choices") or ():
             for call in (choice.get("delta") or {}).get("tool_calls") or ():
                 name = (call.get("function") or {}).get("name")
                 if name:
@@ -113,8 +114,7 @@ class AgentTools:
         The message is a dictionary or an object of the OpenAI client. Raises `InvalidRequestError` for arguments that
         are no JSON object.
         """
-        message = message if isinstance(message, Mapping) else message.model_dump()
-        calls = list(_calls(message))
+        calls = list(_calls(_mapping(message)))
         self._session.end_turn([call for _, call in calls])
         return calls
 
@@ -160,18 +160,18 @@ class AgentTools:
         with self._session.changing(call):  # it goes on where `arun` is cancelled
             return self._invoke(call)
 
-    def _hear(self, messages: Sequence[Message]) -> None:
+    def _hear(self, messages: Sequence[Any]) -> None:
         with kept_from_agent("following a session"):
-            self._follow(messages)
+            self._follow([_mapping(message) for message in messages])
 
     def _follow(self, messages: Sequence[Message]) -> None:
         if len(messages) < self._heard:  # the conversation was cut or replaced
             self._session.restart()
             self._heard = 0
         names = {id: call.name for message in messages for id, call in _calls(message, strict=False)}
-        for message in messages[self._heard :]:
+        fresh, self._heard = messages[self._heard :], len(messages)
+        for message in fresh:
             self._tell(message, names)
-        self._heard = len(messages)
 
     def _tell(self, message: Message, names: Mapping[str, str]) -> None:
         role, text = message.get("role"), _text(message.get("content"))
@@ -232,6 +232,11 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", function))
     schema = adapter.json_schema()
     return {"type": "object", "properties": schema.get("properties", {}), "required": schema.get("required", [])}
+
+
+def _mapping(told: Any) -> Message:
+    """A message, or a chunk of one, which the OpenAI client holds as an object."""
+    return told if isinstance(told, Mapping) else cast("Message", told.model_dump())
 
 
 def _calls(message: Message, *, strict: bool = True) -> Iterator[tuple[str, ToolCall]]:

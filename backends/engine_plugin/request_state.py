@@ -118,10 +118,12 @@ def seconds_per_token_in(fields: Mapping[str, object]) -> float | None:
 class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
-    __slots__ = ("asked cache chain finished latency length output_length predicted ready request stats").split()
+    __slots__ = (
+        "asked cache chain finished latency length output_length predicted prompt_length ready request stats"
+    ).split()
 
     def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
-        self.length = length  # tokens of prompt and output
+        self.length = self.prompt_length = length  # the former of prompt and output
         self.stats = stats
         self.request = request
         self.output_length = 0  # tokens of output
@@ -144,6 +146,14 @@ class RequestState:
         self.length += len(fresh)
         count = self._still_output(fresh)
         return fresh if count == len(fresh) else fresh[:count]
+
+    def rewind(self, length: int) -> None:
+        """The server has discarded the tokens behind the first `length`, if there are any: they are no output. What was
+        recorded of them stays.
+        """
+        self.length = min(self.length, length)
+        if self.output_length > (left := max(0, self.length - self.prompt_length)):
+            self.output_length, self.finished = left, False
 
     def _still_output(self, fresh: Tokens) -> int:
         request, count = self.request, 0 if self.finished else len(fresh)

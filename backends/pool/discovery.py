@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -46,13 +47,21 @@ class Found:
 
 
 def listed(urls: Iterable[HttpUrl]) -> tuple[Address, ...]:
-    """The servers at `urls`, named by host and port, and by path where that does not tell them apart."""
+    """The servers at `urls`, named by host and port, and by path and scheme too where that does not tell them apart."""
     urls = tuple(urls)
-    names = [f"{_shown(url.host or '')}:{url.port}" for url in urls]
+    ways = [_names(url) for url in urls]
+    shared = Counter(name for names in ways for name in names)
     return tuple(
-        Address(name if names.count(name) == 1 else f"{name}{url.path}", url)
-        for name, url in zip(names, urls, strict=True)
+        Address(next((name for name in names if shared[name] == 1), names[-1]), url)
+        for names, url in zip(ways, urls, strict=True)
     )
+
+
+def _names(url: HttpUrl) -> tuple[str, str, str]:
+    """What a server may be called, the shortest first."""
+    place = f"{_shown(url.host or '')}:{url.port}"
+    whole = f"{place}{url.path}"
+    return place, whole, f"{url.scheme}://{whole}"
 
 
 def check_discovery(settings: OpenAISettings) -> None:
@@ -178,7 +187,11 @@ def _read(path: Path) -> tuple[Address, ...]:
         raise DiscoveryError(f"{path}: {wrong['input']!r:.100} is no server's URL: {wrong['msg']}") from None
     if not urls:
         raise DiscoveryError(f"{path} names no server")
-    return listed(urls)
+    found = listed(urls)
+    name, times = Counter(one.name for one in found).most_common(1)[0]
+    if times > 1:
+        raise DiscoveryError(f"{path} names {name} under several users: one server is one line")
+    return found
 
 
 def _shown(host: str) -> str:

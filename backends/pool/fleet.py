@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from time import monotonic
+from weakref import WeakSet
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
@@ -17,6 +19,8 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.placement import POLICIES
 from agentspec.telemetry.samples import MemberSample
+
+_fleets: WeakSet[Fleet] = WeakSet()
 
 
 class Fleet:
@@ -38,7 +42,22 @@ class Fleet:
         for name in specs:
             self._build(name, specs, settings)
         self._first_look: asyncio.Future[list[None]] | None = None
-        self._watch = Watch(list(self.servers.values()), list(self.pools.values()), settings, monotonic)
+        self._settings = settings
+        self._watch = self._new_watch()
+        self._of_parent: object = None
+        _fleets.add(self)
+
+    def _new_watch(self) -> Watch:
+        return Watch(list(self.servers.values()), list(self.pools.values()), self._settings, monotonic)
+
+    def leave_behind(self) -> None:
+        """Begin anew in a forked process: what looks after the servers, and the calls to them, ran in the parent. That
+        stays unfreed, as the loop is that it belongs to.
+        """
+        self._of_parent = self._first_look, self._watch
+        self._first_look, self._watch = None, self._new_watch()
+        for servers in self.servers.values():
+            servers.leave_behind()
 
     def _build(self, name: str, specs: Mapping[str, PoolSpec], settings: FleetSettings) -> Pool:
         """The pool `name`, after those that it falls back on. The settings have refused cycles."""
@@ -121,3 +140,11 @@ class Fleet:
 
     def _members(self) -> list[PoolMember]:
         return [member for servers in self.servers.values() for member in servers.members]
+
+
+def _leave_all_behind() -> None:
+    for fleet in list(_fleets):
+        fleet.leave_behind()
+
+
+os.register_at_fork(after_in_child=_leave_all_behind)

@@ -110,6 +110,18 @@ class Servers:
         member.draining = member.name in self._drained
         return member
 
+    def leave_behind(self) -> None:
+        """Begin anew in a forked process: the calls and the look that run are the parent's, and will not end here."""
+        self._lookup = HostLookup()
+        self.members = tuple(self._fresh(member) for member in self.members)
+
+    def _fresh(self, known: PoolMember) -> PoolMember:
+        member = PoolMember(
+            known.name, known.group, known.backend, self._fleet, weight=known.weight, lost=self._tell_lost
+        )
+        member.draining = known.draining
+        return member
+
     def drain(self, name: str, *, on: bool) -> list[str]:
         """Send no further calls to the member `name`, or to all if it is the backend's; returns the names of those.
 

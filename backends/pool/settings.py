@@ -10,33 +10,26 @@ from pydantic import BaseModel, ConfigDict, Field
 class FleetSettings(BaseModel):
     """`[fleet]`: how the servers of pools are watched, and when a call is tried again."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    probe_interval: float = Field(
-        default=2.0, gt=0, allow_inf_nan=False, description="Seconds between two looks at a server's /health"
-    )
-    probe_timeout: float = Field(default=2.0, gt=0, allow_inf_nan=False, description="Seconds such a look may take")
+    probe_interval: float = Field(default=2.0, gt=0, description="Seconds between two looks at a server's /health")
+    probe_timeout: float = Field(default=2.0, gt=0, description="Seconds such a look may take")
     metrics_interval: float = Field(
-        default=1.0, ge=1, allow_inf_nan=False, description="Seconds between two readings of a server's own metrics"
+        default=1.0, ge=1, description="Seconds between two readings of a server's own metrics"
     )
     discovery_interval: float = Field(
-        default=5.0, gt=0, allow_inf_nan=False, description="Seconds between two looks at a name or a file of servers"
+        default=5.0, gt=0, description="Seconds between two looks at a name or a file of servers"
     )
     failures: int = Field(default=5, ge=1, description="Failures in a row that open a server's circuit breaker")
-    open_seconds: float = Field(
-        default=10.0, gt=0, allow_inf_nan=False, description="Seconds without calls then, before a single trial"
-    )
+    open_seconds: float = Field(default=10.0, gt=0, description="Seconds without calls then, before a single trial")
     max_retries: int = Field(default=2, ge=0, le=10, description="Further tries of a call of which nothing came back")
     retry_share: float = Field(
         default=0.2, ge=0, le=1, description="Most retries of a pool, as a share of its calls in the last 10 s"
     )
-    retry_floor: float = Field(
-        default=10.0, ge=0, allow_inf_nan=False, description="Retries a second, over 10 s, that are always allowed"
-    )
+    retry_floor: float = Field(default=10.0, ge=0, description="Retries a second, over 10 s, that are always allowed")
     ejection_seconds: float = Field(
         default=30.0,
         gt=0,
-        allow_inf_nan=False,
         description="Seconds without calls for a server that fails far more often than the others; more each time",
     )
 

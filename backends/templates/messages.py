@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
 from agentspec.types import Message
+
+logger = logging.getLogger(__name__)
 
 _TOOLS = """You may call functions to answer. They are, one JSON object a line:
 <tools>
@@ -27,8 +30,8 @@ _TURN_MARKS = re.compile(r"<(?=[|\uff5c]|(?:start|end)_of_turn|bos>|eos>|/?s>)|\
 def plain(message: Message) -> dict[str, Any]:
     """The message as templates expect it: text parts joined, the arguments of calls as objects instead of JSON text.
 
-    Raises `InvalidRequestError` for content parts other than text, and for arguments that are no JSON object
-    within the bounds of `check_json`.
+    Raises `InvalidRequestError` for content parts other than text, and for arguments that are neither a text nor an
+    object within the bounds of `check_json`.
     """
     plain = dict(message)
     if message.get("tool_calls"):
@@ -55,16 +58,30 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        parsed = _object(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(parsed, dict) or not isinstance(function["name"], str):
             raise TypeError
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, RecursionError):
         raise InvalidRequestError(
             "a tool call in messages needs a function with a name and arguments that are a JSON object",
             param="messages",
         ) from None
     check_json(parsed, "the arguments of a tool call", param="messages")
     return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The JSON object in a call's arguments; an empty one if there is none, as in vLLM. Templates take nothing else:
+    a conversation in which a model once broke off could never go on.
+    """
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed
+    logger.warning("a tool call in messages has arguments that are no JSON object: the model is shown none")
+    return {}
 
 
 def described(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

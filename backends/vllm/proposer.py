@@ -112,9 +112,9 @@ class SuffixDecodingProposer:
 def draft_turn(state: RequestState, tokens: Any, length: int, sampled: int, limit: int) -> DraftTurn:
     """The draft turn of a request that has `length` tokens now, of which this step sampled the last `sampled`.
 
-    `tokens` is its row of the batch. If the server discards tokens, the tokens that replace them count as output too.
+    `tokens` is its row of the batch. Where a load of KV blocks fails, the server has discarded what it sampled before.
     """
-    state.length = min(state.length, length - sampled)
+    state.rewind(length - sampled)
     fresh = _copy(tokens[state.length : length])
     return DraftTurn(state, fresh, tokens[max(0, length - DEPTH) : length], max(0, limit))
 

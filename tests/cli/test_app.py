@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,14 @@ def test_version(program):
     result = program("--version")
     assert result.exit_code == 0
     assert re.fullmatch(r"agentspec \d+\.\d+\.\d+\n", result.output)
+
+
+def test_names_that_no_encoding_holds_are_printed(program, monkeypatch):
+    """A file's name may be any bytes, and a label half a surrogate pair."""
+    found = SimpleNamespace(folder="odd \udcff \ud800")
+    monkeypatch.setattr("agentspec.backends.model_store.locate", lambda name: found)
+    result = program("model", "path", "smollm2-135m")
+    assert (result.exit_code, result.output) == (0, "odd \\udcff \\ud800\n")
 
 
 def test_wrong_usage_exits_with_2(program):

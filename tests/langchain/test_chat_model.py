@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, TypedDict, cast
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -26,14 +27,13 @@ from agentspec.errors import (
     UpstreamStatusError,
 )
 from agentspec.langchain import ChatAgentSpec, chat_model
-from agentspec.langchain.chat_model import _delay
 from agentspec.langgraph import label
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.step import decorator, report, scope, step, workflow
 from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
-from agentspec.types import GenerateRequest, Labels, Speculation, Usage
+from agentspec.types import GenerateRequest, Labels, Speculation, StructuredOutputs, Usage
 
 pytestmark = pytest.mark.anyio
 SPECULATION = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.25)
@@ -177,17 +177,29 @@ def test_retries_only_what_may_go_better() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "seconds"),
+    "wrong",
     [
-        ({"retry-after": "7"}, 7.0),
-        ({"retry-after": "90"}, 30.0),
-        ({"retry-after": "7", "retry-after-ms": "250"}, 0.25),
-        ({"retry-after": "\xb2"}, 1.0),
-        ({}, 1.0),
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": [1]},
+        {"stop_token_ids": 5},
+        {"stop": 5},
+        {"n": "2"},
+        {"structured_outputs": {"regexp": "a"}},
+        {"latency_target_ms_per_token": "20"},
+        {"session": 5},
     ],
 )
-def test_a_retry_waits_as_long_as_the_server_asks(headers: dict[str, str], seconds: float) -> None:
-    assert _delay(UpstreamStatusError("busy", status=503, body=b"", headers=headers), 1) == seconds
+def test_an_option_of_the_wrong_type_is_refused(wrong: Any) -> None:
+    model, fake = chat("fine")
+    with pytest.raises(InvalidRequestError, match=r"wrong type|must be a (number|text)"):
+        model.invoke("hi", **wrong)
+    assert not fake.requests
+
+
+def test_structured_outputs_may_be_given_as_vllms_clients_do() -> None:
+    model, fake = chat("fine")
+    model.invoke("hi", structured_outputs={"regex": "a+"})
+    assert fake.requests[0].sampling.structured_outputs == StructuredOutputs(regex="a+")
 
 
 @pytest.mark.parametrize("prediction", [{"type": "content", "content": [{"type": "text"}]}, {"type": "content"}, 5])
@@ -249,6 +261,18 @@ def test_a_step_labels_and_counts_its_calls() -> None:
     assert not fake.requests[0].speculation
     got = row("plan", "w")
     assert (got.runs, got.calls, got.completion_tokens) == (1, 2, 4) and got.model_seconds > 0
+
+
+def test_langchains_cache_tells_the_models_of_steps_apart() -> None:
+    backends = {"small": FakeBackend("from small"), "big": FakeBackend("from big")}
+    model = ChatAgentSpec(model="small", runtime=Runtime(backends=backends), cache=InMemoryCache())
+
+    @step("plan", model="big")
+    def plan() -> str:
+        return model.invoke("hi").text
+
+    assert [plan(), model.invoke("hi").text, plan()] == ["from big", "from small", "from big"]
+    assert [len(fake.requests) for fake in backends.values()] == [1, 1]
 
 
 def test_loading_a_model_is_no_model_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +396,15 @@ def test_remote_answers_with_reasoning_usage_and_speculation(server: Any) -> Non
     assert sent["authorization"] == "Bearer k" and sent["x-agentspec-session"] == "s"
     assert sent["x-agentspec-workflow"] == "gr%C3%B6%C3%9Fe"
     assert row(None, "größe").accepted == 3
+
+
+def test_what_is_set_to_openais_default_is_sent(server: Any) -> None:
+    """A server may have another one, as vLLM takes the temperature of the model's generation config."""
+    remote(server, temperature=1.0, top_p=1.0).invoke("hi", presence_penalty=0.0)
+    remote(server).invoke("hi")
+    first, second = server.bodies
+    assert (first["temperature"], first["top_p"], first["presence_penalty"]) == (1.0, 1.0, 0.0)
+    assert not {"temperature", "top_p", "top_k", "repetition_penalty"} & second.keys()
 
 
 def test_remote_statuses(server: Any) -> None:

@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 
-from agentspec.errors import ConfigurationError, KnowledgeBaseError
+from agentspec.errors import ConfigurationError, InvalidRequestError, KnowledgeBaseError
 from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge
 from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query, SearchResult
@@ -48,6 +48,24 @@ def test_documents_keep_their_ids_titles_and_metadata():
     (found,) = KnowledgeRetriever(base=base(), k=1).invoke("cats the cat purrs")
     assert (found.id, found.page_content) == ("a", "the cat purrs")
     assert found.metadata == {"title": "Cats", "page": 1}
+
+
+async def test_a_call_asks_for_one_document_at_least():
+    retriever = KnowledgeRetriever(base=base(), k=1)
+    for k in (0, -1):
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            retriever.invoke("the cat", k=k)
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            await retriever.abatch(["the cat"], k=k)
+    assert len(retriever.invoke("the cat", k=2)) == 2
+
+
+async def test_what_a_search_does_not_take_is_refused():
+    retriever = KnowledgeRetriever(base=base())
+    with pytest.raises(InvalidRequestError, match="no top_k"):
+        await retriever.abatch(["the cat"], top_k=2)
+    with pytest.raises(TypeError, match="top_k"):
+        retriever.invoke("the cat", top_k=2)
 
 
 class Counted:

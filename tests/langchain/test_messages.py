@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 
 from agentspec.errors import InvalidRequestError
-from agentspec.langchain.messages import to_chunk, to_openai, to_tool_choice
-from agentspec.types import Delta, Usage
+from agentspec.langchain.messages import to_chunk, to_openai, to_tool_choice, usage_of
+from agentspec.types import Delta, TokenLogprob, Usage
 
 
 def test_messages_as_openai_takes_them() -> None:
@@ -28,6 +28,23 @@ def test_messages_as_openai_takes_them() -> None:
     assert converted[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert converted[3]["tool_call_id"] == "c1"
     assert "hmm" not in str(converted) and "said" in str(converted[4]["content"])
+
+
+def test_calls_whose_arguments_are_no_json_go_back_as_they_came() -> None:
+    call: Any = {"name": "f", "args": {"x": 1}, "id": "c1", "type": "tool_call"}
+    broken: Any = {"name": "g", "args": '{"x": ', "id": "c2", "error": "no JSON", "type": "invalid_tool_call"}
+    empty: Any = {"name": None, "args": None, "id": None, "error": "cut", "type": "invalid_tool_call"}
+    both, alone, cut = to_openai(
+        [
+            AIMessage("", tool_calls=[call], invalid_tool_calls=[broken]),
+            AIMessage("said", invalid_tool_calls=[broken]),
+            AIMessage("", invalid_tool_calls=[empty]),
+        ]
+    )
+    assert [one["id"] for one in both["tool_calls"]] == ["c1", "c2"]
+    assert both["tool_calls"][1] == {"type": "function", "id": "c2", "function": {"name": "g", "arguments": '{"x": '}}
+    assert (alone["content"], len(alone["tool_calls"])) == ("said", 1)
+    assert cut["tool_calls"] == [{"type": "function", "id": None, "function": {"name": "", "arguments": ""}}]
 
 
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=6), st.integers(0, 5))
@@ -51,6 +68,18 @@ def test_whole_tool_calls_without_an_index() -> None:
     calls = [{"id": str(number), "function": {"name": f"f{number}", "arguments": "{}"}} for number in range(2)]
     chunk = to_chunk(Delta(extra={"tool_calls": calls}, finish_reason="tool_calls"), "m")
     assert [call["name"] for call in chunk.tool_calls] == ["f0", "f1"]
+
+
+def test_thoughts_are_counted_apart() -> None:
+    chunk = to_chunk(Delta(finish_reason="stop", usage=Usage(3, 9, reasoning_tokens=7)), "m")
+    assert chunk.usage_metadata is not None
+    assert chunk.usage_metadata.get("output_token_details") == {"reasoning": 7}
+    assert usage_of(AIMessage("x", usage_metadata=chunk.usage_metadata)) == Usage(3, 9, reasoning_tokens=7)
+
+
+def test_the_log_probability_of_half_a_character() -> None:
+    chunk = to_chunk(Delta(text="\ud83d", logprobs=(TokenLogprob(1, "\ud83d", -0.5),)), "m")
+    assert chunk.response_metadata["logprobs"]["content"][0]["bytes"] == [0xED, 0xA0, 0xBD]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -363,6 +365,57 @@ def test_a_document_without_an_id_is_known_by_its_content():
     one, other = Document(page_content="a", metadata={"n": 1}), Document(page_content="a", metadata={"n": 2})
     assert key_of(one) == key_of(one.model_copy()) != key_of(other)
     assert key_of(Document(id="7", page_content="a")) == key_of(Document(id="7", page_content="b"))
+
+
+def test_metadata_may_have_keys_of_any_type():
+    """As pandas and pickled documents bring them; keys that JSON would make equal tell documents apart."""
+    mixed = {1: "a", "b": {None: 2, "c": [{("d", 1): 3, "e": 4}]}, 2.5: object}
+    one = Document(page_content="a", metadata=mixed)
+    assert key_of(one) == key_of(Document(page_content="a", metadata=dict(reversed(mixed.items()))))
+    assert key_of(Document(page_content="a", metadata={1: "a"})) != key_of(
+        Document(page_content="a", metadata={"1": "a"})
+    )
+    caches = DocumentCaches(max_characters=1000)
+    caches.learn(1, "q", [one])
+    assert caches.guess(1, "q", None, None) == [one]
+
+
+@pytest.mark.parametrize("k", [0, -1])
+async def test_a_call_asks_for_one_document_at_least(k: int):
+    retriever, inner = around(k=2)
+    with pytest.raises(ConfigurationError, match=f"at least one document, not {k}"):
+        retriever.invoke("the cat", k=k)
+    with pytest.raises(ConfigurationError, match="at least one"):
+        await retriever.ainvoke("the cat", k=k)
+    assert not inner.asked and len(retriever.invoke("the cat", k=3)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    retriever, inner = around(mode="correct", scope="retriever")
+    retriever.invoke("the cat")
+    retriever.settle()
+    inner.go.clear()
+    retriever.prefetch(["a stone"])  # under way in a thread that the child has not
+    while retriever._coalescer._in_flight == {}:
+        time.sleep(0.001)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it, should it wait
+        inner.go = is_set()
+        found = [retriever.invoke("a stone"), retriever.invoke("a stone"), retriever.settle()]
+        os._exit(retriever.stats.confirmed != 1 or found[0] != found[1])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    inner.go.set()
+    retriever.settle()
+
+
+def test_metadata_may_hold_what_cannot_be_copied():
+    documents = [Document(id="1", page_content="the cat", metadata={"lock": threading.Lock(), "n": 1})]
+    retriever, _ = around(Scripted(documents=documents), mode="correct", scope="retriever")
+    first = retriever.invoke("the cat")
+    first[0].metadata["n"] = 2
+    assert retriever.invoke("the cat") == documents and not retriever.settle()
 
 
 def test_a_document_that_changed_replaces_itself():

@@ -40,6 +40,15 @@ def test_an_event_is_one_line_of_json() -> None:
     assert (second["event"], second["logger"], second["level"]) == ("by another", "elsewhere", "warning")
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_whoever_logs_what_cannot_be_written_goes_on(background: bool) -> None:
+    stream = io.StringIO()
+    logs.configure("INFO", stream, background=background)
+    logging.getLogger("elsewhere").warning("%d of %d", "one")
+    logging.getLogger().handlers[0].flush()
+    assert lines_of(stream)[0]["event"] == "%d of %d"
+
+
 def test_a_thread_writes_every_line_in_order() -> None:
     stream = io.StringIO()
     logs.configure("INFO", stream, background=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import threading
 
 from rich.console import Console
@@ -64,3 +65,15 @@ def test_names_are_no_markup() -> None:
     statistics.add_run(("map[str]", "[/plan]"), 1.0, failed=False)
     shown = str(Report(tuple(statistics.rows()), statistics, (ToolRow("look[up]"),)))
     assert all(name in shown for name in ("map[str]", "[/plan]", "look[up]"))
+
+
+def test_half_a_surrogate_pair_in_a_name_can_be_printed() -> None:
+    statistics = StepStatistics()
+    statistics.add_run(("flow \ud800", "plan \udfff"), 1.0, failed=False)
+    report = Report(tuple(statistics.rows()), statistics, (ToolRow("look \udcff"),))
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    print(report, file=shown)
+    Console(file=shown, width=200).print(report)
+    text = str(report)
+    assert all(name in text for name in ("flow ?", "plan ?", "look ?"))
+    assert report.rows[0].step == "plan \udfff"

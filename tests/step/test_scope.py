@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,19 @@ def test_steps_inherit_what_they_do_not_ask_for() -> None:
 
     assert outer() == StepPolicy("plain", "small", 30, None, 1, False, None)
     assert current_policy() == StepPolicy()
+
+
+@pytest.mark.parametrize("label", ["session", "workflow"])
+def test_a_label_that_is_no_text_is_refused(label: str) -> None:
+    name: Any = uuid.uuid4()
+    with pytest.raises(InvalidRequestError, match=f"{label} must be a text") as caught:
+        step("s", **{label: name})(lambda: None)()
+    assert caught.value.param == label
+    with pytest.raises(InvalidRequestError, match="must be a text"), workflow(session=name):
+        pass
+    with pytest.raises(InvalidRequestError, match="must be a text"), workflow(name):
+        pass
+    assert current_labels() == Labels()
 
 
 def test_the_earliest_deadline_counts_and_what_is_left_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

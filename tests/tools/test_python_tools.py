@@ -75,6 +75,29 @@ def converse(tools: AgentTools | None, number: int) -> list[dict[str, Any]]:
     return messages
 
 
+class Held:
+    """A message as the OpenAI client holds it."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def model_dump(self) -> dict[str, Any]:
+        return self._fields
+
+
+def test_a_conversation_may_hold_the_clients_objects(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever appends `response.choices[0].message` has them among dictionaries."""
+    with agent_tools([look, buy], session="held", speculator=ToolSpeculator()) as tools:
+        answer = Held(message(ToolCall("look", {"order": "#W1"})))
+        asked = [{"role": "user", "content": "order #W1"}]
+        tools.before_model(asked)
+        [(id, call)] = tools.after_model(answer)
+        tools.before_model([*asked, answer, {"role": "tool", "tool_call_id": id, "content": "seen"}])
+        history = tools._session._history
+    assert not caplog.records
+    assert list(history.made) == [call.identity] and history.last_event == "look"
+
+
 def test_an_agent_gets_the_same_with_early_starts() -> None:
     events: list[AuditEvent] = []
     speculator = ToolSpeculator(on_event=events.append)

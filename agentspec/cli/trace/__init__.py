@@ -33,7 +33,7 @@ def show(
         from agentspec.cli.trace.page import page
 
         require_writable(html)
-        html.write_text(page(records))
+        html.write_text(page(records), encoding="utf-8")
     else:
         from rich.console import Console
 

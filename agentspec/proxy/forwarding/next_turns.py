@@ -152,15 +152,15 @@ class UpstreamTurns:
     async def _read(self, chat: UpstreamChat, body: dict[str, Any]) -> bool:
         """Send the request, unless the server is another one or is busy; whether it was read. Never raises."""
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(SECONDS) as limit:
                 if await chat.backend.server_kind() in KINDS and await is_free(chat.backend):
-                    return await self._send(chat, body)
+                    return await self._send(chat, body, limit)
         except Exception as error:
             self.counts[chat.name, "failed"] += 1
             logger.warning("a next turn is not read ahead", backend=chat.name, error=type(error).__name__)
         return False
 
-    async def _send(self, chat: UpstreamChat, body: dict[str, Any]) -> bool:
+    async def _send(self, chat: UpstreamChat, body: dict[str, Any], limit: asyncio.Timeout) -> bool:
         if chat.backend.settings.priority != "off":
             body[PRIORITY] = MAX_PRIORITY
         body |= await added_fields(chat.backend, CHAT, body, chat.caller, chat.model)
@@ -173,7 +173,8 @@ class UpstreamTurns:
             ) as response:
                 await response.aread()
         except asyncio.CancelledError:
-            self.counts[chat.name, "cancelled"] += 1
+            if not limit.expired():  # one that took too long has failed
+                self.counts[chat.name, "cancelled"] += 1
             raise
         if response.status >= 400:
             self.counts[chat.name, "failed"] += 1

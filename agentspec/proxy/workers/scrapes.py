@@ -65,15 +65,21 @@ class Scrapes:
             self._ended.add(dumped, ended=True)
         for key, scrape in list(self._running.items()):
             scrape.missing.discard(child.name)
-            if not scrape.missing:
+            if scrape.asker is child:  # the next process of this name asks under the same numbers
+                self._drop(key)
+            elif not scrape.missing:
                 self._finish(key)
 
-    def _finish(self, key: int) -> None:
+    def _drop(self, key: int) -> _Scrape | None:
         scrape = self._running.pop(key, None)
+        if scrape is not None and scrape.timer is not None:
+            scrape.timer.cancel()
+        return scrape
+
+    def _finish(self, key: int) -> None:
+        scrape = self._drop(key)
         if scrape is None:
             return
-        if scrape.timer is not None:
-            scrape.timer.cancel()
         dumps = [dumped for name, (_, dumped) in self._last.items() if name != scrape.asker.name]
         parent = dump(self._own.registry, only=PARENT_METRICS)
         scrape.asker.send("scraped", scrape.number, [parent, dump(self._ended), *dumps])

@@ -330,11 +330,12 @@ class Supervisor:
 
 
 def needs_engine(settings: Settings) -> bool:
-    """Whether something must be in a process of its own: a local model, a strategy, stored responses or usage."""
+    """Whether something must be in a process of its own: a local model, a strategy, stored responses or usage, also of
+    keys that a reload brings.
+    """
     strategies = any(isinstance(model, StrategySettings) for model in settings.models.values())
     local = any(backend.local for backend in settings.backends.values())
-    counts = bool(settings.server.api_keys) and settings.cache.path is not None
-    return settings.cache.store or counts or strategies or local
+    return settings.cache.store or settings.cache.path is not None or strategies or local
 
 
 def _secret(server: ServerSettings) -> str:

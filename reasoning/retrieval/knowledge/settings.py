@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, HttpUrl, SecretStr, model_val
 class IndexSettings(BaseModel):
     """`[knowledge.NAME] kind = "index"`: a folder that `agentspec kb build` made."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["index"] = "index"
     path: Path = Field(description="The folder")
@@ -22,7 +22,7 @@ class IndexSettings(BaseModel):
 class RemoteSettings(BaseModel):
     """`[knowledge.NAME] kind = "remote"`: a service that speaks the protocol of docs/retrieval.md."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["remote"] = "remote"
     url: HttpUrl = Field(description="The service's root, to which /search is added")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -33,6 +35,27 @@ def test_listed_servers_are_named_by_host_and_port_and_by_path_if_need_be() -> N
     )
     expected = ["a:80", "b:443", "c:1/x/v1", "c:1/y/v1", "[::1]:2"]
     assert named(listed(urls.base_urls or ())) == expected
+
+
+def test_servers_that_differ_by_their_scheme_alone_are_two(tmp_path: Path) -> None:
+    urls = ["http://a:1/v1", "https://a:1/v1", "http://a:1/x", "https://b:1/v1", "http://b:2/v1"]
+    expected = ["http://a:1/v1", "https://a:1/v1", "a:1/x", "b:1", "b:2"]
+    assert named(listed(settings(base_urls=urls).base_urls or ())) == expected
+    file = tmp_path / "servers"
+    file.write_text("\n".join(urls))
+    servers = Servers("s", settings(base_urls_file=str(file)), FleetSettings())
+    asyncio.run(servers.refresh(0.0))
+    assert [one.name for one in servers.members] == [f"s/{name}" for name in expected]
+    assert [str(one.backend.settings.url) for one in servers.members] == urls
+
+
+def test_a_server_under_two_users_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text("http://me@a/v1\nhttp://you@a/v1\n")
+    with pytest.raises(DiscoveryError, match="http://a:80/v1 under several users"):
+        asyncio.run(discover(settings(base_urls_file=str(file))))
+    with pytest.raises(ValueError, match="names a:80/v1 twice"):
+        settings(base_urls=["http://me@a/v1", "http://you@a/v1"])
 
 
 def test_one_server_is_no_two_for_a_slash_at_the_end(tmp_path: Path) -> None:
@@ -216,6 +239,39 @@ def test_a_server_at_another_path_or_scheme_is_another_one() -> None:
     asyncio.run(servers.refresh(0.0))
     assert [str(one.backend.settings.url) for one in servers.members] == ["https://a:1/v2", "http://b:1/v1"]
     assert servers.members[1] is kept and lost == ["a/a:1"] and made.drained() == ["a/a:1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_looks_after_its_servers_itself(tmp_path: Path) -> None:
+    """The parent's loop goes on in the parent alone, with the calls and the look that run there."""
+    file = tmp_path / "servers"
+    file.write_text("http://127.0.0.1:9/v1\nhttp://127.0.0.1:10/v1\n")
+    spec = PoolSpec("s", (PoolTarget("s", None),), "round_robin")
+    made = Fleet({"s": spec}, {"s": settings(base_urls_file=str(file), probe=False)}, {}, FleetSettings())
+
+    async def in_child() -> bool:
+        await made.begin()
+        servers = made.servers["s"]
+        anew = [(one.in_flight, one.draining) for one in servers.members] == [(0, False), (0, True)]
+        file.write_text("http://127.0.0.1:11/v1\n")
+        servers.look_at = 0.0
+        while named(servers.members) != ["s/127.0.0.1:11"]:
+            await asyncio.sleep(0.01)
+        return anew
+
+    async def in_parent() -> int:
+        await made.begin()
+        first, second = made.servers["s"].members
+        first.begin(0.0, retry=False)
+        second.draining = True
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends it, should it wait for the parent's
+            asyncio._set_running_loop(None)
+            os._exit(not asyncio.run(in_child()))
+        return os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, child, 0))[1])
+
+    assert asyncio.run(in_parent()) == 0
 
 
 def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() -> None:

@@ -236,6 +236,20 @@ def test_a_preempted_request_goes_on(runner: Runner, bench: Bench) -> None:
     assert runner.step(a=TEXT[3:5].tolist())["a"][:1] == [int(TEXT[5])]
 
 
+def test_output_that_a_failed_load_of_blocks_has_discarded_counts_once(runner: Runner, bench: Bench) -> None:
+    """vLLM computes the blocks itself then, drops what was sampled with them missing, and shortens the row."""
+    runner.begin("a", TEXT[:10])
+    runner.step(a=[EOS])
+    bench.server.num_tokens_no_spec[0] -= 1
+    runner.step(a=[1, 2, 3])
+    state = runner.proposer._states["a"]
+    assert (state.output_length, state.length, state.finished) == (3, 13, False)
+    runner.step(a=[4, EOS])
+    assert (state.output_length, state.finished) == (5, True)
+    runner.finish("a")
+    assert [text[-5:] for text in outputs(bench)] == [[1, 2, 3, 4, EOS]]
+
+
 def test_a_finished_request_of_the_same_name_is_another_one(bench: Bench) -> None:
     runner = Runner(bench)
     runner.begin("a", TEXT)

@@ -15,6 +15,7 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.protocol.responses import Accumulator
 from agentspec.proxy.admission.auth import Caller
+from agentspec.proxy.forwarding import next_turns
 from agentspec.proxy.forwarding.next_turns import UpstreamChat, UpstreamTurns
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
@@ -172,6 +173,19 @@ def test_a_server_that_refuses_is_left_alone_for_a_while(gateway: Any, upstream:
     wait_for(lambda: count(running, "failed") == 1)
     assert ask(running).status_code == 200
     assert len(engine.prefills) == 1
+
+
+def test_one_that_takes_too_long_has_failed_and_was_not_cancelled(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(next_turns, "SECONDS", 0.5)
+    engine = Engine(upstream)
+    engine.hold.clear()
+    running = gateway({}, settings(engine.server.url, 1.0))
+    ask(running)
+    wait_for(lambda: count(running, "failed") == 1)
+    assert count(running, "cancelled") == 0
+    engine.hold.set()
 
 
 def test_a_call_of_another_tenant_with_the_same_id_ends_nothing(

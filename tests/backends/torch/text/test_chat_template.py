@@ -54,8 +54,8 @@ def test_one_that_does_not_has_them_described(byte_tokens: Any) -> None:
     [
         {},
         {"function": {"name": "f"}},
-        {"function": {"name": "f", "arguments": "{"}},
-        {"function": {"name": "f", "arguments": "[]"}},
+        {"function": {"name": "f", "arguments": ["{}"]}},
+        {"function": {"name": "f", "arguments": "[" * 100_000}},
         {"function": {"name": 3, "arguments": "{}"}},
     ],
 )
@@ -63,6 +63,13 @@ def test_calls_that_are_none_are_refused(byte_tokens: Any, call: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         rendered(byte_tokens, [{"role": "assistant", "tool_calls": [call]}])
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[]", "", "5"])
+def test_a_call_that_a_model_broke_off_ends_no_conversation(byte_tokens: Any, arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    said = rendered(byte_tokens, [{"role": "assistant", "tool_calls": [call]}])
+    assert '{"name": "f", "arguments": {}}' in said
 
 
 def test_the_format_follows_the_template(tokenizer_of: Any, byte_tokens: Any) -> None:

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
+from langchain_core.tools import tool
+from pydantic import HttpUrl
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamStatusError
+from agentspec.langchain import ChatAgentSpec
+from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.step import step
+from agentspec.testing import FakeBackend
+from agentspec.types import Message
+
+SAID: list[BaseMessage] = [
+    SystemMessage("be brief"),
+    HumanMessage("one two three"),
+    AIMessage("four five"),
+    HumanMessage("six"),
+]
+
+
+@tool
+def look(place: str) -> str:
+    """Look at a place."""
+    return place
+
+
+class Strict(FakeBackend):
+    """Its template wants a user's message first, as many do."""
+
+    async def render(self, messages: Sequence[Message], *given: Any, **further: Any) -> str:
+        if messages[0]["role"] not in ("system", "user"):
+            raise InvalidRequestError("the chat template refuses these messages", param="messages")
+        return await super().render(messages, *given, **further)
+
+
+def chat(fake: FakeBackend, **options: Any) -> ChatAgentSpec:
+    return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake}), **options)
+
+
+def prompt_tokens(model: Any, messages: list[BaseMessage]) -> int:
+    return int(model.invoke(messages).usage_metadata["input_tokens"])
+
+
+def test_a_local_model_counts_what_its_answers_report(tiny_model: Path) -> None:
+    settings = Settings(backends={"tiny": TorchSettings(model=str(tiny_model), max_active=1)})
+    model = ChatAgentSpec(model=str(tiny_model), runtime=Runtime(settings), max_tokens=1)
+    assert model.get_num_tokens_from_messages(SAID) == prompt_tokens(model, SAID)
+    with_tools = model.get_num_tokens_from_messages(SAID, tools=[look])
+    assert with_tools == prompt_tokens(model.bind_tools([look]), SAID) > prompt_tokens(model, SAID)
+    assert len(model.get_token_ids("añb")) == model.get_num_tokens("añb") == 4  # its tokens are bytes
+    assert model.get_token_ids("") == []
+
+
+def test_messages_are_trimmed_by_the_models_own_count() -> None:
+    model = chat(FakeBackend())
+    newest = SAID[-1:]
+    kept = trim_messages(SAID, max_tokens=model.get_num_tokens_from_messages(newest), token_counter=model)
+    assert kept == newest
+    assert trim_messages(SAID, max_tokens=1000, token_counter=model) == SAID
+    assert model.get_num_tokens_from_messages([]) == 0
+
+
+def test_a_part_of_a_chat_that_the_template_refuses_counts_a_little_more() -> None:
+    """`trim_messages` asks for the newest messages, the newest first: here a result, its call, and an answer."""
+    call: Any = {"name": "look", "args": {"place": "here"}, "id": "c1", "type": "tool_call"}
+    part = [ToolMessage("seen", tool_call_id="c1"), AIMessage("", tool_calls=[call]), AIMessage("four five")]
+    strict, lenient = chat(Strict()), chat(FakeBackend())
+    assert strict.get_num_tokens_from_messages(SAID) == lenient.get_num_tokens_from_messages(SAID)
+    assert strict.get_num_tokens_from_messages(part) >= lenient.get_num_tokens_from_messages(part)
+    assert len(trim_messages(SAID, max_tokens=30, token_counter=strict)) == 4
+
+
+def test_a_gateways_tokenizer_is_asked(gateway: tuple[str, FakeBackend]) -> None:
+    url, fake = gateway
+    remote = ChatAgentSpec(model="fake", base_url=url)
+    assert remote.get_num_tokens_from_messages(SAID) == chat(FakeBackend()).get_num_tokens_from_messages(SAID)
+    assert remote.get_token_ids("one two") == fake.encode("one two")
+
+
+def test_an_endpoint_is_told_all_that_shapes_the_prompt(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, fake = gateway
+    seen: list[Any] = []
+
+    async def render(messages: Sequence[Message], tools: Any = (), template_arguments: Mapping[str, Any] = {}) -> str:
+        seen.append((tools[0]["function"]["name"], template_arguments))
+        return "a b c"
+
+    monkeypatch.setattr(fake, "render", render)
+    thinking = ChatAgentSpec(model="fake", base_url=url, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    assert thinking.get_num_tokens_from_messages(SAID, tools=[look]) == 3
+    assert seen == [("look", {"enable_thinking": True})]
+
+
+def test_a_gateway_that_refuses_a_part_of_a_chat(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, fake = gateway
+    monkeypatch.setattr(fake, "render", Strict().render)
+    part = [AIMessage("four five"), HumanMessage("six")]
+    assert ChatAgentSpec(model="fake", base_url=url).get_num_tokens_from_messages(part) > 3
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_an_endpoint_without_a_tokenizer(server: Any, status: int) -> None:
+    model = ChatAgentSpec(model="m", base_url=server.base_url)
+    server.failures += [status, status]
+    for count in (lambda: model.get_num_tokens("one"), lambda: model.get_num_tokens_from_messages(SAID)):
+        with pytest.raises(ConfigurationError, match=f"{status}.*custom_get_token_ids"):
+            count()
+
+
+def test_other_failures_are_not_counted_around(server: Any) -> None:
+    server.failures += [503]
+    with pytest.raises(UpstreamStatusError, match="503"):
+        ChatAgentSpec(model="m", base_url=server.base_url).get_num_tokens_from_messages(SAID)
+    assert len(server.bodies) == 1
+
+
+def test_an_encoder_of_the_users_own_comes_first(server: Any) -> None:
+    model = ChatAgentSpec(model="m", base_url=server.base_url, custom_get_token_ids=lambda text: [*text.encode()])
+    assert model.get_token_ids("ab") == [97, 98]
+    plain = model.get_num_tokens_from_messages(SAID)
+    assert plain == len("System: be brief" + "Human: one two three" + "AI: four five" + "Human: six")
+    assert model.get_num_tokens_from_messages(SAID, tools=[look]) > plain + len("Look at a place.")
+    assert not server.bodies
+
+
+def test_the_model_of_the_step_counts() -> None:
+    backends = {"fake": FakeBackend(), "other": Strict()}
+    model = ChatAgentSpec(model="missing", runtime=Runtime(backends=backends))
+
+    @step("plan", model="other")
+    def plan() -> int:
+        return model.get_num_tokens("one two")
+
+    assert plan() == 2
+
+
+def test_a_pool_asks_one_of_its_servers(gateway: tuple[str, FakeBackend]) -> None:
+    url, fake = gateway
+    settings = Settings(
+        backends={"up": OpenAISettings(base_urls=(HttpUrl(url),))},
+        models={"pooled": ModelSettings(backend="up", upstream_model="fake")},
+    )
+    model = ChatAgentSpec(model="pooled", runtime=Runtime(settings))
+    assert model.get_token_ids("one two") == fake.encode("one two")
+
+
+def test_a_backend_without_a_tokenizer() -> None:
+    class Mute:
+        capabilities = Capabilities()
+        generate = aclose = FakeBackend.aclose
+
+    model = ChatAgentSpec(model="mute", runtime=Runtime(backends={"mute": Mute()}))  # type: ignore[dict-item]
+    with pytest.raises(ConfigurationError, match="custom_get_token_ids"):
+        model.get_num_tokens("one")
