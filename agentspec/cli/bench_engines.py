@@ -133,8 +133,8 @@ def fleet(
 
     from agentspec.benchmarks.fleet.bench import LOCAL, FleetPlan, run_fleet
     from agentspec.benchmarks.fleet.servers import pinned_servers
-    from agentspec.fleet.costs import EngineCosts
     from agentspec.placement import POLICIES
+    from agentspec.simulation.costs import EngineCosts
 
     if policy not in POLICIES:
         raise typer.BadParameter(f"must be one of {', '.join(POLICIES)}", param_hint="--policy")

@@ -19,9 +19,9 @@ from agentspec.benchmarks.fleet.replay import LiveSessions
 from agentspec.benchmarks.fleet.sessions import rate_for, simulated, small_sessions
 from agentspec.benchmarks.report import Progress
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.calibrate import fit, measure
-from agentspec.fleet.costs import EngineCosts
-from agentspec.fleet.scenario import Scenario
+from agentspec.simulation.calibrate import fit, measure
+from agentspec.simulation.costs import EngineCosts
+from agentspec.simulation.scenario import Scenario
 
 GOALS = {50: 0.20, 95: 0.30}  # the most that a percentile of the simulated sessions may be off
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from agentspec.benchmarks.fleet.sessions import DrawnSession
 from agentspec.errors import AgentSpecError
-from agentspec.fleet.workload import CallShape
 from agentspec.placement import POLICIES, Call, Member
+from agentspec.simulation.workload import CallShape
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]

@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentspec.fleet.capacity import capacity
-from agentspec.fleet.scenario import Scenario
-from agentspec.fleet.session import SimulatedSession
-from agentspec.fleet.simulation import Simulation
-from agentspec.fleet.workload import CallShape, SessionShape
+from agentspec.simulation.capacity import capacity
+from agentspec.simulation.scenario import Scenario
+from agentspec.simulation.session import SimulatedSession
+from agentspec.simulation.simulate import Simulation
+from agentspec.simulation.workload import CallShape, SessionShape
 
 SHAPES = 40
 

@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel, ByteSize, ValidationError
 
 from agentspec.backends.engine_plugin import settings as engine_plugin
-from agentspec.fleet import costs, scenario
 from agentspec.settings import load
+from agentspec.simulation import costs, scenario
 
 SETTINGS = (engine_plugin, costs, scenario, load)  # what they import belongs to it
 

@@ -15,8 +15,8 @@ from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.fleet.scenario import Order, Scenario
-    from agentspec.fleet.workload import SessionShape
+    from agentspec.simulation.scenario import Order, Scenario
+    from agentspec.simulation.workload import SessionShape
 
 
 def simulate(
@@ -49,9 +49,9 @@ def simulate(
     """Replay recorded sessions on simulated engines, and compare where their calls go and which is next."""
     from rich.console import Console
 
-    from agentspec.fleet.capacity import capacity
-    from agentspec.fleet.comparison import compare
-    from agentspec.fleet.report import print_comparison, write_json
+    from agentspec.simulation.capacity import capacity
+    from agentspec.simulation.comparison import compare
+    from agentspec.simulation.report import print_comparison, write_json
 
     require_writable(json)
     errors = Console(stderr=True)
@@ -91,8 +91,8 @@ def calibrate(
 
     from agentspec.backends.openai import OpenAIBackend
     from agentspec.backends.settings import OpenAISettings
-    from agentspec.fleet.calibrate import fit, measure
-    from agentspec.fleet.costs import EngineCosts
+    from agentspec.simulation.calibrate import fit, measure
+    from agentspec.simulation.costs import EngineCosts
 
     require_writable(out)
     base = EngineCosts() if costs is None else EngineCosts.read(costs)
@@ -130,8 +130,8 @@ def _parameters(given: Sequence[str]) -> dict[str, str]:
 
 
 def _scenario(given: Mapping[str, Any], costs: Path | None) -> Scenario:
-    from agentspec.fleet.costs import EngineCosts
-    from agentspec.fleet.scenario import Scenario
+    from agentspec.simulation.costs import EngineCosts
+    from agentspec.simulation.scenario import Scenario
 
     engine = EngineCosts() if costs is None else EngineCosts.read(costs)
     return _checked(Scenario(costs=engine), given)
@@ -152,7 +152,7 @@ def _checked(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:
 
 
 def _shapes(files: list[Path], format_: Any, skip_bad: bool, console: Any, *, single: bool) -> list[SessionShape]:
-    from agentspec.fleet.workload import shapes, single_calls
+    from agentspec.simulation.workload import shapes, single_calls
 
     on_bad, _ = choose(skip_bad, console)
     calls = {str(file): recorded_calls(file, format_, on_bad) for file in found(files, console)}

@@ -12,9 +12,9 @@ from agentspec.benchmarks.fleet.replay import LiveSessions, ReplayFailedError
 from agentspec.benchmarks.fleet.servers import pinned_servers
 from agentspec.benchmarks.fleet.sessions import DrawnSession, rate_for, simulated, small_sessions
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.costs import EngineCosts
-from agentspec.fleet.scenario import Scenario
-from agentspec.fleet.workload import CallShape, SessionShape
+from agentspec.simulation.costs import EngineCosts
+from agentspec.simulation.scenario import Scenario
+from agentspec.simulation.workload import CallShape, SessionShape
 from agentspec.types import Delta
 
 COSTS = EngineCosts(step=0.03, prompt_token=0.003, max_running=16, kv_tokens=60_000, block_tokens=1)

@@ -30,7 +30,7 @@ def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program
 
 
 def test_no_recording_is_lost_for_its_name(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import agentspec.fleet.workload as workload
+    import agentspec.simulation.workload as workload
 
     read, shapes = list[str](), workload.shapes
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.fleet.scenario import Order, Scenario
-from agentspec.fleet.simulation import Simulation
-from agentspec.fleet.workload import SessionShape
+from agentspec.simulation.scenario import Order, Scenario
+from agentspec.simulation.simulate import Simulation
+from agentspec.simulation.workload import SessionShape
 
 Progress = Callable[[str], None]
 

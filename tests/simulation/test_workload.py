@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.workload import CHARACTERS_PER_TOKEN, RECORDED_TOKEN_SECONDS, shapes, single_calls
 from agentspec.recordings.calls import RecordedCall
+from agentspec.simulation.workload import CHARACTERS_PER_TOKEN, RECORDED_TOKEN_SECONDS, shapes, single_calls
 from agentspec.types import Labels
 
 SYSTEM = {"role": "system", "content": "s" * 4000}

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agentspec.fleet.comparison import Comparison, PolicyRun
-from agentspec.fleet.scenario import Scenario
+from agentspec.simulation.comparison import Comparison, PolicyRun
+from agentspec.simulation.scenario import Scenario
 
 _TIMES = ("session_p50", "session_p95", "session_p99", "ttft_p50", "ttft_p95", "ttft_p99")
 _SHARES = ("hits", "hits_of_ideal", "missed", "missed_by_waiting")

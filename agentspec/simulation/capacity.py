@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agentspec.fleet.scenario import Scenario
-from agentspec.fleet.simulation import Simulation
-from agentspec.fleet.workload import SessionShape
+from agentspec.simulation.scenario import Scenario
+from agentspec.simulation.simulate import Simulation
+from agentspec.simulation.workload import SessionShape
 
 WINDOW = 20  # times what a session takes alone: so long sessions arrive in one trial,
 LEAST_SESSIONS = 4000  # and at least so many

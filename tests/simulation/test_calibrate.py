@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.calibrate import StepTimes, fit, measure
-from agentspec.fleet.costs import EngineCosts
+from agentspec.simulation.calibrate import StepTimes, fit, measure
+from agentspec.simulation.costs import EngineCosts
 from agentspec.types import Delta, Usage
 
 TRUE = EngineCosts(step=0.03, sequence=0.002, context_token=1e-6, prompt_token=4e-4, max_batched_tokens=256)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.costs import EngineCosts
+from agentspec.simulation.costs import EngineCosts
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]

@@ -9,14 +9,14 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import exp, inf
 
-from agentspec.fleet.counts import SimulationCounts
-from agentspec.fleet.engine import SimulatedEngine
-from agentspec.fleet.gateway import SimulatedGateway
-from agentspec.fleet.prefix_cache import Stretch
-from agentspec.fleet.scenario import Scenario
-from agentspec.fleet.session import SimulatedSession
-from agentspec.fleet.workload import SessionShape
 from agentspec.placement.ordering import ArrivalOrder, CallQueue, Programs, UrgencyOrder
+from agentspec.simulation.counts import SimulationCounts
+from agentspec.simulation.engine import SimulatedEngine
+from agentspec.simulation.gateway import SimulatedGateway
+from agentspec.simulation.prefix_cache import Stretch
+from agentspec.simulation.scenario import Scenario
+from agentspec.simulation.session import SimulatedSession
+from agentspec.simulation.workload import SessionShape
 
 
 class Simulation:

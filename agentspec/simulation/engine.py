@@ -11,11 +11,11 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 
-from agentspec.fleet.costs import EngineCosts
-from agentspec.fleet.prefix_cache import SimulatedPrefixCache
-from agentspec.fleet.session import SimulatedSession
 from agentspec.placement import PRESSED
 from agentspec.placement.ordering import CallQueue
+from agentspec.simulation.costs import EngineCosts
+from agentspec.simulation.prefix_cache import SimulatedPrefixCache
+from agentspec.simulation.session import SimulatedSession
 
 OnSession = Callable[[SimulatedSession, float], None]
 

@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import PurePath
 
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.prefix_cache import Stretch
 from agentspec.recordings.calls import RecordedCall
+from agentspec.simulation.prefix_cache import Stretch
 
 CHARACTERS_PER_TOKEN = 4
 SHARED_TOKENS = 64  # what sessions share is found in pieces of so many tokens

@@ -8,9 +8,9 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.costs import EngineCosts
-from agentspec.fleet.workload import SessionShape
 from agentspec.placement import POLICIES
+from agentspec.simulation.costs import EngineCosts
+from agentspec.simulation.workload import SessionShape
 
 Order = Literal["arrival", "urgency"]
 

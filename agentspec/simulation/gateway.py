@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentspec.fleet.engine import SimulatedEngine
 from agentspec.placement import POLICIES, Call, Member, Roster
+from agentspec.simulation.engine import SimulatedEngine
 
 
 class SimulatedGateway:

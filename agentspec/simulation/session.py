@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from agentspec.fleet.costs import EngineCosts
-from agentspec.fleet.workload import CallShape, SessionShape
 from agentspec.placement import Call
 from agentspec.placement.ordering import Urgency
+from agentspec.simulation.costs import EngineCosts
+from agentspec.simulation.workload import CallShape, SessionShape
 
 
 class SimulatedSession:

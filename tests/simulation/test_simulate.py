@@ -6,13 +6,13 @@ import pytest
 from pydantic import ValidationError
 
 from agentspec.errors import ConfigurationError
-from agentspec.fleet.capacity import capacity, sustains
-from agentspec.fleet.comparison import compare
-from agentspec.fleet.costs import EngineCosts
-from agentspec.fleet.scenario import Scenario
-from agentspec.fleet.simulation import Simulation
-from agentspec.fleet.workload import CallShape, SessionShape
 from agentspec.placement import POLICIES
+from agentspec.simulation.capacity import capacity, sustains
+from agentspec.simulation.comparison import compare
+from agentspec.simulation.costs import EngineCosts
+from agentspec.simulation.scenario import Scenario
+from agentspec.simulation.simulate import Simulation
+from agentspec.simulation.workload import CallShape, SessionShape
 
 SMALL = EngineCosts(kv_tokens=20_000, max_running=8)
 

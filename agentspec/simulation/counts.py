@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from agentspec.fleet.session import SimulatedSession
+from agentspec.simulation.session import SimulatedSession
 
 
 class SimulationCounts:
