@@ -98,10 +98,10 @@ class RetrieverKnowledge:
         """Do nothing: the retriever belongs to the caller."""
 
 
-Count = TypeVar("Count", int, int | None)
+Usual = TypeVar("Usual", bound=int | None)
 
 
-def count_of_call(asked: int | None, usual: Count) -> Count:
+def count_of_call(asked: int | None, usual: Usual) -> int | Usual:
     """How many documents a call gets: the count that it has `asked` for, else the `usual` one.
 
     Raises `ConfigurationError` for a count below 1.

@@ -94,8 +94,7 @@ def _converted(message: BaseMessage) -> list[dict[str, Any]]:
     """A message as one, or as several if it holds results of tools. Calls whose arguments are no JSON go as they came,
     behind the others, as ChatOpenAI sends them: a result may answer them.
     """
-    found = convert_to_openai_messages([_without_thoughts(message)])
-    converted = found if isinstance(found, list) else [found]
+    converted = convert_to_openai_messages([_without_thoughts(message)])
     if isinstance(message, AIMessage) and message.invalid_tool_calls:
         calls = [_invalid_call(call) for call in message.invalid_tool_calls]
         converted[0] = {**converted[0], "tool_calls": [*converted[0].get("tool_calls", ()), *calls]}
