@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -83,8 +84,10 @@ class CallNumbers:
 
 
 def _extra(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The other fields of a message, without nulls."""
+    """The other fields of a message, without nulls. Raises `ValueError` for what JSON cannot write again, as NaN."""
     extra = {key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None}
+    if extra:
+        json.dumps(extra, allow_nan=False)
     if "tool_calls" in extra:
         extra["tool_calls"] = [_call(call) for call in extra["tool_calls"]]
     return extra
