@@ -15,6 +15,7 @@ from agentspec.types import Delta, FinishReason, TokenLogprob
 UNKNOWN_TOKEN = -1  # token id of a logprob from an upstream that names tokens only by their text
 _FINISH: dict[str, FinishReason] = {"function_call": "tool_calls", "abort": "cancelled"}
 _KNOWN_FINISH = ("stop", "length", "tool_calls", "content_filter", "cancelled")
+_TOKEN_BYTES = 16  # of a token besides its text, at least
 _MESSAGE_FIELDS = ("role", "content")
 
 
@@ -54,6 +55,13 @@ def merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra, **({"tool_calls": calls} if calls else {})},
     )
+
+
+def size_of(delta: Delta) -> int:
+    """About how many bytes `delta` adds to an answer that is kept."""
+    tokens = sum(_TOKEN_BYTES + len(one.text) for token in delta.logprobs for one in (token, *token.top))
+    extra = len(str(delta.extra)) if delta.extra else 0
+    return _TOKEN_BYTES + len(delta.text) + extra + 8 * len(delta.token_ids) + tokens
 
 
 class CallNumbers:

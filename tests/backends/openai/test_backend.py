@@ -13,6 +13,7 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.openai import backend as backend_module
 from agentspec.backends.openai import vectors as vectors_module
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
@@ -147,6 +148,31 @@ async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
 async def test_malformed_streams(pieces: list[bytes], message: str) -> None:
     with pytest.raises(UpstreamError, match=message):
         await collect(backend(pieces))
+
+
+TOKEN = {"token": "a", "logprob": -1.0}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"delta": {"content": "x" * 200}},
+        {"delta": {"reasoning_content": "x" * 200}},
+        {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 200}}]}},
+        {"delta": {"content": "x" * 200}, "finish_reason": "stop"},
+        {"delta": {}, "logprobs": {"content": [{**TOKEN, "top_logprobs": [TOKEN] * 10}]}},
+        {"delta": {}, "token_ids": [1] * 25},
+    ],
+    ids=["text", "thoughts", "calls", "after the end", "probabilities", "tokens"],
+)
+async def test_an_answer_in_pieces_is_bounded_as_a_whole_one_is(
+    choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "MAX_ANSWER_BYTES", 1500)
+    few, many = ([{"choices": [{"index": 0, **choice}]}] * count for count in (3, 9))
+    assert await collect(backend(events(*few, EVENTS[3])))
+    with pytest.raises(UpstreamError, match="more than 1500 bytes"):
+        await collect(backend(events(*many, EVENTS[3])))
 
 
 async def test_closing_the_iterator_closes_the_connection() -> None:
