@@ -110,12 +110,8 @@ class MessagesWriter:
             if not isinstance(index, int) or index < self._calls or not isinstance(function.get("name"), str):
                 raise UpstreamError("the upstream sent pieces of several tool calls in turns")
             self._calls = index + 1
-            head = {
-                "id": str(piece.get("id") or f"toolu_{uuid.uuid4().hex}"),
-                "name": self._called(function["name"]),
-                "input": {},
-            }
-            yield from self._begin("tool_use", head, call=index)
+            id, name = str(piece.get("id") or f"toolu_{uuid.uuid4().hex}"), self._called(function["name"])
+            yield from self._begin("tool_use", {"id": id, "name": name, "input": {}}, call=index)
         if arguments := function.get("arguments"):
             yield self._delta({"type": "input_json_delta", "partial_json": str(arguments)})
 
