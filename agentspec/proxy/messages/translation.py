@@ -71,11 +71,11 @@ async def chat_answer(
 
     `encoded` makes the bytes of a body.
     """
-    headers, counter = chat_headers(scope, record), prediction_counter(backend, model, chat)
+    counter = prediction_counter(backend, model, chat)
     plain = await encoded(chat)
 
     def ask(body: bytes) -> AsyncGenerator[Delta]:
-        return chat_deltas(backend, body, headers, record, counter)
+        return chat_deltas(backend, body, chat_headers(scope, record), record, counter)
 
     if predicted is None:
         return ask(plain)
