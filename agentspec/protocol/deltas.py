@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from agentspec.errors import UpstreamError
 from agentspec.protocol.upstream_errors import reported
@@ -13,8 +13,15 @@ from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.types import Delta, FinishReason, TokenLogprob
 
 UNKNOWN_TOKEN = -1  # token id of a logprob from an upstream that names tokens only by their text
-_FINISH: dict[str, FinishReason] = {"function_call": "tool_calls", "abort": "cancelled"}
-_KNOWN_FINISH = ("stop", "length", "tool_calls", "content_filter", "cancelled")
+# Why answers end, in OpenAI's words and those of others behind its protocol: vLLM, SGLang, DeepSeek, Gemini, Mistral,
+# Z.ai, and translations of Anthropic's. A plain end has many names: a word that is not here is one.
+_REASONS: dict[FinishReason, str] = {
+    "length": "length max_tokens max_output_tokens model_length model_context_window_exceeded",
+    "tool_calls": "tool_calls function_call tool_use",
+    "content_filter": "content_filter safety sensitive recitation refusal blocklist prohibited_content spii",
+    "cancelled": "cancelled abort aborted error network_error insufficient_system_resource malformed_function_call",
+}
+_FINISH = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _TOKEN_BYTES = 16  # of a token besides its text, at least
 _MESSAGE_FIELDS = ("role", "content")
 
@@ -127,7 +134,7 @@ def _text(value: object) -> str:
 def _finish_reason(value: object) -> FinishReason | None:
     if value is None or value == "":
         return None
-    return cast(FinishReason, value) if value in _KNOWN_FINISH else _FINISH.get(str(value), "stop")
+    return _FINISH.get(str(value).lower(), "stop")
 
 
 def _stop_reason(choice: Mapping[str, Any]) -> str | None:

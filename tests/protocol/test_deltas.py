@@ -127,6 +127,30 @@ def test_a_whole_call_may_have_no_index() -> None:
 
 
 @pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        ("stop", "stop"),
+        ("eos_token", "stop"),
+        ("a word of next year", "stop"),
+        ("length", "length"),
+        ("model_length", "length"),
+        ("MAX_TOKENS", "length"),
+        ("tool_use", "tool_calls"),
+        ("function_call", "tool_calls"),
+        ("SAFETY", "content_filter"),
+        ("sensitive", "content_filter"),
+        ("abort", "cancelled"),
+        ("error", "cancelled"),
+        ("insufficient_system_resource", "cancelled"),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_why_an_answer_ended_in_other_servers_words(told: str | None, read: str | None) -> None:
+    assert to_delta({"choices": [{"delta": {"content": "a"}, "finish_reason": told}]}).finish_reason == read
+
+
+@pytest.mark.parametrize(
     "chunk",
     [{"error": {"message": "no memory"}}, {"error": "no memory"}, {"object": "error", "message": "no memory"}],
 )

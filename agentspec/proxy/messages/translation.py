@@ -112,7 +112,7 @@ def _counted(deltas: AsyncGenerator[Delta], counter: PredictionCounter | None) -
 def _readable(delta: Delta, *, refused: bool) -> Delta:
     """`delta` with a refusal as text, which Messages has no other place for, and as why the answer ended."""
     if delta.finish_reason == "cancelled":
-        raise UpstreamError("the upstream cancelled the answer")
+        raise UpstreamError("the upstream broke the answer off")
     if not refused:
         return delta
     return replace(delta, text=delta.text + _refusal(delta), finish_reason=delta.finish_reason and "content_filter")
