@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.errors import UpstreamError
+from agentspec.protocol.responses import clamped
 from agentspec.protocol.upstream_errors import reported
 from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.types import Delta, FinishReason, TokenLogprob
@@ -163,7 +164,7 @@ def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:
 
 
 def _token(text: str, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    return TokenLogprob(UNKNOWN_TOKEN, _text(text), 0.0 if logprob is None else float(logprob), top)
+    return TokenLogprob(UNKNOWN_TOKEN, _text(text), 0.0 if logprob is None else clamped(float(logprob)), top)
 
 
 def _broken_off(error: Any) -> UpstreamError:

@@ -318,7 +318,9 @@ class OpenAIBackend:
         body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
         answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
-            return vectors(answer) if len(answer) <= INLINE_BYTES else await asyncio.to_thread(vectors, answer)
+            if len(answer) <= INLINE_BYTES:
+                return vectors(answer, len(texts))
+            return await asyncio.to_thread(vectors, answer, len(texts))
         except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 

@@ -201,6 +201,16 @@ def test_what_was_read_can_be_written_again(chunk: Any, number: str) -> None:
         encode(writer.body(answer))
 
 
+@pytest.mark.parametrize(
+    ("told", "read"), [("NaN", -9999.0), ("-Infinity", -9999.0), ("-1e5", -9999.0), ("1e999", 0.0), ("800.0", 0.0)]
+)
+def test_what_is_no_probability_is_read_as_one(told: str, read: float) -> None:
+    """Others compute with them: a judge's score is a mean weighted by probabilities."""
+    item = json.loads(f'{{"token": "a", "logprob": {told}, "top_logprobs": [{{"token": "b", "logprob": {told}}}]}}')
+    (token,) = to_delta({"choices": [{"delta": {}, "logprobs": {"content": [item]}}]}).logprobs
+    assert (token.logprob, token.top[0].logprob) == (read, read)
+
+
 @pytest.mark.parametrize("field", [{"degraded": 5}, {"kept_tokens": []}, {"trace": {}}, {"lossy": "no"}])
 def test_speculation_fields_of_other_types_are_left_out(field: dict[str, Any]) -> None:
     assert to_delta({"speculation": STEPS | field}).speculation == StepSpeculation(

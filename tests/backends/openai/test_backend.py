@@ -231,11 +231,25 @@ async def test_embeddings_of_any_size_are_read_and_long_ones_off_the_loop(monkey
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"[]", b"{}", b'{"data": 5}', b'{"data": [5]}', b'{"data": [{"embedding": "x"}]}', b'{"data": [{}'],
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"data": 5}',
+        b'{"data": [5]}',
+        b'{"data": [{"embedding": "x"}]}',
+        b'{"data": [{}',
+        b'{"data": [{"embedding": [1]}]}',
+        b'{"data": [{"embedding": [1]}, {"embedding": [1]}, {"embedding": [1]}]}',
+        b'{"data": [{"embedding": [1]}, {"embedding": [1, 2]}]}',
+        b'{"data": [{"embedding": []}, {"embedding": []}]}',
+        b'{"data": [{"embedding": [1, 2]}, {"embedding": [1, NaN]}]}',
+        b'{"data": [{"embedding": [1, 2]}, {"embedding": [1, -1e999]}]}',
+    ],
 )
 async def test_what_holds_no_vectors_is_the_upstreams_mistake(answer: bytes) -> None:
     with pytest.raises(UpstreamError, match="vectors"):
-        await backend([answer], content_type="application/json").embed(["x"], "m")
+        await backend([answer], content_type="application/json").embed(["x", "y"], "m")
 
 
 def test_repr_names_the_upstream() -> None:
