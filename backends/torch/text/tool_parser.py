@@ -250,7 +250,8 @@ class ToolCallParser:
         """The call's name and arguments as far as they are known."""
         if self._name is not None:
             return self._name, self._object.text
-        given = next(((key, value) for key in self._argument_keys if (value := self._object.value(key))), None)
+        keys = (key for key in self._object.keys if key in self._argument_keys)  # the first in the text
+        given = next(((key, value) for key in keys if (value := self._object.value(key))), None)
         if given is None:
             none = "{}" if self._object.complete and not self.format.bare else ""
             return self._object.string("name"), none

@@ -54,6 +54,8 @@ ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
         ('<tool_call>\n{"name": "now"}\n</tool_call>\n', "", [NOW]),
         ('<tool_call>\n{"name": "now", "arguments": "{}"}\n</tool_call>', "", [NOW]),
         ('<tool_call>\n{"name": "now", "arguments": {} }\n', "", [NOW]),
+        ('<tool_call>{"name": "now", "arguments": {}, "arguments": {"a": 1}, "name": "x"}</tool_call>', "", [NOW]),
+        ('<tool_call>{"name": "now", "parameters": {}, "arguments": {"a": "bcd"}}</tool_call>', "", [NOW]),
         ("<tool_call>\nno call</tool_call>", "<tool_call>\nno call</tool_call>", []),
         ('<tool_call>\n{"nam', '<tool_call>\n{"nam', []),
         ('<tool_call>{"a": 1]</tool_call>', '<tool_call>{"a": 1]</tool_call>', []),
