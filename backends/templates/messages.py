@@ -55,7 +55,7 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        parsed = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
         if not isinstance(parsed, dict) or not isinstance(function["name"], str):
             raise TypeError
     except (KeyError, TypeError, ValueError, RecursionError):

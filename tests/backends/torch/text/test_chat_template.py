@@ -65,6 +65,11 @@ def test_calls_that_are_none_are_refused(byte_tokens: Any, call: Any) -> None:
     assert caught.value.param == "messages"
 
 
+def test_arguments_that_a_server_left_empty_are_none(byte_tokens: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert '{"name": "f", "arguments": {}}' in rendered(byte_tokens, [{"role": "assistant", "tool_calls": [call]}])
+
+
 def test_the_format_follows_the_template(tokenizer_of: Any, byte_tokens: Any) -> None:
     assert tool_format(byte_tokens) is HERMES
     tokenizer = tokenizer_of(WITH_TOOLS)
