@@ -22,7 +22,7 @@ _REASONS: dict[FinishReason, str] = {
     "content_filter": "content_filter safety sensitive recitation refusal blocklist prohibited_content spii",
     "cancelled": "cancelled abort aborted error network_error insufficient_system_resource malformed_function_call",
 }
-_FINISH = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+_FINISH: dict[str, FinishReason] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _TOKEN_BYTES = 16  # of a token besides its text, at least
 _MESSAGE_FIELDS = ("role", "content")
 
