@@ -154,7 +154,7 @@ class OpenAIBackend:
                     last = delta
                 else:
                     yield delta
-        if last is None:
+        if last is None or last.finish_reason == "cancelled":
             raise UpstreamError(f"upstream {self._endpoint.name} ended the answer before it was finished")
         yield last
 

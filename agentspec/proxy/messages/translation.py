@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from agentspec.backends.base import CHAT, Forwards
 from agentspec.backends.openai.prediction import PredictionCounter, prediction_counter
-from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
+from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.forwarding.auto_prediction import PredictedAnswer
@@ -111,8 +111,6 @@ def _counted(deltas: AsyncGenerator[Delta], counter: PredictionCounter | None) -
 
 def _readable(delta: Delta, *, refused: bool) -> Delta:
     """`delta` with a refusal as text, which Messages has no other place for, and as why the answer ended."""
-    if delta.finish_reason == "cancelled":
-        raise UpstreamError("the upstream broke the answer off")
     if not refused:
         return delta
     return replace(delta, text=delta.text + _refusal(delta), finish_reason=delta.finish_reason and "content_filter")

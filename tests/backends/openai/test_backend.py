@@ -135,6 +135,13 @@ async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
         await collect(backend([*events(*EVENTS[:cut], done=False), httpx.ReadError("reset")]))
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", "insufficient_system_resource"])
+async def test_an_answer_that_the_server_broke_off_is_an_error(reason: str) -> None:
+    broken = {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+    with pytest.raises(UpstreamError, match="before it was finished"):
+        await collect(backend(events(*EVENTS[:3], broken, EVENTS[4])))
+
+
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
