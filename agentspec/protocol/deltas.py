@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from agentspec.errors import UpstreamError
+from agentspec.protocol.responses import clamped
 from agentspec.protocol.upstream_errors import reported
 from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.types import Delta, FinishReason, TokenLogprob
 
 UNKNOWN_TOKEN = -1  # token id of a logprob from an upstream that names tokens only by their text
-_FINISH: dict[str, FinishReason] = {"function_call": "tool_calls", "abort": "cancelled"}
-_KNOWN_FINISH = ("stop", "length", "tool_calls", "content_filter", "cancelled")
+# Why answers end, in OpenAI's words and those of others behind its protocol: vLLM, SGLang, DeepSeek, Gemini, Mistral,
+# Z.ai, and translations of Anthropic's. A plain end has many names: a word that is not here is one.
+_REASONS: dict[FinishReason, str] = {
+    "length": "length max_tokens max_output_tokens model_length model_context_window_exceeded",
+    "tool_calls": "tool_calls function_call tool_use",
+    "content_filter": "content_filter safety sensitive recitation refusal blocklist prohibited_content spii",
+    "cancelled": "cancelled abort aborted error network_error insufficient_system_resource malformed_function_call",
+}
+_FINISH: dict[str, FinishReason] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+_TOKEN_BYTES = 16  # of a token besides its text, at least
 _MESSAGE_FIELDS = ("role", "content")
 
 
@@ -55,6 +65,13 @@ def merged(last: Delta, late: Delta) -> Delta:
     )
 
 
+def size_of(delta: Delta) -> int:
+    """About how many bytes `delta` adds to an answer that is kept."""
+    tokens = sum(_TOKEN_BYTES + len(one.text) for token in delta.logprobs for one in (token, *token.top))
+    extra = len(str(delta.extra)) if delta.extra else 0
+    return _TOKEN_BYTES + len(delta.text) + extra + 8 * len(delta.token_ids) + tokens
+
+
 class CallNumbers:
     """Numbers the tool calls of one answer from 0, as they begin.
 
@@ -83,8 +100,10 @@ class CallNumbers:
 
 
 def _extra(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The other fields of a message, without nulls."""
+    """The other fields of a message, without nulls. Raises `ValueError` for what JSON cannot write again, as NaN."""
     extra = {key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None}
+    if extra:
+        json.dumps(extra, allow_nan=False)
     if "tool_calls" in extra:
         extra["tool_calls"] = [_call(call) for call in extra["tool_calls"]]
     return extra
@@ -116,7 +135,7 @@ def _text(value: object) -> str:
 def _finish_reason(value: object) -> FinishReason | None:
     if value is None or value == "":
         return None
-    return cast(FinishReason, value) if value in _KNOWN_FINISH else _FINISH.get(str(value), "stop")
+    return _FINISH.get(str(value).lower(), "stop")
 
 
 def _stop_reason(choice: Mapping[str, Any]) -> str | None:
@@ -145,7 +164,7 @@ def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:
 
 
 def _token(text: str, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    return TokenLogprob(UNKNOWN_TOKEN, _text(text), 0.0 if logprob is None else float(logprob), top)
+    return TokenLogprob(UNKNOWN_TOKEN, _text(text), 0.0 if logprob is None else clamped(float(logprob)), top)
 
 
 def _broken_off(error: Any) -> UpstreamError:

@@ -152,4 +152,4 @@ def encode(value: Any) -> bytes:
 
 
 def clamped(logprob: float) -> float:
-    return max(LOWEST_LOGPROB, logprob)  # in this order NaN is the lowest, too
+    return max(LOWEST_LOGPROB, min(logprob, 0.0))  # in this order NaN is the lowest, too

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, replace
 from itertools import chain
@@ -18,6 +20,7 @@ from agentspec.types import (
 )
 
 _MOST = 2**53  # every JSON parser keeps integers exact up to here
+_JSON_TYPES: dict[str, Any] = {"bool": bool, "str": str, "tuple": list, "Mapping": Mapping}  # all others are numbers
 _KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation, LossyAcceptanceSpeculation)
 
 
@@ -50,9 +53,9 @@ def read_usage(value: Mapping[str, Any]) -> Usage:
         prompt_tokens=apart if told is None else _count(told),
         completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),
         cached_tokens=_count(prompt.get("cached_tokens")) or read,
-        accepted_prediction_tokens=completion.get("accepted_prediction_tokens"),
-        rejected_prediction_tokens=completion.get("rejected_prediction_tokens"),
-        reasoning_tokens=None if reasoning is None else _count(reasoning),
+        accepted_prediction_tokens=_told(completion.get("accepted_prediction_tokens")),
+        rejected_prediction_tokens=_told(completion.get("rejected_prediction_tokens")),
+        reasoning_tokens=_told(reasoning),
     )
 
 
@@ -64,17 +67,22 @@ def speculation_object(speculation: Speculation) -> dict[str, Any]:
 def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
     """Read a gateway's `speculation` object as the class it came from; None for another product's object.
 
-    Raises as `read_usage` does.
+    Raises as `read_usage` does, also for what JSON cannot write again: Python reads NaN, and numbers beyond a double's
+    range as infinity.
     """
     if not all(field.name in value for field in fields(Speculation)):
         return None
+    json.dumps(value, allow_nan=False)
     counts: dict[str, Any] = {name: _count(value[name]) for name in ("drafted", "accepted", "steps")}
     counts["estimated_seconds_saved"] = float(value["estimated_seconds_saved"])
     if "strategy" not in value:
         return Speculation(**counts)
     kind: type[Speculation] = max(_KINDS, key=lambda kind: sum(field.name in value for field in fields(kind)))
-    own: dict[str, Any] = {field.name: value[field.name] for field in fields(kind) if field.name in value}
-    own |= {name: tuple(one) for name, one in own.items() if isinstance(one, list)}
+    own: dict[str, Any] = {}
+    for field in fields(kind):  # a value of another type is left out
+        kept = _JSON_TYPES.get(re.split(r"\W", str(field.type))[0], (int, float))
+        if isinstance(one := value.get(field.name), kept):
+            own[field.name] = tuple(one) if isinstance(one, list) else one
     return kind(**own | counts)
 
 
@@ -116,3 +124,8 @@ def numbers_of(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _count(value: Any) -> int:
     return min(max(0, int(value or 0)), _MOST)
+
+
+def _told(value: Any) -> int | None:
+    """A count that an answer may leave out."""
+    return None if value is None else _count(value)

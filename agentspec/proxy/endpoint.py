@@ -89,7 +89,7 @@ class Exchange:
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
         """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""
-        self.record.attempt, self.record.response_headers = attempt, {}
+        self.record.attempt, self.record.response_headers, self.record.prediction = attempt, {}, ""
         self.body, self.fields = body, fields
         self.route = Route(attempt.group, attempt.backend, attempt.model or asked.upstream_model)
 
@@ -254,6 +254,7 @@ class GenerationEndpoint:
         predicted = await self._predictions.begin(backend, name, model, chat, exchange.caller)
         if predicted:
             predicted.tells = self.settings.speculation_object
+            exchange.record.prediction = predicted.digest
             exchange.record.response_headers = {**exchange.record.response_headers, **predicted.headers}
         return predicted
 

@@ -143,5 +143,5 @@ def _cached_snapshot(ref: str) -> ModelFiles | None:
         from huggingface_hub import snapshot_download
 
         return _checked_folder(ref, Path(snapshot_download(ref, local_files_only=True)))
-    except (ImportError, OSError, ModelUnavailableError):
+    except (ImportError, OSError, ValueError, ModelUnavailableError):  # the hub's client has rules for names, too
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import (
+    MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
     Endpoint,
     Transport,
@@ -41,7 +42,7 @@ from agentspec.backends.openai.vectors import vectors
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
-from agentspec.protocol.deltas import CallNumbers, merged, to_delta
+from agentspec.protocol.deltas import CallNumbers, merged, size_of, to_delta
 from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, policy_of, read_labels
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
@@ -137,19 +138,23 @@ class OpenAIBackend:
                 yield delta
 
     async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
-        """The answer in `response`, streamed or whole. Raises as `generate` does."""
+        """The answer in `response`, streamed or whole, of about `MAX_ANSWER_BYTES`. Raises as `generate` does."""
         last: Delta | None = None
-        calls = CallNumbers()
+        calls, size = CallNumbers(), 0
         async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
                 delta = calls.numbered(to_delta(chunk))
+                size += size_of(delta)
+                if size > MAX_ANSWER_BYTES:
+                    message = f"upstream {self._endpoint.name} answered with more than {MAX_ANSWER_BYTES} bytes"
+                    raise UpstreamError(message)
                 if last is not None:
                     last = merged(last, delta)
                 elif delta.finish_reason is not None:
                     last = delta
                 else:
                     yield delta
-        if last is None:
+        if last is None or last.finish_reason == "cancelled":
             raise UpstreamError(f"upstream {self._endpoint.name} ended the answer before it was finished")
         yield last
 
@@ -313,7 +318,9 @@ class OpenAIBackend:
         body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
         answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
-            return vectors(answer) if len(answer) <= INLINE_BYTES else await asyncio.to_thread(vectors, answer)
+            if len(answer) <= INLINE_BYTES:
+                return vectors(answer, len(texts))
+            return await asyncio.to_thread(vectors, answer, len(texts))
         except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 

@@ -75,7 +75,7 @@ def _object(arguments: str) -> dict[str, Any]:
     a conversation in which a model once broke off could never go on.
     """
     try:
-        parsed = json.loads(arguments)
+        parsed = json.loads(arguments.strip() or "{}")
     except ValueError:
         parsed = None
     if isinstance(parsed, dict):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -8,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import UpstreamError
+from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.deltas import CallNumbers, merged, to_delta
-from agentspec.protocol.responses import Accumulator
-from agentspec.types import Delta, Speculation, TokenLogprob, Usage
+from agentspec.protocol.requests import AnswerFormat
+from agentspec.protocol.responses import Accumulator, encode
+from agentspec.sampling_params import SamplingParams
+from agentspec.types import Delta, GenerateRequest, Speculation, StepSpeculation, TokenLogprob, Usage
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
@@ -123,6 +127,30 @@ def test_a_whole_call_may_have_no_index() -> None:
 
 
 @pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        ("stop", "stop"),
+        ("eos_token", "stop"),
+        ("a word of next year", "stop"),
+        ("length", "length"),
+        ("model_length", "length"),
+        ("MAX_TOKENS", "length"),
+        ("tool_use", "tool_calls"),
+        ("function_call", "tool_calls"),
+        ("SAFETY", "content_filter"),
+        ("sensitive", "content_filter"),
+        ("abort", "cancelled"),
+        ("error", "cancelled"),
+        ("insufficient_system_resource", "cancelled"),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_why_an_answer_ended_in_other_servers_words(told: str | None, read: str | None) -> None:
+    assert to_delta({"choices": [{"delta": {"content": "a"}, "finish_reason": told}]}).finish_reason == read
+
+
+@pytest.mark.parametrize(
     "chunk",
     [{"error": {"message": "no memory"}}, {"error": "no memory"}, {"object": "error", "message": "no memory"}],
 )
@@ -143,3 +171,48 @@ def test_any_json_is_a_delta_or_an_upstream_error(value: Any) -> None:
     for name in ("usage", "speculation", "error", "object"):
         with suppress(UpstreamError):
             assert isinstance(to_delta({"choices": [], name: value}), Delta)
+
+
+COUNTS = {"drafted": 4, "accepted": 2, "steps": 3, "estimated_seconds_saved": 0.5}
+STEPS = {**COUNTS, "strategy": "s", "proposed_steps": 1}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"usage": {"prompt_tokens": 1, "completion_tokens_details": {"accepted_prediction_tokens": "#"}}},
+        {"usage": {"prompt_tokens": 1, "completion_tokens_details": {"rejected_prediction_tokens": "#"}}},
+        {"speculation": {**COUNTS, "estimated_seconds_saved": "#"}},
+        {"speculation": {**STEPS, "knobs": {"a": ["#"]}}},
+        {"choices": [{"delta": {"content": "a", "annotations": ["#"]}}]},
+        {"choices": [{"delta": {"content": "a", "tool_calls": [{"function": {}, "odd": "#"}]}}]},
+        {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{"token": "a", "logprob": "#"}]}}]},
+    ],
+)
+def test_what_was_read_can_be_written_again(chunk: Any, number: str) -> None:
+    """Python reads NaN, and numbers beyond a double's range as infinity, which no JSON can hold."""
+    given = json.loads(json.dumps(chunk).replace('"#"', number))
+    asked = GenerateRequest("m", [{"role": "user", "content": "x"}], sampling=SamplingParams(logprobs=True))
+    writer = ChatWriter(asked, AnswerFormat())
+    with suppress(UpstreamError):
+        answer = Accumulator()
+        answer.add(to_delta(given))
+        encode(writer.body(answer))
+
+
+@pytest.mark.parametrize(
+    ("told", "read"), [("NaN", -9999.0), ("-Infinity", -9999.0), ("-1e5", -9999.0), ("1e999", 0.0), ("800.0", 0.0)]
+)
+def test_what_is_no_probability_is_read_as_one(told: str, read: float) -> None:
+    """Others compute with them: a judge's score is a mean weighted by probabilities."""
+    item = json.loads(f'{{"token": "a", "logprob": {told}, "top_logprobs": [{{"token": "b", "logprob": {told}}}]}}')
+    (token,) = to_delta({"choices": [{"delta": {}, "logprobs": {"content": [item]}}]}).logprobs
+    assert (token.logprob, token.top[0].logprob) == (read, read)
+
+
+@pytest.mark.parametrize("field", [{"degraded": 5}, {"kept_tokens": []}, {"trace": {}}, {"lossy": "no"}])
+def test_speculation_fields_of_other_types_are_left_out(field: dict[str, Any]) -> None:
+    assert to_delta({"speculation": STEPS | field}).speculation == StepSpeculation(
+        4, 2, 3, 0.5, strategy="s", proposed_steps=1
+    )

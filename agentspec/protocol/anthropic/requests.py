@@ -7,14 +7,15 @@ chats only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.content import chat_messages, system_text
-from agentspec.protocol.anthropic.tools import chat_tool_choice, chat_tools
+from agentspec.protocol.anthropic.tools import chat_tool_choice, chat_tools, limited_names
+from agentspec.protocol.openai_responses.tool_names import ToolNames
 from agentspec.protocol.validation import Body, Count, Number, Texts, must, shown_name, validated, wrong_type
 
 # Settings of Anthropic's service: billing, regions, its own cache, what it trims by itself. The answer is the same.
@@ -55,7 +56,8 @@ class _MessagesBody(Body):
 class MessagesLimits:
     """What one request may hold, and whether the model may be sent images.
 
-    `templated`: a chat template writes the prompt, which may know earlier thoughts and whether to think.
+    `templated`: a chat template writes the prompt, which may know earlier thoughts and whether to think, and takes any
+    name of a tool.
     """
 
     max_messages: int
@@ -69,7 +71,8 @@ class MessagesRequest:
     """A request as a chat: `chat` is the body of a chat completion, which may continue the last message (`prefilled`).
 
     `thoughts`: whether the answer may show the model's thoughts; with `omitted` only that there were some.
-    `thinking_budget`: the most tokens of thoughts, which chats have no field for.
+    `thinking_budget`: the most tokens of thoughts, which chats have no field for. `names`: what the tools are called
+    in the chat, where it limits names.
     """
 
     chat: dict[str, Any]
@@ -78,6 +81,7 @@ class MessagesRequest:
     omitted: bool = False
     prefilled: bool = False
     thinking_budget: int | None = None
+    names: ToolNames = field(default_factory=ToolNames)
 
     def bare(self) -> MessagesRequest:
         """The same without the chat, which a long conversation fills and an answer does not need."""
@@ -112,6 +116,7 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
     _refuse_unknown(body)
     return MessagesRequest(
         chat,
+        names=ToolNames() if limits.templated else limited_names(chat),
         stream=fields.stream,
         thoughts=thinking.get("type") != "disabled",
         omitted=thinking.get("display") == "omitted",

@@ -66,7 +66,7 @@ class MessagesWriter:
             content.append({"type": "thinking", "thinking": shown, "signature": _signature(thoughts)})
         if text.strip() or (text and not calls and not content):
             content.append({"type": "text", "text": text})
-        content += [_tool_use(call) for call in calls]
+        content += [self._tool_use(call) for call in calls]
         ended = _ended(choice.finish_reason, choice.stop_reason, called=bool(calls))
         return self._message(content, answer.usage) | ended | self._speculation(answer.speculation)
 
@@ -110,10 +110,21 @@ class MessagesWriter:
             if not isinstance(index, int) or index < self._calls or not isinstance(function.get("name"), str):
                 raise UpstreamError("the upstream sent pieces of several tool calls in turns")
             self._calls = index + 1
-            head = {"id": str(piece.get("id") or f"toolu_{uuid.uuid4().hex}"), "name": function["name"], "input": {}}
-            yield from self._begin("tool_use", head, call=index)
+            id, name = str(piece.get("id") or f"toolu_{uuid.uuid4().hex}"), self._called(function["name"])
+            yield from self._begin("tool_use", {"id": id, "name": name, "input": {}}, call=index)
         if arguments := function.get("arguments"):
             yield self._delta({"type": "input_json_delta", "partial_json": str(arguments)})
+
+    def _tool_use(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole tool call."""
+        function = call.get("function") or {}
+        id, name = str(call.get("id") or f"toolu_{uuid.uuid4().hex}"), self._called(function.get("name") or "")
+        return {"type": "tool_use", "id": id, "name": name, "input": _input(function.get("arguments"))}
+
+    def _called(self, name: str) -> str:
+        """The client's name of the tool that is called `name` in the chat."""
+        key = self.request.names.key(name)
+        return key[-1] if key else name
 
     def _begin(self, kind: str, head: dict[str, Any], call: int | None = None) -> Iterator[Event]:
         yield from self._close()
@@ -191,17 +202,6 @@ def _thought(extra: Mapping[str, Any]) -> str:
 def _signature(thoughts: str) -> str:
     """A digest of thoughts. Clients send it back with them; nothing is verified by it, since they may edit them."""
     return hashlib.sha256(thoughts.encode("utf-8", "replace")).hexdigest()
-
-
-def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function") or {}
-    id = str(call.get("id") or f"toolu_{uuid.uuid4().hex}")
-    return {
-        "type": "tool_use",
-        "id": id,
-        "name": function.get("name") or "",
-        "input": _input(function.get("arguments")),
-    }
 
 
 def _input(arguments: Any) -> dict[str, Any]:

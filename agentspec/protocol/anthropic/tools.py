@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
+from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import shown_name, wrong_type
 
 # `defer_loading` saves tokens of a prompt by a search that only Anthropic's servers do: here all tools are shown.
@@ -39,6 +41,18 @@ def chat_tool_choice(value: Any) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidRequestError("tool_choice.type must be auto, any, tool or none", param="tool_choice.type")
     return {"tool_choice": _CHOICES[kind], **parallel}
+
+
+def limited_names(chat: Mapping[str, Any]) -> ToolNames:
+    """Call the tools of `chat` as every server can, those in its conversation too; says what each name stands for."""
+    offered = [tool["function"] for tool in chat.get("tools", ())]
+    called = [call["function"] for message in chat["messages"] for call in message.get("tool_calls", ())]
+    choice = chat.get("tool_choice")
+    chosen = [choice["function"]] if isinstance(choice, dict) else []
+    names = ToolNames.of(key_of(function["name"], None) for function in offered)
+    for function in (*offered, *called, *chosen):
+        function["name"] = names.of_key(key_of(function["name"], None))
+    return names
 
 
 def _function(tool: Any, name: str) -> dict[str, Any]:

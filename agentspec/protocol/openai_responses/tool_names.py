@@ -1,4 +1,4 @@
-"""The names that the tools of a Responses request have in its chat.
+"""The names that the tools of a Responses or a Messages request have in its chat.
 
 A chat has one list of functions, whose names upstreams limit: 64 letters, digits, `_` and `-`. Names are looked up in
 the table of their request in both directions, and never taken apart.

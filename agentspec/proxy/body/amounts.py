@@ -7,8 +7,10 @@ from typing import Any
 
 from agentspec.backends.base import COMPLETIONS, EMBEDDINGS, RESPONSES
 from agentspec.errors import ContextLengthError, InvalidRequestError
+from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, SEARCH_OUTPUT
 from agentspec.protocol.requests import MAX_BIASES
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
+from agentspec.proxy.body.kept_names import objects
 from agentspec.settings.server import ServerSettings
 
 # OpenAI's names, and those of SGLang, TGI, llama.cpp and Ollama for the same amount.
@@ -50,6 +52,7 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
     _length(fields, "messages", limits.max_messages, "server.max_messages")
     if path == RESPONSES:
         _length(fields, "input", limits.max_messages, "server.max_messages")
+        check_tools(len(_offered(fields)), limits)
     _length(fields, "tools", limits.max_tools, "server.max_tools")
     _length(fields, "functions", limits.max_tools, "server.max_tools")
     _length(fields, "logit_bias", MAX_BIASES)
@@ -64,6 +67,22 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
         raise InvalidRequestError(
             f"input has more than {limits.max_embedding_inputs} texts (server.max_embedding_inputs)", param="input"
         )
+
+
+def check_tools(count: int, limits: ServerSettings) -> None:
+    """Raise `InvalidRequestError` if a Responses request offers too many tools."""
+    if count > limits.max_tools:
+        message = f"more than {limits.max_tools} tools, those of namespaces and items counted (server.max_tools)"
+        raise InvalidRequestError(message, param="tools")
+
+
+def _offered(fields: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """The namespaces and names of the tools that a Responses request offers, those that its items bring among them."""
+    bringing = (item for item in objects(fields.get("input")) if item.get("type") in (ADDITIONAL_TOOLS, SEARCH_OUTPUT))
+    offered = [tool for one in (fields, *bringing) for tool in objects(one.get("tools"))]
+    spaces = [("", [one for one in offered if "tools" not in one])]
+    spaces += [(str(one.get("name")), objects(one["tools"])) for one in offered if "tools" in one]
+    return {(space, str(tool.get("name") or tool)) for space, tools in spaces for tool in tools}
 
 
 def _count(fields: Mapping[str, Any], name: str, low: int, high: int, setting: str) -> int:

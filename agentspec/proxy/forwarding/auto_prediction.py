@@ -198,6 +198,11 @@ class PredictedAnswer(AnswerEdits):
         return {} if self.text is None else {"prediction": {"type": "content", "content": self.text}}
 
     @property
+    def digest(self) -> str:
+        """What tells the request with this prediction from others; empty without one."""
+        return "" if self.text is None else hashlib.sha256(self.text.encode("utf-8", "replace")).hexdigest()[:16]
+
+    @property
     def headers(self) -> dict[str, str]:
         """The headers that the answer gets."""
         return {} if self.text is None else {HEADER: f"{self.expected:.2f}"}

@@ -18,7 +18,7 @@ from agentspec.backends.base import CHAT, Forwards
 from agentspec.backends.openai.hints import PRIORITY
 from agentspec.backends.pool.load import ServerLoad, parse_load
 from agentspec.errors import AgentSpecError
-from agentspec.protocol.deltas import to_delta
+from agentspec.protocol.deltas import size_of, to_delta
 from agentspec.protocol.headers import MAX_PRIORITY, PREFIX
 from agentspec.protocol.responses import Accumulator
 from agentspec.proxy.admission.auth import Caller
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 KINDS = ("vllm", "sglang")
 MOST_CREDIT = 4.0  # prefills that may be saved up
 MOST_TURNS = 1024  # whose tools run and that are remembered
-MOST_BYTES = 1 << 20  # of a body, which is kept while its answer comes
+MOST_BYTES = 1 << 20  # of a body, which is kept while its answer comes, and of the answer
 SECONDS = 30.0  # for a whole prefill
 METRICS_BYTES = 4 << 20
 _SHAPING = (  # the fields of a chat that its prompt depends on
@@ -76,18 +76,22 @@ class UpstreamChat:
 
 
 class FollowedAnswer(AnswerEdits):
-    """Follows the answer to a chat, and tells `turns` of its tool calls. `inner` edits it as it would alone."""
+    """Follows the answer to a chat, and tells `turns` of its tool calls, if it is no longer than a body may be. `inner`
+    edits it as it would alone.
+    """
 
     def __init__(self, turns: UpstreamTurns, chat: UpstreamChat, inner: AnswerEdits | None) -> None:
         self._turns, self._chat, self._inner = turns, chat, inner
-        self._answer = Accumulator()
+        self._answer, self._size = Accumulator(), 0
 
     async def edits(self, answer: dict[str, Any], *, whole: bool) -> dict[str, Any]:
         with suppress(*_UNREADABLE):
             delta = to_delta(answer)
-            self._answer.add(delta)
-            if delta.finish_reason == "tool_calls":
-                self._turns.ended(self._chat, self._answer)
+            self._size += size_of(delta)
+            if self._size <= MOST_BYTES:
+                self._answer.add(delta)
+                if delta.finish_reason == "tool_calls":
+                    self._turns.ended(self._chat, self._answer)
         return {} if self._inner is None else await self._inner.edits(answer, whole=whole)
 
 

@@ -89,17 +89,16 @@ async def pass_through(
     """
     record = RequestRecord.of(scope)
     query = scope.get("query_string", b"").decode("latin-1")
-    headers = request_headers(scope, record)
+    forward = partial(backend.forward, method, path, query=query, tenant=record.tenant, above=above)
     async with AsyncExitStack() as stack:
         async with deadline.limit():
-            forward = partial(
-                backend.forward, method, path, headers=headers, query=query, tenant=record.tenant, above=above
-            )
-            response = await stack.enter_async_context(forward(body=body))
+            headers = request_headers(scope, record)
+            response = await stack.enter_async_context(forward(headers=headers, body=body))
             record.answer_arrived(response.status, response.headers)
             content = await _content(response, record, account)
             if again and response.status >= 400 and (other := again(response.status, content)) is not None:
-                response = await stack.enter_async_context(forward(body=other))  # at this server, whatever it answers
+                headers = request_headers(scope, record)  # at this server, whatever it answers
+                response = await stack.enter_async_context(forward(headers=headers, body=other))
                 content = await _content(response, record, account)
         if not record.stream:
             await _send_whole(response, content, record, send, account, edits)
@@ -120,11 +119,14 @@ async def _content(response: UpstreamResponse, record: RequestRecord, account: B
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     """The client's headers with the request's labels, without those that hold a key for this gateway.
 
-    A header that comes in several lines is one list (RFC 9110, section 5.3); of our own the first line counts.
+    A header that comes in several lines is one list (RFC 9110, section 5.3); of our own the first line counts. With a
+    prediction of ours the body is not the client's, nor is the key that makes it idempotent.
     """
     given = Headers(scope=scope)
     headers = {name: given[name] if name.startswith(PREFIX) else ", ".join(given.getlist(name)) for name in given}
     headers |= label_headers(record.labels) | {"x-request-id": record.request_id}
+    if record.prediction and (key := headers.get("idempotency-key")):
+        headers["idempotency-key"] = f"{key}-{record.prediction}"
     if record.has_gateway_key:
         headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers

@@ -21,7 +21,7 @@ def without_prediction(predicted: PredictedAnswer, plain: bytes, record: Request
     def again(status: int, content: bytes) -> bytes | None:
         if not predicted.withdraw(status, content):
             return None
-        record.prediction_refused = True
+        record.prediction, record.prediction_refused = "", True
         record.response_headers = {name: one for name, one in record.response_headers.items() if name != HEADER}
         return plain
 

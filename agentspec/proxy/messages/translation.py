@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from agentspec.backends.base import CHAT, Forwards
 from agentspec.backends.openai.prediction import PredictionCounter, prediction_counter
-from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
+from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.forwarding.auto_prediction import PredictedAnswer
@@ -71,11 +71,11 @@ async def chat_answer(
 
     `encoded` makes the bytes of a body.
     """
-    headers, counter = chat_headers(scope, record), prediction_counter(backend, model, chat)
+    counter = prediction_counter(backend, model, chat)
     plain = await encoded(chat)
 
     def ask(body: bytes) -> AsyncGenerator[Delta]:
-        return chat_deltas(backend, body, headers, record, counter)
+        return chat_deltas(backend, body, chat_headers(scope, record), record, counter)
 
     if predicted is None:
         return ask(plain)
@@ -111,8 +111,6 @@ def _counted(deltas: AsyncGenerator[Delta], counter: PredictionCounter | None) -
 
 def _readable(delta: Delta, *, refused: bool) -> Delta:
     """`delta` with a refusal as text, which Messages has no other place for, and as why the answer ended."""
-    if delta.finish_reason == "cancelled":
-        raise UpstreamError("the upstream cancelled the answer")
     if not refused:
         return delta
     return replace(delta, text=delta.text + _refusal(delta), finish_reason=delta.finish_reason and "content_filter")

@@ -17,6 +17,7 @@ from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
 from agentspec.protocol.openai_responses.tools import grammar_characters
 from agentspec.protocol.responses import encode
+from agentspec.proxy.body.amounts import check_tools
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.body.upstream_fields import UpstreamFields
@@ -156,9 +157,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         if len(messages) > self.settings.max_messages:
             message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
             raise InvalidRequestError(message, param="input")
-        if len(request.tools) > self.settings.max_tools:
-            message = f"more than {self.settings.max_tools} tools, those of namespaces and items counted"
-            raise InvalidRequestError(f"{message} (server.max_tools)", param="tools")
+        check_tools(len(request.tools), self.settings)
         chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
         if request.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}

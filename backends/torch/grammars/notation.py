@@ -56,11 +56,11 @@ def as_lark(grammar: str, param: str) -> str:
 def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` as the grammar uses it: limits blanks, and forbids unlisted properties unless it has a rule for them.
 
-    A model that may add properties rarely stops. A schema with keywords that combine several descriptions of one
-    object (`COMBINATORS`) keeps its rules for properties.
+    A model that may add properties rarely stops. A schema that combines several descriptions of one object, by keywords
+    (`COMBINATORS`) or beside its alternatives or references, keeps its rules for properties.
     """
     written = json.dumps(schema)
-    combined = any(f'"{word}":' in written for word in COMBINATORS)
+    combined = any(f'"{word}":' in written for word in COMBINATORS) or _combines(schema)
     return {**(schema if combined else _closed(schema)), "x-guidance": BLANKS}
 
 
@@ -71,8 +71,24 @@ def _closed(schema: Any) -> Any:
         return schema
     inner = {key: _inner(key, value) for key, value in schema.items()}
     lists = isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") == "object"
+    lists = lists and set(map(str, _list(schema.get("required")))) <= schema["properties"].keys()
     stated = {"additionalProperties", "patternProperties"} & schema.keys()
     return {**inner, "additionalProperties": False} if lists and not stated else inner
+
+
+def _combines(schema: Any) -> bool:
+    """Whether some object is told what it holds, and by alternatives or a reference what else it holds."""
+    if isinstance(schema, list):
+        return any(map(_combines, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    others = [other for key in ("anyOf", "oneOf") for other in _list(schema.get(key)) if isinstance(other, Mapping)]
+    other = "$ref" in schema or any({"properties", "$ref"} & one.keys() for one in others)
+    return bool({"properties", "required"} & schema.keys() and other) or any(map(_combines, schema.values()))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _inner(key: str, value: Any) -> Any:

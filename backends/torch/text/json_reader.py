@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 class JsonObjectParser:
     """Follows one object character by character and notes where the values of its own keys begin and end.
 
-    It does not check what is inside the values. `broken` says that the brackets so far do not match.
+    It does not check what is inside the values. Of a key that comes twice the first value counts, which may have been
+    passed on already. `broken` says that the brackets so far do not match.
     """
 
     text: str = ""
@@ -78,7 +79,7 @@ class JsonObjectParser:
     def _separate(self, character: str) -> None:
         if character == ":" and not self._expects_value and self._key is not None:
             self._expects_value = True
-            self._spans[self._key] = (len(self.text), None)
+            self._spans.setdefault(self._key, (len(self.text), None))
         elif character == ",":
             if self._key is not None and self._expects_value:
                 begin, end = self._spans[self._key]

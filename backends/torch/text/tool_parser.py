@@ -143,19 +143,28 @@ class ToolCallParser:
 
     def finish(self) -> list[OutputPiece]:
         """The pieces left when no more text will come: an unfinished call without a name is passed on as text."""
-        rest, state = self._raw + self._held, self._state
+        called, state = self._called, self._state
+        rest = ("" if called else self._kept()) + self._held
         self._raw = self._held = ""
-        called = state == "object" and self._sent is not None
         closed = state == "closing" and self.format.closing.startswith(rest.strip())
         over = state == "between" and self.calls > 0 and not rest.strip(self._separators)
         blank = state == "text" and self.calls > 0 and not rest.strip()
         return [] if called or closed or over or blank or not rest else [rest]
 
+    def _kept(self) -> str:
+        """The text of what may be no call, without what ended the call before it."""
+        return self._raw.lstrip(self._separators.replace("[", "")) if self.calls else self._raw
+
+    @property
+    def _called(self) -> bool:
+        """Whether the client was told already of the call that is read."""
+        return self._state == "object" and self._sent is not None
+
     @property
     def cut(self) -> bool:
         """Whether the arguments of the last call are not complete."""
         known = not self.format.named and any(self._object.ended(key) for key in self._argument_keys)
-        return self._state == "object" and self._sent is not None and not known
+        return self._called and not known
 
     @property
     def _argument_keys(self) -> tuple[str, ...]:
@@ -250,7 +259,8 @@ class ToolCallParser:
         """The call's name and arguments as far as they are known."""
         if self._name is not None:
             return self._name, self._object.text
-        given = next(((key, value) for key in self._argument_keys if (value := self._object.value(key))), None)
+        keys = (key for key in self._object.keys if key in self._argument_keys)  # the first in the text
+        given = next(((key, value) for key in keys if (value := self._object.value(key))), None)
         if given is None:
             none = "{}" if self._object.complete and not self.format.bare else ""
             return self._object.string("name"), none
@@ -261,10 +271,8 @@ class ToolCallParser:
 
     def _give_up(self, pieces: list[OutputPiece]) -> bool:
         """This was no call: pass on the first kept character as text, and parse again from the second."""
-        raw, self._raw, self._name = self._raw, "", None
-        if self.calls and not raw.strip(self._separators):
-            raw = ""
-        whole = raw + self._held
+        whole = ("" if self._called else self._kept()) + self._held
+        self._raw, self._name = "", None
         pieces.append(whole[:1])
         self._held, self._fresh, self._state = whole[1:], False, "text"
         return True

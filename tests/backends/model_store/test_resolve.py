@@ -76,6 +76,11 @@ def test_an_unknown_name_says_what_could_be_given(store, name):
     assert locate(name) is None
 
 
+@pytest.mark.parametrize("name", ["org/two--dashes", "org/name.", "org/" + "long" * 30])
+def test_a_name_that_the_hub_does_not_take_is_no_model(store, name):
+    assert locate(name) is None
+
+
 @pytest.mark.slow
 def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert locate(str(tiny_gguf)) is None

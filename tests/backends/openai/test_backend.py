@@ -13,6 +13,7 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.openai import backend as backend_module
 from agentspec.backends.openai import vectors as vectors_module
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
@@ -134,6 +135,13 @@ async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
         await collect(backend([*events(*EVENTS[:cut], done=False), httpx.ReadError("reset")]))
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", "insufficient_system_resource"])
+async def test_an_answer_that_the_server_broke_off_is_an_error(reason: str) -> None:
+    broken = {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+    with pytest.raises(UpstreamError, match="before it was finished"):
+        await collect(backend(events(*EVENTS[:3], broken, EVENTS[4])))
+
+
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
@@ -147,6 +155,31 @@ async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
 async def test_malformed_streams(pieces: list[bytes], message: str) -> None:
     with pytest.raises(UpstreamError, match=message):
         await collect(backend(pieces))
+
+
+TOKEN = {"token": "a", "logprob": -1.0}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"delta": {"content": "x" * 200}},
+        {"delta": {"reasoning_content": "x" * 200}},
+        {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 200}}]}},
+        {"delta": {"content": "x" * 200}, "finish_reason": "stop"},
+        {"delta": {}, "logprobs": {"content": [{**TOKEN, "top_logprobs": [TOKEN] * 10}]}},
+        {"delta": {}, "token_ids": [1] * 25},
+    ],
+    ids=["text", "thoughts", "calls", "after the end", "probabilities", "tokens"],
+)
+async def test_an_answer_in_pieces_is_bounded_as_a_whole_one_is(
+    choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "MAX_ANSWER_BYTES", 1500)
+    few, many = ([{"choices": [{"index": 0, **choice}]}] * count for count in (3, 9))
+    assert await collect(backend(events(*few, EVENTS[3])))
+    with pytest.raises(UpstreamError, match="more than 1500 bytes"):
+        await collect(backend(events(*many, EVENTS[3])))
 
 
 async def test_closing_the_iterator_closes_the_connection() -> None:
@@ -205,11 +238,25 @@ async def test_embeddings_of_any_size_are_read_and_long_ones_off_the_loop(monkey
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"[]", b"{}", b'{"data": 5}', b'{"data": [5]}', b'{"data": [{"embedding": "x"}]}', b'{"data": [{}'],
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"data": 5}',
+        b'{"data": [5]}',
+        b'{"data": [{"embedding": "x"}]}',
+        b'{"data": [{}',
+        b'{"data": [{"embedding": [1]}]}',
+        b'{"data": [{"embedding": [1]}, {"embedding": [1]}, {"embedding": [1]}]}',
+        b'{"data": [{"embedding": [1]}, {"embedding": [1, 2]}]}',
+        b'{"data": [{"embedding": []}, {"embedding": []}]}',
+        b'{"data": [{"embedding": [1, 2]}, {"embedding": [1, NaN]}]}',
+        b'{"data": [{"embedding": [1, 2]}, {"embedding": [1, -1e999]}]}',
+    ],
 )
 async def test_what_holds_no_vectors_is_the_upstreams_mistake(answer: bytes) -> None:
     with pytest.raises(UpstreamError, match="vectors"):
-        await backend([answer], content_type="application/json").embed(["x"], "m")
+        await backend([answer], content_type="application/json").embed(["x", "y"], "m")
 
 
 def test_repr_names_the_upstream() -> None:

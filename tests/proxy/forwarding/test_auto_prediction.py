@@ -249,6 +249,27 @@ def test_a_second_refusal_is_the_clients(running: Any, hosted: Hosted) -> None:
     assert len(hosted.sent) == asked + 2
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_the_clients_idempotency_key_is_of_its_own_body(running: Any, hosted: Hosted, route: str) -> None:
+    """A server that knows the key would answer the second body as it answered the first, or refuse it."""
+    body = {"model": "m", "max_tokens": 99, "messages": MESSAGES}
+    if route == "responses":
+        body = {"model": "m", "input": "tell me"}
+
+    def keys() -> list[Any]:
+        asked, headers = len(hosted.server.requests), {"idempotency-key": "once"}
+        assert httpx.post(f"{running.url}/v1/{route}", json=body, headers=headers, timeout=60).status_code == 200
+        running.metric("agentspec_requests_in_flight")
+        sent = [one for one in hosted.server.requests[asked:] if one.target == "/v1/chat/completions"]
+        return [(one.headers["idempotency-key"], "prediction" in one.json) for one in sent]
+
+    assert all(keys() == [("once", False)] for _ in range(MIN_SEEN + 1))
+    [(with_one, predicted)] = keys()
+    assert predicted and with_one.startswith("once-") and keys() == [(with_one, True)]
+    hosted.status, hosted.knows, hosted.refusal = 400, True, "unknown field: prediction"
+    assert keys() == [(with_one, True), ("once", False)] and keys() == [("once", False)]
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [

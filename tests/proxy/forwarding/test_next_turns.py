@@ -16,7 +16,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.protocol.responses import Accumulator
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.forwarding import next_turns
-from agentspec.proxy.forwarding.next_turns import UpstreamChat, UpstreamTurns
+from agentspec.proxy.forwarding.next_turns import FollowedAnswer, UpstreamChat, UpstreamTurns
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -222,6 +222,22 @@ async def test_what_is_cancelled_before_it_began_leaves_room_for_the_next() -> N
     await turns.aclose()
     assert not turns._tasks
     await backend.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_long_answer_is_not_kept_to_be_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Accumulator] = []
+    monkeypatch.setattr(UpstreamTurns, "ended", lambda turns, chat, answer: told.append(answer))
+    monkeypatch.setattr(next_turns, "MOST_BYTES", 1000)
+    backend = OpenAIBackend(OpenAISettings(base_url="http://up.test"))  # type: ignore[arg-type]
+    chat = UpstreamChat("up", backend, "m", Caller("a", Labels(), speculation=True, store=True), {}, MESSAGES, {})
+    for pieces, known in ((3, 1), (9, 1)):
+        followed = FollowedAnswer(UpstreamTurns(), chat, None)
+        for _ in range(pieces):
+            await followed.edits({"choices": [{"delta": {"content": "x" * 200}}]}, whole=False)
+        await followed.edits({"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}, whole=False)
+        assert len(told) == known
+    assert "".join(told[0].choices[0].text) == "x" * 600
 
 
 def test_an_answer_that_nobody_can_follow_is_passed_on(gateway: Any, upstream: Any) -> None:

@@ -204,6 +204,43 @@ def test_the_events_of_a_translated_stream(gateway: Any, upstream: Any, closing:
     assert request.json["stream"] is True and request.json["stream_options"] == {"include_usage": True}
 
 
+LONG = ["mcp__" + "a" * 70 + end for end in ("1", "2")]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("owner", ["somebody", "vllm"])
+def test_names_of_tools_are_as_long_as_the_upstream_takes(
+    gateway: Any, upstream: Any, streamed: bool, owner: str
+) -> None:
+    """OpenAI's servers take 64 characters, Anthropic's more, and agents use them; a chat template takes any name."""
+
+    def answer(request: Any) -> None:
+        name = request.json["tools"][1]["function"]["name"]
+        call = {"index": 0, "id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        choice = {"index": 0, "delta" if streamed else "message": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
+        whole = json.dumps({"choices": [choice]}).encode()
+        stream(request, [b"data: " + whole + b"\n\n"]) if streamed else request.answer(whole)
+
+    server = upstream(chats(answer, owner))
+    running = gateway({}, through(server.url))
+    call = {"type": "tool_use", "id": "a", "name": LONG[0], "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
+    asked = {
+        **BODY,
+        "tools": [{"name": name, "input_schema": {"type": "object"}} for name in (*LONG, "f")],
+        "tool_choice": {"type": "tool", "name": LONG[1]},
+        "messages": [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}],
+        "stream": streamed,
+    }
+    assert LONG[1].encode() in post(running, asked).content
+    [request] = answered(server)
+    names = [tool["function"]["name"] for tool in request.json["tools"]]
+    assert len(set(names)) == 3 and names[2] == "f"
+    assert all(len(name) <= 64 for name in names) if owner == "somebody" else names[:2] == LONG
+    assert request.json["messages"][0]["tool_calls"][0]["function"]["name"] == names[0]
+    assert request.json["tool_choice"]["function"]["name"] == names[1]
+
+
 def test_a_translated_stream_that_breaks_off(gateway: Any, upstream: Any) -> None:
     events = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in CHUNKS[:4]]
     running = gateway({}, through(upstream(chats(lambda request: stream(request, events))).url))

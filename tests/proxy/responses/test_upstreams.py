@@ -466,8 +466,9 @@ def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_p
     assert post(running, {"previous_response_id": first.id}, "bob").status_code == 404
 
 
-def test_tools_are_counted_wherever_they_are_offered(gateway: Any, upstream: Any) -> None:
-    server = upstream(chats_only())
+@pytest.mark.parametrize(("script", "path"), [(chats_only(), "/v1/chat/completions"), (native(), ROUTE)])
+def test_tools_are_counted_wherever_they_are_offered(gateway: Any, upstream: Any, script: Any, path: str) -> None:
+    server = upstream(script)
     chosen = settings(server.url)
     limited = chosen.server.model_copy(update={"max_tools": 2})
     running = gateway({}, chosen.model_copy(update={"server": limited}))
@@ -477,7 +478,7 @@ def test_tools_are_counted_wherever_they_are_offered(gateway: Any, upstream: Any
     for many in ({"tools": [one, space]}, {"tools": [one], "input": [item, {"role": "user", "content": "hi"}]}):
         refused = post(running, many)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
-    assert not posted(server, "/v1/chat/completions") and post(running, {"tools": [space]}).status_code == 200
+    assert not posted(server, path) and post(running, {"tools": [space]}).status_code == 200
 
 
 def test_what_one_upstream_may_get_does_not_reach_another_by_id(gateway: Any, upstream: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from typing import Any
 
@@ -128,3 +129,35 @@ def test_objects_that_list_their_properties_are_closed_unless_the_schema_says_ot
         {"type": "object"},
     ):
         assert {**closed_schema(schema), "x-guidance": None} == {**schema, "x-guidance": None}
+
+
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", **A, "required": ["a", "b"]},
+        {"type": "object", **A, "required": ["a"], "anyOf": [{**B, "required": ["b"]}, {"required": ["c"]}]},
+        {"type": "object", "required": ["a"], "anyOf": [B, {"properties": {"c": {}}}]},
+        {"$ref": "#/$defs/A", **B, "$defs": {"A": {"type": "object", **A}}},
+        {"type": "object", **A, "anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}},
+    ],
+    ids=["a required one", "alternatives", "required beside alternatives", "a reference", "alternatives by reference"],
+)
+def test_properties_that_an_object_lists_in_no_one_place_may_be_written(
+    grammars: GrammarCompiler, byte_tokens: Any, schema: dict[str, Any]
+) -> None:
+    inside = {"type": "object", "properties": {"in": schema}, "$defs": schema.get("$defs", {})}
+    for nested in (schema, inside):
+        source = json.dumps({"grammars": [{"json_schema": closed_schema(nested)}]})
+        state, value = grammars.compile(source, param="p").start(), '{"a": 1, "b": "x"}'
+        for token in ids(byte_tokens, value if nested is schema else f'{{"in": {value}}}'):
+            assert state.allows(token)
+            state.advance(token)
+        assert state.allows(END)
+
+
+def test_alternatives_of_a_closed_object_leave_it_closed() -> None:
+    schema = {"type": "object", **A, "anyOf": [{"required": ["a"]}, {"type": "object"}]}
+    assert closed_schema(schema)["additionalProperties"] is False

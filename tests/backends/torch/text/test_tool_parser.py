@@ -54,6 +54,8 @@ ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
         ('<tool_call>\n{"name": "now"}\n</tool_call>\n', "", [NOW]),
         ('<tool_call>\n{"name": "now", "arguments": "{}"}\n</tool_call>', "", [NOW]),
         ('<tool_call>\n{"name": "now", "arguments": {} }\n', "", [NOW]),
+        ('<tool_call>{"name": "now", "arguments": {}, "arguments": {"a": 1}, "name": "x"}</tool_call>', "", [NOW]),
+        ('<tool_call>{"name": "now", "parameters": {}, "arguments": {"a": "bcd"}}</tool_call>', "", [NOW]),
         ("<tool_call>\nno call</tool_call>", "<tool_call>\nno call</tool_call>", []),
         ('<tool_call>\n{"nam', '<tool_call>\n{"nam', []),
         ('<tool_call>{"a": 1]</tool_call>', '<tool_call>{"a": 1]</tool_call>', []),
@@ -86,6 +88,9 @@ ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
         ('[TOOL_CALLS][{"name": "get_weather", "arguments": ' + json.dumps(ROME[1]) + "}, "
          '{"name": "now", "arguments": {}}]', "", [ROME, NOW]),
         ("[TOOL_CALLS] [12]", "[TOOL_CALLS] [12]", []),
+        ('[TOOL_CALLS] [{"name": "now", "arguments": {}}] tail', "tail", [NOW]),
+        ('[TOOL_CALLS] [{"name": "now", "arguments": {}}]\nso and so [1]', "so and so [1]", [NOW]),
+        ('[TOOL_CALLS] [{"name": "now", "arguments": {}}] [TOOL_CALLS] [12]', "[TOOL_CALLS] [12]", [NOW]),
     ],
     "named": [
         ("text", "text", []),
@@ -120,6 +125,12 @@ def test_the_cut_does_not_matter(name: str, answer: str, text: str, calls: list[
     for pieces in cuts:
         said, found = read(pieces, format)
         assert (said, [[name, json.loads(arguments)] for name, arguments in found]) == want, pieces
+
+
+def test_a_call_that_breaks_once_it_was_told_is_not_told_again() -> None:
+    answer = '<tool_call>{"name": "now", "arguments": {"a": 1]} so'
+    for pieces in ([answer], list(answer)):
+        assert read(pieces, HERMES) == ("} so", [["now", '{"a": 1]']])
 
 
 def test_a_call_is_streamed_name_first() -> None:
