@@ -7,7 +7,7 @@ classes of agentspec, and no third-party package at run time, so every layer may
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -120,6 +120,13 @@ class LossyAcceptance:
         return {"rule": self.rule, **{name: getattr(self, name) for name in named}}
 
 
+def check_latency_goal(goal: object) -> None:
+    """Raise `InvalidRequestError` for milliseconds per token that are no number above 0, within a float's range."""
+    if not isinstance(goal, int | float) or isinstance(goal, bool) or not 0 < goal <= sys.float_info.max:
+        name = "latency_target_ms_per_token"
+        raise InvalidRequestError(f"{name} must be a number above 0", param=name)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation. Exactly one of `messages`, `text` and `token_ids` is the prompt.
@@ -175,10 +182,8 @@ class GenerateRequest:
             raise InvalidRequestError(f"give exactly one of messages, text and token_ids, not {given or 'none'}")
         if self.continue_final and self.messages is None:
             raise InvalidRequestError("continue_final needs messages", param="continue_final_message")
-        target = self.latency_target_ms_per_token
-        if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
-            message = f"latency_target_ms_per_token must be a number above 0, not {target!r}"
-            raise InvalidRequestError(message, param="latency_target_ms_per_token")
+        if self.latency_target_ms_per_token is not None:
+            check_latency_goal(self.latency_target_ms_per_token)
         if self.tools and self.messages is None:
             raise InvalidRequestError("tools need messages", param="tools")
         if self.tool_choice not in ("auto", "none") and not self._may_call(self.tool_choice):

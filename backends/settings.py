@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
+from pydantic import AfterValidator, ByteSize, Field, HttpUrl, SecretStr, model_validator
 
 from agentspec.errors import ConfigurationError
+from agentspec.settings_model import SettingsModel
 
 KindChoice = Literal["auto", "on", "off"]
 _HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$|^[0-9a-fA-F:]*:[0-9a-fA-F:.]*$"
@@ -23,10 +24,9 @@ ServerRoot = Annotated[HttpUrl, AfterValidator(_root)]
 """The root of a server's API, to which paths are added."""
 
 
-class TorchSettings(BaseModel):
+class TorchSettings(SettingsModel):
     """`[backends.NAME] kind = "torch"`: a model run by the local engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = True  # computes in this process, with a token cache
     has_several_servers: ClassVar[bool] = False
 
@@ -87,10 +87,9 @@ class TorchSettings(BaseModel):
             raise ConfigurationError("a lossy rule needs drafts: max_draft_tokens of the backend must be above 0")
 
 
-class OpenAISettings(BaseModel):
+class OpenAISettings(SettingsModel):
     """`[backends.NAME] kind = "openai"`: any OpenAI-compatible endpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = False
 
     kind: Literal["openai"] = "openai"
@@ -218,10 +217,9 @@ class OpenAISettings(BaseModel):
         return self
 
 
-class EncoderSettings(BaseModel):
+class EncoderSettings(SettingsModel):
     """`[backends.NAME] kind = "encoder"`: an embedding model in this process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     local: ClassVar[bool] = True
     has_several_servers: ClassVar[bool] = False
 

@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, field_validator, model_validator
 
 from agentspec.errors import ConfigurationError
+from agentspec.settings_model import SettingsModel
 
 if TYPE_CHECKING:
     from agentspec.cache.suffix_cache import SuffixCache
@@ -65,10 +57,8 @@ def without_password(url: str) -> str:
     return url.replace(f":{password}@", ":**********@") if password else url
 
 
-class CacheSettings(BaseModel):
+class CacheSettings(SettingsModel):
     """`[cache]` in agentspec.toml. Without a path the cache lives in memory only and is gone at exit."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: Location | None = Field(
         default=None,

@@ -8,17 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
+from agentspec.settings_model import SettingsModel
 from agentspec.types import LossyAcceptance
 
 Words = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
-class StrategySettings(BaseModel):
+class StrategySettings(SettingsModel):
     """Settings of every strategy. If `lossy`, answers may differ from those the models give without the strategy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     lossy: ClassVar[bool] = True
     implementation: ClassVar[str]
     """`module:class` of the `Strategy` class, imported when a model with this strategy is opened."""
@@ -261,10 +261,8 @@ class LookaheadSettings(DelegationSettings):
         return {name: getattr(self, name) for name in ("rule", "compare", "depth", "adaptive_depth", *compared)}
 
 
-class RetrievalSettings(BaseModel):
+class RetrievalSettings(SettingsModel):
     """The first four settings determine the answer. All others only change how fast the answer comes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     round_tokens: int = Field(default=4, ge=1, description="Tokens generated from one document: k of the paper")
     query_tokens: int = Field(default=32, ge=1, description="Last tokens whose text is the query: q of the paper")
@@ -300,10 +298,8 @@ class RaLMSpecSettings(RetrievalSettings, StrategySettings):
         return {"knowledge": self.knowledge}
 
 
-class KnnSettings(BaseModel):
+class KnnSettings(SettingsModel):
     """`weight`, `temperature` and `neighbours` determine the answer; the other settings only change its speed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     neighbours: int = Field(default=16, ge=1, le=1024, description="Nearest entries that share p_knn: k")
     weight: float = Field(default=0.25, gt=0, lt=1, description="Share of p_knn in the mixture: lambda")
@@ -378,10 +374,8 @@ class LossyAcceptanceSettings(StrategySettings):
         return "*" in self.tenants or tenant in self.tenants
 
 
-class TraceSettings(BaseModel):
+class TraceSettings(SettingsModel):
     """`[traces]`: where the decisions of strategies are recorded, one trace for each answer."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: Path | None = Field(default=None, description="Folder for traces, which hold prompts; unset keeps none")
     keep: int = Field(default=200, ge=1, description="The newest so many are kept")

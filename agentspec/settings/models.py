@@ -6,15 +6,14 @@ import difflib
 from collections.abc import Iterable
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentspec.placement import DEFAULT_POLICY, POLICIES
+from agentspec.settings_model import SettingsModel
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(SettingsModel):
     """`[models.NAME]`: a name that clients may send as `model`, and the backend that answers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: str | None = Field(default=None, description="Name of a [backends.NAME] table")
     upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from agentspec.settings_model import SettingsModel
 
 
-class RateLimits(BaseModel):
+class RateLimits(SettingsModel):
     """`[server.key_limits]`: what each key may ask for where its own entry does not say."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     requests_per_minute: int | None = Field(
         default=None, ge=0, description="Requests in 60 seconds; 0: no limit, whatever key_limits says"

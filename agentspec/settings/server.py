@@ -6,21 +6,20 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
+from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from agentspec.backends.key_files import read_secret
 from agentspec.errors import ConfigurationError
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.rate_limits import RateLimits
+from agentspec.settings_model import SettingsModel
 from agentspec.types import DEFAULT_TENANT
 
 MIN_SECRET = 32
 
 
-class TenantLimits(BaseModel):
+class TenantLimits(SettingsModel):
     """`[server.tenants.NAME]`: one tenant's share of the places for requests."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     weight: float = Field(default=1.0, gt=0, description="Share of the places under load")
     reserved: int = Field(default=0, ge=0, description="Places that no other tenant may use")
@@ -33,10 +32,8 @@ class TenantLimits(BaseModel):
         return self
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(SettingsModel):
     """`[server]`: the gateway."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
     port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")

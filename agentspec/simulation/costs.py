@@ -6,20 +6,19 @@ import json
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from agentspec.errors import ConfigurationError
+from agentspec.settings_model import SettingsModel
 
 
-class EngineCosts(BaseModel):
+class EngineCosts(SettingsModel):
     """An engine with continuous batching and chunked prefill. All costs are seconds.
 
     A step that decodes `n` sequences with `k` tokens of context in all, and reads `p` tokens of prompts, takes
     `step + n * sequence + k * context_token + p * prompt_token`. The defaults are computed from data sheets and not
     measured: Llama 3.1 8B in bfloat16 on an H100 with 80 GB, 70 % of its memory bandwidth and half of its arithmetic.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     step: float = Field(default=0.008, gt=0, description="Of a step, whatever is in it")
     sequence: float = Field(default=2e-5, ge=0, description="Of each sequence that decodes")

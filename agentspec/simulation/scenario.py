@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from agentspec.errors import ConfigurationError
 from agentspec.placement import POLICIES
+from agentspec.settings_model import SettingsModel
 from agentspec.simulation.costs import EngineCosts
 from agentspec.simulation.workload import SessionShape
 
 Order = Literal["arrival", "urgency"]
 
 
-class Scenario(BaseModel):
+class Scenario(SettingsModel):
     """The parameters of one simulation. Times are seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     policy: str = Field(default="workflow", description="Which engine takes a call")
     order: Order = Field(default="arrival", description="Which waiting call an engine takes next")

@@ -10,20 +10,19 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import ConfigurationError
+from agentspec.settings_model import SettingsModel
 
 PREFIX = "AGENTSPEC_"
 CACHE = f"{PREFIX}CACHE__"
 LOCATIONS = (f"{PREFIX}CACHE_PATH", f"{PREFIX}STORE_URL", f"{CACHE}PATH")
 
 
-class DrafterSettings(BaseModel):
+class DrafterSettings(SettingsModel):
     """Read with `read_settings`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tenant: str = Field(default="default", min_length=1, description="Whom the server belongs to; `AGENTSPEC_TENANT`")
     salts: dict[str, Annotated[str, Field(min_length=1)]] = Field(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from agentspec.backends.http import Endpoint
 from agentspec.backends.openai.server_kind import FRESH_SECONDS, LOOK_SECONDS, RETRY_SECONDS, ServerDetector
 from agentspec.backends.openai.vllm import XARGS, read_metrics
-from agentspec.errors import InvalidRequestError
+from agentspec.types import check_latency_goal
 
 GOAL = "latency_target_ms_per_token"
 """The field of a body that holds the milliseconds per token after the first."""
@@ -55,8 +54,7 @@ def goal_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises `InvalidRequestError` for a goal that is no number above 0.
     """
     goal, theirs = given[GOAL], given.get(XARGS) or {}
-    if not isinstance(goal, (int, float)) or isinstance(goal, bool) or not 0 < goal <= sys.float_info.max:
-        raise InvalidRequestError(f"{GOAL} must be a number above 0", param=GOAL)
+    check_latency_goal(goal)
     if not isinstance(theirs, Mapping) or ARGUMENT in theirs:
         return {}
     return {XARGS: {**theirs, ARGUMENT: float(goal)}}

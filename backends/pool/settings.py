@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from agentspec.settings_model import SettingsModel
 
 
-class FleetSettings(BaseModel):
+class FleetSettings(SettingsModel):
     """`[fleet]`: how the servers of pools are watched, and when a call is tried again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     probe_interval: float = Field(default=2.0, gt=0, description="Seconds between two looks at a server's /health")
     probe_timeout: float = Field(default=2.0, gt=0, description="Seconds such a look may take")

@@ -92,13 +92,12 @@ async def pass_through(
     forward = partial(backend.forward, method, path, query=query, tenant=record.tenant, above=above)
     async with AsyncExitStack() as stack:
         async with deadline.limit():
-            headers = request_headers(scope, record)
-            response = await stack.enter_async_context(forward(headers=headers, body=body))
+            response = await stack.enter_async_context(forward(headers=request_headers(scope, record), body=body))
             record.answer_arrived(response.status, response.headers)
             content = await _content(response, record, account)
             if again and response.status >= 400 and (other := again(response.status, content)) is not None:
-                headers = request_headers(scope, record)  # at this server, whatever it answers
-                response = await stack.enter_async_context(forward(headers=headers, body=other))
+                retried = forward(headers=request_headers(scope, record), body=other)  # at this server, too
+                response = await stack.enter_async_context(retried)
                 content = await _content(response, record, account)
         if not record.stream:
             await _send_whole(response, content, record, send, account, edits)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, HttpUrl, SecretStr, model_validator
+from pydantic import Field, HttpUrl, SecretStr, model_validator
+
+from agentspec.settings_model import SettingsModel
 
 
-class IndexSettings(BaseModel):
+class IndexSettings(SettingsModel):
     """`[knowledge.NAME] kind = "index"`: a folder that `agentspec kb build` made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["index"] = "index"
     path: Path = Field(description="The folder")
@@ -19,10 +19,8 @@ class IndexSettings(BaseModel):
     threads: int = Field(default=1, ge=1, description="Threads of a search; more compete with the local engine")
 
 
-class RemoteSettings(BaseModel):
+class RemoteSettings(SettingsModel):
     """`[knowledge.NAME] kind = "remote"`: a service that speaks the protocol of docs/retrieval.md."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["remote"] = "remote"
     url: HttpUrl = Field(description="The service's root, to which /search is added")
