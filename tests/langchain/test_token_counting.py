@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import HttpUrl
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.background import call_sync
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamStatusError
 from agentspec.langchain import ChatAgentSpec
 from agentspec.runtime import Runtime
@@ -42,6 +44,16 @@ class Strict(FakeBackend):
         return await super().render(messages, *given, **further)
 
 
+@contextmanager
+def started(settings: Settings) -> Iterator[Runtime]:
+    """A runtime that is closed again: an engine's thread, and what looks after a pool, would go on."""
+    runtime = Runtime(settings)
+    try:
+        yield runtime
+    finally:
+        call_sync(runtime.aclose)
+
+
 def chat(fake: FakeBackend, **options: Any) -> ChatAgentSpec:
     return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake}), **options)
 
@@ -52,12 +64,13 @@ def prompt_tokens(model: Any, messages: list[BaseMessage]) -> int:
 
 def test_a_local_model_counts_what_its_answers_report(tiny_model: Path) -> None:
     settings = Settings(backends={"tiny": TorchSettings(model=str(tiny_model), max_active=1)})
-    model = ChatAgentSpec(model=str(tiny_model), runtime=Runtime(settings), max_tokens=1)
-    assert model.get_num_tokens_from_messages(SAID) == prompt_tokens(model, SAID)
-    with_tools = model.get_num_tokens_from_messages(SAID, tools=[look])
-    assert with_tools == prompt_tokens(model.bind_tools([look]), SAID) > prompt_tokens(model, SAID)
-    assert len(model.get_token_ids("añb")) == model.get_num_tokens("añb") == 4  # its tokens are bytes
-    assert model.get_token_ids("") == []
+    with started(settings) as runtime:
+        model = ChatAgentSpec(model=str(tiny_model), runtime=runtime, max_tokens=1)
+        assert model.get_num_tokens_from_messages(SAID) == prompt_tokens(model, SAID)
+        with_tools = model.get_num_tokens_from_messages(SAID, tools=[look])
+        assert with_tools == prompt_tokens(model.bind_tools([look]), SAID) > prompt_tokens(model, SAID)
+        assert len(model.get_token_ids("añb")) == model.get_num_tokens("añb") == 4  # its tokens are bytes
+        assert model.get_token_ids("") == []
 
 
 def test_messages_are_trimmed_by_the_models_own_count() -> None:
@@ -149,8 +162,9 @@ def test_a_pool_asks_one_of_its_servers(gateway: tuple[str, FakeBackend]) -> Non
         backends={"up": OpenAISettings(base_urls=(HttpUrl(url),))},
         models={"pooled": ModelSettings(backend="up", upstream_model="fake")},
     )
-    model = ChatAgentSpec(model="pooled", runtime=Runtime(settings))
-    assert model.get_token_ids("one two") == fake.encode("one two")
+    with started(settings) as runtime:
+        model = ChatAgentSpec(model="pooled", runtime=runtime)
+        assert model.get_token_ids("one two") == fake.encode("one two")
 
 
 def test_a_backend_without_a_tokenizer() -> None:
