@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import pkgutil
 import textwrap
 from collections import Counter, defaultdict
@@ -55,6 +56,7 @@ from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.engine.step import run_step
 from agentspec.backends.torch.loader import LoadedModel, prepare
+from agentspec.backends.torch.model.cuda_graphs import record_graphs
 from agentspec.backends.torch.model.kv_cache import KVCache
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.judge_head import JudgeHead
@@ -64,6 +66,7 @@ from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Specu
 
 Allowed = Callable[[Sequence[int]], Collection[int]]  # from an answer to the tokens that may follow it
 
+DEVICE = os.environ.get("AGENTSPEC_TEST_DEVICE", "cpu")  # of the engine in laboratories; their oracle is on the CPU
 EOS, USER, ASSISTANT = 256, 257, 258
 VOCAB = 259
 WINDOW = 6
@@ -261,8 +264,10 @@ class Lab:
 
     def __init__(self, module: Any, tokenizer: Any = None) -> None:
         self.reference = copy.deepcopy(module)
-        self.loaded: LoadedModel = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
+        tokens = tokenizer or byte_tokenizer()
+        self.loaded: LoadedModel = prepare(module.to(DEVICE), tokens, name="tiny", fingerprint="f")
         self.target = self.loaded.target
+        record_graphs(self.target)  # on a CUDA device
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self.divergences: list[str] = []
         self.draws_ahead: bool | None = None
