@@ -161,6 +161,9 @@ def gpu(
         typer.Option(help="Folder with a ChatML tokenizer.json, for --traces", exists=True, file_okay=False),
     ] = None,
     questions: Annotated[int, typer.Option(help="Answers of each check", min=1)] = 50,
+    learned: Annotated[
+        int, typer.Option(help="Calls of each file that the cache learns before the others are timed", min=0)
+    ] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
 ) -> None:
     """Check and time the local engine on a device with random weights; exit code 1 where a check fails."""
@@ -168,6 +171,6 @@ def gpu(
 
     if bool(traces) != (tokenizer is not None):
         raise typer.BadParameter("--traces and --tokenizer go together")
-    plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions)
+    plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions, learned)
     if not publish(partial(run_gpu, plan), json, packages=TORCH).sound:
         raise typer.Exit(FAILED)

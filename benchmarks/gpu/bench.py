@@ -52,7 +52,9 @@ VERIFY_GOAL, STEP_GOAL = 1.25, 2.0
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """What to measure, on which device, and the most seconds to spend; `traces` need a `tokenizer` folder."""
+    """What to measure, on which device, and the most seconds to spend; `traces` need a `tokenizer` folder. The cache
+    learns the first `learned` calls of each file before the others are timed.
+    """
 
     shape: str = "8b"
     device: str = "auto"
@@ -61,6 +63,7 @@ class GpuPlan:
     traces: Sequence[Path] = ()
     tokenizer: Path | None = None
     questions: int = 50
+    learned: int = 0
 
 
 @dataclass(slots=True)
@@ -257,10 +260,14 @@ class GpuBench:
         now = time.perf_counter()
         deadline = now + max(0.0, self._started + self._plan.seconds - now) / files
         forced.outside = dict.fromkeys(forced.outside, 0.0)
-        table = forced.replay(path.name.split(".")[0], calls, lambda: time.perf_counter() > deadline)
+        table = forced.replay(
+            path.name.split(".")[0], calls, lambda: time.perf_counter() > deadline, self._plan.learned
+        )
         done = len(table.runs.get(ON, ()))
-        if done < len(calls):
-            self._report.left_out.append(f"{table.name}: {len(calls) - done} of {len(calls)} calls")
+        if learned := self._plan.learned:
+            self._report.figures.append(Figure(f"{table.name}: calls learned before", learned))
+        if left := len(calls) - learned - done:
+            self._report.left_out.append(f"{table.name}: {left} of {len(calls)} calls")
         if not done:
             return
         self._report.tables.append(table)

@@ -161,6 +161,7 @@ class ForcedEngine:
             packed=loaded.packed,
         )
         self._cache = SuffixCache.open()
+        self._namespace = forced.namespace
         self._backend = TorchBackend(forced, TorchSettings(), cache=self._cache)
         self.outside = {OFF: 0.0, ON: 0.0}  # seconds outside of forwards: drafting, drawing, committing
 
@@ -168,15 +169,26 @@ class ForcedEngine:
         asyncio.run(self._backend.aclose())
         self._cache.close()
 
-    def replay(self, name: str, calls: Sequence[EncodedCall], until: Callable[[], bool]) -> RunTable:
-        """Run the calls that fit the model's context, speculation off and on, until `until` returns True."""
+    def replay(self, name: str, calls: Sequence[EncodedCall], until: Callable[[], bool], learned: int = 0) -> RunTable:
+        """Run the calls that fit the model's context, speculation off and on, until `until` returns True. The cache
+        learns the first `learned` of them beforehand, which are not run.
+        """
         table, ways = RunTable(name), {OFF: False, ON: True}
-        for number, call in enumerate(call for call in calls if self._fits(call)):
+        fitting = [call for call in calls if self._fits(call)]
+        for call in fitting[:learned]:
+            self._learn(name, call)
+        for number, call in enumerate(fitting[learned:]):
             if until():
                 break
             for way, speculation in rotated(ways, number):
                 table.add(way, asyncio.run(self._run(name, call, way, speculation=speculation)))
         return table
+
+    def _learn(self, name: str, call: EncodedCall) -> None:
+        with self._cache.request(
+            call.prompt, namespace=self._namespace(_tenant(name, ON)), session=call.session
+        ) as own:
+            own.extend(call.response)
 
     def _fits(self, call: EncodedCall) -> bool:
         return len(call.prompt) + len(call.response) <= self._backend.context_length
@@ -186,7 +198,11 @@ class ForcedEngine:
         self.target.script = [*prompt, *answer]
         sampling = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
         inside, labels = self.target.seconds, Labels(call.session)
-        run = await ask(self._backend, prompt, sampling, f"{name}: {way}", labels=labels, speculation=speculation)
+        run = await ask(self._backend, prompt, sampling, _tenant(name, way), labels=labels, speculation=speculation)
         self.outside[way] += run.seconds - (self.target.seconds - inside)
         assert list(run.tokens) == answer, "the engine's tokens are not its model's"
         return replace(run, speculation=run.speculation or Speculation(0, 0, len(answer), 0.0))
+
+
+def _tenant(name: str, way: str) -> str:
+    return f"{name}: {way}"

@@ -1,9 +1,8 @@
-"""Captures forwards once and replays them: all kernels between two attentions are launched at once, as a CUDA graph.
+"""Captures forwards once and replays them: all their kernels are launched at once, as a CUDA graph.
 
 A forward of few tokens is little work for a GPU, but much for the CPU that launches its hundreds of kernels. A captured
-forward has a fixed number of tokens and fixed memory addresses, so other forwards are padded to the next captured size.
-Attention is not captured, since it reads KV slots that grow, of sequences that come and go: it runs as usual between
-two graphs (piecewise CUDA graphs, as in vLLM).
+forward has a fixed number of tokens and fixed memory addresses, so other forwards are padded to the next captured size,
+and attention finds the KV slots of its sequences in a table.
 """
 
 from __future__ import annotations
@@ -14,21 +13,18 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache
 
-from agentspec.backends.torch.model.batch import PackedCache
-from agentspec.backends.torch.model.device import count_host_syncs, is_device_error, to_device
+from agentspec.backends.torch.model.device import count_host_syncs, is_device_error
+from agentspec.backends.torch.model.recorded_attention import RecordedCache, StepTable
 from agentspec.backends.torch.model.rounding import allowed_difference, relative_difference
 from agentspec.telemetry.safe_errors import safe_message
 
 if TYPE_CHECKING:
+    from agentspec.backends.torch.model.batch import BatchItem
     from agentspec.backends.torch.model.target import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -37,7 +33,7 @@ _RECORDING = threading.Lock()  # torch records one graph at a time
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of the captured forwards
 
 
-class GraphSegment(Protocol):
+class Graph(Protocol):
     """Records the device's work between `begin` and `end`; `replay` repeats it at the same memory addresses."""
 
     def begin(self) -> None: ...
@@ -48,11 +44,11 @@ class GraphSegment(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Makes segments, which must be captured inside `session` and replayed in the same order."""
+    """Makes graphs, which must be captured inside `session`."""
 
     def session(self) -> AbstractContextManager[None]: ...
 
-    def segment(self) -> GraphSegment: ...
+    def graph(self) -> Graph: ...
 
     def require_free(self, work: Callable[[], object]) -> None:
         """Run `work` and raise `NotRecordable` if it does something that is known to be impossible to record."""
@@ -64,7 +60,7 @@ class NotRecordable(Exception):
 
 
 class CudaGraphRecorder:
-    """Makes segments that are CUDA graphs sharing one memory pool."""
+    """Makes CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,8 +77,8 @@ class CudaGraphRecorder:
                 yield
             torch.cuda.synchronize(self._device)
 
-    def segment(self) -> GraphSegment:
-        return CudaGraphSegment(self._pool)
+    def graph(self) -> Graph:
+        return CudaGraph(self._pool)
 
     def require_free(self, work: Callable[[], object]) -> None:
         """Raise `NotRecordable` if `work` makes the host wait: a capture that fails half-way would corrupt the
@@ -92,9 +88,7 @@ class CudaGraphRecorder:
             raise NotRecordable(f"the host waits {waits} times for the device in the middle")
 
 
-class CudaGraphSegment:
-    """One CUDA graph."""
-
+class CudaGraph:
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
@@ -114,136 +108,63 @@ class CudaGraphSegment:
         self._graph.replay()
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBreak:
-    """An attention between two segments: the memory that holds its queries, keys and values [1, heads, size, d], and
-    the memory for its result [1, size, heads, d].
-    """
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    result: Tensor
-    scaling: float | None
-
-    def fill(self, cache: PackedCache, tokens: int) -> None:
-        """Compute the attention of the first `tokens` tokens; the result for the padding after them does not matter."""
-        rows, _ = cache.update(self.key[:, :, :tokens], self.value[:, :, :tokens], self.layer)
-        self.result[:, :tokens] = rows.attend(self.query[:, :, :tokens], self.scaling)
-
-
 class CapturedForward:
-    """A forward of `size` tokens: segments with attention between them, and fixed memory for inputs and logits.
+    """A forward of `size` tokens: one graph, and fixed memory for what its tokens are and for its logits.
 
     All captured forwards share `logits` [most, vocab] in float32, since only one is replayed at a time.
     """
 
-    def __init__(self, module: Any, size: int, recorder: GraphRecorder, logits: Tensor) -> None:
-        self.size = size
-        self._recorder = recorder
-        self._segments: list[GraphSegment] = []
-        self._breaks: list[AttentionBreak] = []
-        self._open = False
-        self._inputs = torch.zeros(2, size, dtype=torch.long, device=logits.device)  # token ids and positions
-        self._logits = logits[:size]
-        self._record(module)
-
-    def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
-        """The logits [size, vocab] of packed tokens, including rows for the padding; valid until the next replay."""
-        tokens = len(ids)
-        padded = np.zeros((2, self.size), dtype=np.int64)
-        padded[:, :tokens] = ids, cache.positions
-        self._inputs.copy_(to_device(padded, self._inputs.device))
-        for segment, attention in zip(self._segments, self._breaks, strict=False):
-            segment.replay()
-            attention.fill(cache, tokens)
-        self._segments[-1].replay()
-        return self._logits
-
-    @contextmanager
-    def attention_break(self) -> Iterator[list[AttentionBreak]]:
-        """End the current segment, and begin the next one when the `with` block ends."""
-        self._end()
-        yield self._breaks
-        self._begin()
-
-    def _record(self, module: Any) -> None:
-        ids, positions = self._inputs[:1], self._inputs[1:]
-        self._begin()
+    def __init__(
+        self, module: Any, size: int, windows: Sequence[int | None], recorder: GraphRecorder, logits: Tensor
+    ) -> None:
+        self._module, self._windows, self._logits = module, windows, logits[:size]
+        self._table = StepTable(len(windows), size, logits.device)
+        self._run()  # compiles kernels, which cannot be done in a capture
+        self._graph = recorder.graph()
+        self._graph.begin()
         try:
-            where = {"input_ids": ids, "position_ids": positions, "past_key_values": AttentionBreakCache(self)}
-            self._logits.copy_(module(**where, use_cache=True, logits_to_keep=0).logits[0])
+            self._like = self._run()
         except BaseException:
             with suppress(Exception):  # the first error is the one to report
-                self._end()
+                self._graph.end()
             raise
-        self._end()
+        self._graph.end()
 
-    def _begin(self) -> None:
-        self._segments.append(self._recorder.segment())
-        self._segments[-1].begin()
-        self._open = True
+    def replay(self, items: Sequence[BatchItem]) -> Tensor:
+        """The logits [size, vocab] of packed tokens, including rows for the padding; valid until the next replay."""
+        self._table.fill(items, self._like)
+        self._graph.replay()
+        return self._logits
 
-    def _end(self) -> None:
-        if self._open:
-            self._open = False
-            self._segments[-1].end()
-
-
-class AttentionBreakCache(Cache):
-    """Stands in for a model's cache while a forward is captured, and defers each attention."""
-
-    def __init__(self, forward: CapturedForward) -> None:
-        super().__init__(layers=[])
-        self._forward = forward
-
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[DeferredAttention, DeferredAttention]:
-        rows = DeferredAttention(self._forward, layer_idx, key_states, value_states)
-        return rows, rows
-
-    def __bool__(self) -> bool:
-        return True
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredAttention:
-    """A layer's new keys and values [1, kv_heads, size, d] in a forward that is being captured."""
-
-    forward: CapturedForward
-    layer: int
-    key: Tensor
-    value: Tensor
-
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        with self.forward.attention_break() as breaks:
-            result = query.new_zeros(1, query.shape[2], query.shape[1], self.value.shape[-1])
-            breaks.append(AttentionBreak(self.layer, query, self.key, self.value, result, scaling))
-        return result
+    def _run(self) -> list[tuple[Tensor, Tensor]]:
+        """Compute the logits of what stands in the table; returns each layer's new keys and values."""
+        cache = RecordedCache(self._table, self._windows)
+        where = {"input_ids": self._table.ids, "position_ids": self._table.positions, "past_key_values": cache}
+        self._logits.copy_(self._module(**where, use_cache=True, logits_to_keep=0).logits[0])
+        return cache.like
 
 
 class Graphs:
     """One model's captured forwards, by their number of tokens. `replays` counts the forwards they served."""
 
-    def __init__(self, module: Any, recorder: GraphRecorder, vocab_size: int, sizes: Sequence[int] = SIZES) -> None:
-        logits = torch.zeros(max(sizes), vocab_size, device=module.device)
-        with recorder.session():
-            self._captured = {size: CapturedForward(module, size, recorder, logits) for size in sorted(sizes)[::-1]}
+    def __init__(self, target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int] = SIZES) -> None:
+        logits = torch.zeros(max(sizes), target.vocab_size, device=target.device)
         self.sizes = tuple(sorted(sizes))
+        with recorder.session():
+            self._captured = {
+                size: CapturedForward(target.module, size, target.layer_windows, recorder, logits)
+                for size in self.sizes[::-1]
+            }
         self.replays = 0
 
     def fits(self, tokens: int) -> bool:
         return tokens <= self.sizes[-1]
 
-    def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
-        """The logits [len(ids) or more, vocab] in float32 of packed tokens that fit; valid until the next replay."""
+    def replay(self, items: Sequence[BatchItem]) -> Tensor:
+        """The logits [tokens or more, vocab] in float32 of packed tokens that fit; valid until the next replay."""
         self.replays += 1
-        return self._captured[self.sizes[bisect_left(self.sizes, len(ids))]].replay(ids, cache)
+        tokens = sum(map(len, items))
+        return self._captured[self.sizes[bisect_left(self.sizes, tokens)]].replay(items)
 
 
 @torch.inference_mode()
@@ -278,7 +199,7 @@ def _record(target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int]) 
     longest = max(launched, key=len)
     noise = max(relative_difference(rows, longest[: len(rows)]) for rows in launched)
     recorder.require_free(lambda: _logits(target, sizes))
-    target.graphs = Graphs(target.module, recorder, target.vocab_size, sizes)
+    target.graphs = Graphs(target, recorder, sizes)
     for replayed, before in zip(_logits(target, tried), launched, strict=True):
         difference = relative_difference(replayed, before)
         if not difference <= allowed_difference(noise, target.dtype):

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
@@ -30,6 +32,8 @@ class SequenceCache(Cache):
         self.capacity = max(capacity, 1)
         self._keys: list[Tensor | None] = []
         self._values: list[Tensor | None] = []
+        self._addresses: NDArray[np.int64] | None = None  # of layers with at least `_room` slots
+        self._room = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -44,11 +48,37 @@ class SequenceCache(Cache):
         return keys, self._write(self._values, layer_idx, value_states, end)
 
     def _write(self, store: list[Tensor | None], layer: int, states: Tensor, end: int) -> Tensor:
-        rows = store[layer]
-        if rows is None or rows.shape[-2] < end:
-            rows = store[layer] = _room(rows, states, self.length, self.capacity)
+        rows = self._fit(store, layer, states, end)
         rows[:, :, self.length : end] = states
         return rows[:, :, :end]
+
+    def addresses(self, like: Sequence[tuple[Tensor, Tensor]], end: int) -> NDArray[np.int64]:
+        """Make room for `end` slots and tell where they are: for each layer the addresses of its keys and values, and
+        the elements between two heads, [3 * layers]. `like` are keys and values of each layer, as `update` takes them.
+        """
+        if self._addresses is None or end > self._room:
+            self.reserve(end)
+            if not self._keys:
+                self._keys, self._values = [None] * len(like), [None] * len(like)
+            pairs = [
+                [
+                    self._fit(store, layer, states, end)
+                    for store, states in zip((self._keys, self._values), both, strict=True)
+                ]
+                for layer, both in enumerate(like)
+            ]
+            self._room = min(keys.shape[-2] for keys, _ in pairs)
+            self._addresses = np.array([[k.data_ptr(), v.data_ptr(), k.stride(1)] for k, v in pairs]).reshape(-1)
+        return self._addresses
+
+    def _fit(self, store: list[Tensor | None], layer: int, like: Tensor, end: int) -> Tensor:
+        rows = store[layer]
+        return self._allocate(store, layer, like) if rows is None or rows.shape[-2] < end else rows
+
+    def _allocate(self, store: list[Tensor | None], layer: int, like: Tensor) -> Tensor:
+        self._addresses = None
+        store[layer] = rows = _room(store[layer], like, self.length, self.capacity)
+        return rows
 
     def reserve(self, slots: int, most: int | None = None) -> None:
         """Raise the capacity to at least `slots` slots, and beyond them to no more than `most`. Each layer allocates
@@ -122,8 +152,7 @@ class SequenceCache(Cache):
         for store in (self._keys, self._values):
             for layer, tensor in enumerate(store):
                 if tensor is not None:
-                    store[layer] = tensor = _room(None, tensor, 0, self.capacity)
-                    tensor[:, :, :length] = 0
+                    self._allocate(store, layer, tensor)[:, :, :length] = 0
         self.length = length
 
     def __bool__(self) -> bool:

@@ -83,7 +83,7 @@ class TargetModel:
     def _logits(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Tensor:
         """The logits [len(wanted), vocab] of the rows `wanted`, from a recorded forward if one is large enough."""
         if self.graphs is not None and self.graphs.fits(sum(map(len, items))):
-            logits = self.graphs.replay(packed_ids(items), self._cache_of(items))
+            logits = self.graphs.replay(items)
             return logits.index_select(0, to_device(wanted, self.device))
         computed: Tensor = self._run(items, wanted).logits[0]
         return computed.float()
@@ -139,7 +139,7 @@ class TargetModel:
         )
 
     def _cache_of(self, items: Sequence[BatchItem]) -> PackedCache:
-        return PackedCache(items, self._layer_windows, self._groups, self.dtype, self.device)
+        return PackedCache(items, self.layer_windows, self._groups, self.dtype, self.device)
 
     def _own(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         """Run one sequence with the model's own attention; the logits it needs are those of its last rows."""
@@ -160,7 +160,7 @@ class TargetModel:
         return self.module(input_ids=ids, use_cache=True, logits_to_keep=len(wanted), **where)
 
     @property
-    def _layer_windows(self) -> list[int | None]:
+    def layer_windows(self) -> list[int | None]:
         """How many positions each layer looks back (None: all), by the layer's index."""
         kinds = getattr(self._config, "layer_types", None)
         if kinds is None:

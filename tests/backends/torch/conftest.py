@@ -553,6 +553,8 @@ def functions() -> dict[str, list[FunctionType]]:
     """The engine's functions and methods by their qualified names, each a list of one where the name is unique."""
     found = defaultdict[str, dict[FunctionType, None]](dict)
     for module in pkgutil.walk_packages(agentspec.backends.torch.__path__, "agentspec.backends.torch."):
+        if module.name.endswith("_triton"):  # kernels are no functions, and Triton may be missing
+            continue
         names = vars(importlib.import_module(module.name))
         classes = [thing for thing in names.values() if isinstance(thing, type)]
         for thing in [*names.values(), *(member for owner in classes for member in vars(owner).values())]:

@@ -68,7 +68,7 @@ class TapeRecorder:
     def session(self) -> Iterator[None]:
         yield
 
-    def segment(self) -> Tape:
+    def graph(self) -> Tape:
         self.tapes.append(Tape())
         return self.tapes[-1]
 
@@ -173,28 +173,24 @@ def test_answers_are_those_of_the_oracle(lab: Any, ask_of: Any, tree_of: Any) ->
 # function or method, what to change, changed
 MUTATIONS = {
     "positions as they were recorded": (
-        "CapturedForward.replay",
-        "padded[:, :tokens] = (ids, cache.positions)",
-        "padded[0, :tokens] = ids",
+        "StepTable.fill",
+        "table[POSITIONS, at:end] = cache.length + layout.depths",
+        "pass",
     ),
     "tokens as they were recorded": (
-        "CapturedForward.replay",
-        "padded[:, :tokens] = (ids, cache.positions)",
-        "padded[1, :tokens] = cache.positions",
+        "StepTable.fill",
+        "table[IDS, at:end] = (*item.tokens, *item.draft_tokens)",
+        "pass",
     ),
-    "attention of the recording": ("AttentionBreak.fill", "self.result[:, :tokens] =", "_ ="),
-    "the padding attends": (
-        "CapturedForward.replay",
-        "attention.fill(cache, tokens)",
-        "attention.fill(cache, self.size)",
+    "committed slots left out": ("StepTable.fill", "(at, len(layout), cache.length)", "(at, len(layout), 0)"),
+    "all new tokens seen": ("StepTable.fill", "_bits(layout.sees)", "-1"),
+    "slots of the first sequence": ("StepTable.fill", "table[LAYERS:, number]", "table[LAYERS:, 0]"),
+    "one layer's slots for all": (
+        "SequenceCache.addresses",
+        "for (k, v) in pairs",
+        "for (k, v) in pairs[:1] * len(pairs)",
     ),
-    "the last segment left out": ("CapturedForward.replay", "self._segments[-1].replay()", "pass"),
-    "a size too small": ("Graphs.replay", "bisect_left(self.sizes, len(ids))", "0"),
-    "one layer's rows for all": (
-        "AttentionBreak.fill",
-        "self.value[:, :, :tokens], self.layer)",
-        "self.value[:, :, :tokens], 0)",
-    ),
+    "a size too small": ("Graphs.replay", "bisect_left(self.sizes, tokens)", "0"),
 }
 
 
@@ -214,7 +210,7 @@ def test_a_broken_guard_is_caught(lab: Any, ask_of: Any, tree_of: Any, name: str
 
 
 @pytest.mark.usefixtures("split_sums")
-@pytest.mark.parametrize("mistake", [None, "tokens as they were recorded", "attention of the recording"])
+@pytest.mark.parametrize("mistake", [None, "tokens as they were recorded", "committed slots left out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_drops_no_recording_and_a_mistake_does(
     tiny_model: Any, byte_tokens: Any, mutate: Any, dtype: torch.dtype, mistake: str | None
@@ -272,10 +268,10 @@ class Refuses(TapeRecorder):
 
 
 class Breaks(TapeRecorder):
-    """Cannot begin its third segment, as where memory is short."""
+    """Cannot begin its third graph, as where memory is short."""
 
-    def segment(self) -> Tape:
-        tape = super().segment()
+    def graph(self) -> Tape:
+        tape = super().graph()
         if len(self.tapes) == 3:
             tape.begin = lambda: (_ for _ in ()).throw(MemoryError("no room"))  # type: ignore[method-assign]
         return tape
