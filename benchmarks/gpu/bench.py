@@ -192,6 +192,8 @@ class GpuBench:
         near = max(gaps, default=0.0) < TIE and len(gaps) <= TIE_SHARE * answers
         self._report.checks[name] = found.exact if dtype == torch.float32 else near
         self._report.figures.append(Figure(f"{name}: answers that part", len(gaps), f"of {answers}"))
+        if gaps:
+            self._report.figures.append(Figure(f"{name}: widest gap of scores where they part", max(gaps)))
 
     def _measure(self) -> None:
         folder = self._plan.tokenizer
