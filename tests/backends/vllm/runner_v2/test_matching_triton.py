@@ -1,4 +1,4 @@
-"""The kernels draft what plain torch drafts: run by Triton's interpreter, on a CPU. Skipped where Triton is missing.
+"""The kernels draft what plain torch drafts: on a GPU, and on a CPU by Triton's interpreter. Skipped without Triton.
 
 Triton reads `TRITON_INTERPRET` when it is imported, so that the tests run again in a process of their own.
 """
@@ -19,7 +19,15 @@ from agentspec.backends.vllm.runner_v2.passages import PassageShape
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+on_gpu = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+interpreted = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own"))
+on_each_device = pytest.mark.parametrize("device", [interpreted, on_gpu])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -77,28 +85,30 @@ def batch(seed: int, requests: int, columns: int, shape: PassageShape, alphabet:
     return own, lengths, rows, passages.masked_fill(torch.arange(shape.width) >= ends, -1)
 
 
-@interpreted
+@on_each_device
 @pytest.mark.parametrize("alphabet", [2, 50])
 @pytest.mark.parametrize(("columns", "tokens"), [(40, 1), (256, 7), (700, 15)])
-def test_the_kernels_draft_as_plain_torch(kernels: Any, columns: int, tokens: int, alphabet: int) -> None:
+def test_the_kernels_draft_as_plain_torch(kernels: Any, device: str, columns: int, tokens: int, alphabet: int) -> None:
     shape = PassageShape(rows=3, overlap=5, width=21)
-    matcher = kernels.PassageMatcher(6, columns, shape, torch.device("cpu"))
+    matcher = kernels.PassageMatcher(6, columns, shape, torch.device(device))
     for seed in range(3):
-        own, lengths, rows, passages = batch(seed, 4, columns, shape, alphabet)
-        drafts = torch.full((4, tokens), -5)
-        match = matcher.draft(own, lengths, rows, torch.ones(4, dtype=torch.int32), passages, drafts)
+        own, lengths, rows, passages = (part.to(device) for part in batch(seed, 4, columns, shape, alphabet))
+        drafts = torch.full((4, tokens), -5, device=device)
+        match = matcher.draft(own, lengths, rows, torch.ones_like(lengths[:4]), passages, drafts)
         index = rows.long()
         plain, plain_match = draft(own[index], lengths[index], passages, shape.overlap, tokens)
         assert torch.equal(drafts, plain) and torch.equal(match, plain_match)
 
 
-@interpreted
-def test_requests_that_read_their_prompt_get_their_last_token(kernels: Any) -> None:
+@on_each_device
+def test_requests_that_read_their_prompt_get_their_last_token(kernels: Any, device: str) -> None:
+    def numbers(*values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     shape = PassageShape(rows=1, overlap=1, width=4)
-    own = torch.tensor([[1, 2, 1, 2], [3, 4, 3, 4]], dtype=torch.int32)
-    drafts = torch.zeros((2, 2), dtype=torch.int64)
-    matcher = kernels.PassageMatcher(2, 4, shape, torch.device("cpu"))
-    passages = torch.full((2, 1, 4), -1, dtype=torch.int32)
-    lengths, sampled = torch.tensor([4, 4], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
-    match = matcher.draft(own, lengths, torch.arange(2), sampled, passages, drafts)
+    drafts = torch.zeros((2, 2), dtype=torch.int64, device=device)
+    matcher = kernels.PassageMatcher(2, 4, shape, torch.device(device))
+    passages = torch.full((2, 1, 4), -1, dtype=torch.int32, device=device)
+    own = numbers([1, 2, 1, 2], [3, 4, 3, 4])
+    match = matcher.draft(own, numbers(4, 4), numbers(0, 1), numbers(1, 0), passages, drafts)
     assert drafts.tolist() == [[1, 2], [4, 4]] and match.tolist() == [2, 0]
