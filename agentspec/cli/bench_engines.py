@@ -162,7 +162,7 @@ def gpu(
     ] = None,
     questions: Annotated[int, typer.Option(help="Answers of each check", min=1)] = 50,
     learned: Annotated[
-        int, typer.Option(help="Calls of each file that the cache learns before the others are timed", min=0)
+        int, typer.Option(help="Calls of each file, at most half, that the cache learns before others are timed", min=0)
     ] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
 ) -> None:

@@ -23,6 +23,8 @@ from agentspec.types import DEFAULT_TENANT
 K = TypeVar("K")
 
 STALL = 8.0  # a step with a prompt chunk may take at most this many times as long as without it
+LARGE_CHUNKS = (1024, 512)  # for a device that reads so many prompt tokens in one brief step, as GPUs do
+BRIEF = 0.1  # seconds
 CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # prompt tokens that a step may read; smaller chunks waste its fixed cost
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
@@ -169,14 +171,15 @@ class Governor:
 
         The chunk is the largest with which the step takes no longer than `STALL` plain steps, nor than the shortest of
         `targets` (seconds a token) that a plain step meets; the others would only cost those who read. Chunked prefill
-        as in Sarathi-Serve (Agrawal et al. 2024).
+        as in Sarathi-Serve (Agrawal et al. 2024). Where no answer waits, a large chunk need only be brief.
         """
-        if not running:
-            return CHUNKS[0]
-        plain = self.cost.seconds(running, context, running)
-        limit = min([STALL * plain, *(target for target in targets if target >= plain)])
-        fits = (size for size in CHUNKS if self.cost.seconds(running + size, context, running + 1) <= limit)
-        return next(fits, CHUNKS[-1])
+        limit, least = BRIEF, CHUNKS[0]
+        if running:
+            plain = self.cost.seconds(running, context, running)
+            limit, least = min([STALL * plain, *(target for target in targets if target >= plain)]), CHUNKS[-1]
+        sizes = (size for size in (*LARGE_CHUNKS, *CHUNKS) if size >= least)
+        fits = (size for size in sizes if self.cost.seconds(running + size, context, running + 1) <= limit)
+        return next(fits, least)
 
     def expectations(
         self,

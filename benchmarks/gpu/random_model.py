@@ -171,10 +171,11 @@ class ForcedEngine:
 
     def replay(self, name: str, calls: Sequence[EncodedCall], until: Callable[[], bool], learned: int = 0) -> RunTable:
         """Run the calls that fit the model's context, speculation off and on, until `until` returns True. The cache
-        learns the first `learned` of them beforehand, which are not run.
+        learns the first `learned` of them beforehand, at most half, which are not run.
         """
         table, ways = RunTable(name), {OFF: False, ON: True}
         fitting = [call for call in calls if self._fits(call)]
+        learned = min(learned, len(fitting) // 2)
         for call in fitting[:learned]:
             self._learn(name, call)
         for number, call in enumerate(fitting[learned:]):

@@ -40,7 +40,7 @@ def _add(q, k, v, visible, scale, best, total, result) -> Any:
     return most, total * shrink + tl.sum(weights, 1), result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "layer", "window"])  # else it is compiled anew for some sizes and layers
 def _attend(
     query, key, value, table, bests, totals, results,
     query_head, query_token, key_head, key_token, value_head, value_token, size, heads, layer, window, scale,
@@ -120,7 +120,7 @@ def _attend(
     tl.store(results + place[:, None] * WIDTH + column[None, :], result, mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _combine(
     bests, totals, results, out, size, heads, SPLITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr
 ) -> None:

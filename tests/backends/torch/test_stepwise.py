@@ -16,7 +16,6 @@ from agentspec.backends.base import HiddenStates, StepByStep, StepOutput, Stepwi
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.target import HeadInput
 from agentspec.errors import ContextLengthError, EngineError, InvalidRequestError, ShuttingDownError
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -28,7 +27,7 @@ TOLERANCE = 2e-4
 
 @pytest.fixture
 async def backend(saved_model: Path) -> AsyncIterator[TorchBackend]:
-    backend = TorchBackend.load(TorchSettings(model=str(saved_model), max_draft_tokens=0))
+    backend = TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu", max_draft_tokens=0))
     yield backend
     await backend.aclose()
 
@@ -44,9 +43,8 @@ def test_states_are_what_the_head_turns_into_logits(family: Any) -> None:
     states = target.states_batch([BatchItem(target.new_cache(1), text) for text in TEXTS])
     for text, rows in zip(TEXTS, states, strict=True):
         assert rows.shape[0] == len(text) and rows.dtype == torch.float32
-        with HeadInput(target.module) as head:
-            logits = target.forward(target.new_cache(1), text)
-        assert torch.allclose(head.states[-1], rows[-1], atol=TOLERANCE)
+        ((logits, own),) = target.forward_batch_with_states([BatchItem(target.new_cache(1), text)])
+        assert torch.allclose(own[-1], rows[-1], atol=TOLERANCE)
         again = target.module.get_output_embeddings()(rows[-1:].to(target.dtype))
         if getattr(target.module.config, "final_logit_softcapping", None) is None:
             assert torch.allclose(again.float()[0], logits[0], atol=TOLERANCE)

@@ -60,7 +60,7 @@ def test_packed_logits_are_those_of_each_path_alone(family: Any, data: st.DataOb
         assert logits.shape == ((1 + len(tokens)) * wanted, 259) and logits.dtype == torch.float32
         for row, got in enumerate(logits):
             want = family.logits([*before, *chain, *path(tokens, parents, row - 1)])
-            assert np.abs(got.numpy() - want).max() < TOLERANCE
+            assert np.abs(got.cpu().numpy() - want).max() < TOLERANCE
 
 
 def winding(whole: Sequence[int], tree_of: Any, rng: np.random.Generator) -> Any:

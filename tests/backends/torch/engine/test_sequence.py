@@ -119,7 +119,10 @@ def test_a_wrong_prediction_changes_nothing(lab: Any) -> None:
     assert outcome.usage.accepted_prediction_tokens <= 1
 
 
-def test_a_long_prompt_is_read_in_chunks_and_its_last_one_carries_a_draft(lab: Any, tree_of: Any) -> None:
+def test_a_long_prompt_is_read_in_chunks_and_its_last_one_carries_a_draft(
+    lab: Any, tree_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.speculation.governor.LARGE_CHUNKS", ())
     prompt = (PROMPT * 40)[: CHUNKS[0] + 50]
     tokens = lab.oracle(prompt, PLAIN, max_tokens=6)
     outcome = lab.run(prompt, PLAIN, knowing([*prompt, *tokens], tree_of), max_tokens=6)

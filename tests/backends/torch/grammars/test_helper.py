@@ -46,6 +46,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
         (chain(40_000, "R"), "stack"),
         ("start: /(a|aa){5000}/", "too many ways"),
     ],
+    ids=["rules", "terminals", "expression"],  # pytest tells a test's name to child processes
 )
 def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_taken(
     grammars: GrammarCompiler, source: str, says: str

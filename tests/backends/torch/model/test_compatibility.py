@@ -181,7 +181,7 @@ def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, c
     beyond = subject.logits([*prompt, *want, 1])
     rows = subject.target.new_cache(1)
     subject.target.prefill(rows, [*prompt, *want])
-    assert abs(subject.target.forward(rows, [1])[0].numpy() - beyond).max() > 0.1
+    assert abs(subject.target.forward(rows, [1])[0].cpu().numpy() - beyond).max() > 0.1
 
 
 def test_fixed_positions_have_no_end_of_their_own() -> None:

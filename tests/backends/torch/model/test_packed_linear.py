@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from agentspec.backends.torch.loader import prepare
 from agentspec.backends.torch.model.packed_linear import PackedLinear, can_pack, pack_linears, unpack_linears
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="this build of torch has no packed kernels")
@@ -31,9 +32,10 @@ def test_every_float32_linear_is_replaced_and_no_other_module() -> None:
     assert not list(model[0].parameters())  # the unpacked weight is gone
 
 
-def test_a_tied_embedding_keeps_its_weight(lab: Any) -> None:
-    module = lab.target.module
-    assert lab.loaded.packed == 2 * 7 + 1
+def test_a_tied_embedding_keeps_its_weight(tiny_model: Any, byte_tokens: Any) -> None:
+    loaded = prepare(tiny_model("llama"), byte_tokens, name="tiny", fingerprint="f")
+    module = loaded.target.module
+    assert loaded.packed == 2 * 7 + 1
     assert isinstance(module.lm_head, PackedLinear)
     assert isinstance(module.model.layers[0].mlp.up_proj, PackedLinear)
     assert module.model.embed_tokens.weight.shape == (259, 32)

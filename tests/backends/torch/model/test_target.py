@@ -33,7 +33,7 @@ def test_tree_logits_are_path_logits(family: Any, data: st.DataObject) -> None:
     assert logits.shape == (1 + len(tokens), 259) and logits.dtype == torch.float32
     for node in range(-1, len(tokens)):
         want = family.logits([*before, *chain, *path(tokens, parents, node)])
-        assert np.abs(logits[node + 1].numpy() - want).max() < TOLERANCE
+        assert np.abs(logits[node + 1].cpu().numpy() - want).max() < TOLERANCE
 
 
 def test_rows_after_a_commit_are_as_if_computed_in_a_row(family: Any) -> None:
@@ -41,7 +41,7 @@ def test_rows_after_a_commit_are_as_if_computed_in_a_row(family: Any) -> None:
     family.target.forward(rows, [1, 2, 3], [9, 4, 5, 8, 6], [-1, -1, 1, 0, 2])
     rows.commit(3, [1, 2, 4])
     logits = family.target.forward(rows, [7])
-    assert np.abs(logits[0].numpy() - family.logits([1, 2, 3, 4, 5, 6, 7])).max() < TOLERANCE
+    assert np.abs(logits[0].cpu().numpy() - family.logits([1, 2, 3, 4, 5, 6, 7])).max() < TOLERANCE
 
 
 def test_prefill_in_chunks_is_prefill_at_once(family: Any) -> None:
@@ -51,7 +51,7 @@ def test_prefill_in_chunks_is_prefill_at_once(family: Any) -> None:
         for start in range(0, 39, size):
             family.target.prefill(rows, ids[start : min(start + size, 39)])
         assert rows.length == 39
-        assert np.abs(family.target.forward(rows, ids[39:])[0].numpy() - family.logits(ids)).max() < TOLERANCE
+        assert np.abs(family.target.forward(rows, ids[39:])[0].cpu().numpy() - family.logits(ids)).max() < TOLERANCE
 
 
 def test_layer_windows_by_kind() -> None:

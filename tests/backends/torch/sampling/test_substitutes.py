@@ -104,8 +104,8 @@ def test_the_states_are_those_behind_each_node(lab: Any) -> None:
     assert logits.shape[0] == states.shape[0] == 4
     for row, path in enumerate(([], [65], [65, 66], [67])):
         want = lab.reference(torch.tensor([[*PROMPT, *path]]), output_hidden_states=True)
-        assert torch.allclose(states[row], want.hidden_states[-1][0, -1], atol=1e-4)
-        assert torch.allclose(logits[row], want.logits[0, -1], atol=1e-4)
+        assert torch.allclose(states[row].cpu(), want.hidden_states[-1][0, -1], atol=1e-4)
+        assert torch.allclose(logits[row].cpu(), want.logits[0, -1], atol=1e-4)
 
 
 class Listening(Governor):
