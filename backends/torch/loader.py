@@ -19,7 +19,6 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.drafters.factory import DraftModel
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
 from agentspec.backends.torch.model.compatibility import has_known_masks, max_exact_context, require_decoder
-from agentspec.backends.torch.model.cuda_graphs import record_graphs
 from agentspec.backends.torch.model.device import (
     choose_device,
     choose_dtype,
@@ -27,6 +26,7 @@ from agentspec.backends.torch.model.device import (
     is_device_error,
     is_out_of_memory,
 )
+from agentspec.backends.torch.model.graphs.recording import record_graphs
 from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
 from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
 from agentspec.backends.torch.model.batch import BatchItem, PackedCache, logit_rows, packed_ids
-from agentspec.backends.torch.model.cuda_graphs import Graphs
 from agentspec.backends.torch.model.device import to_device
+from agentspec.backends.torch.model.graphs.recording import Graphs
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache, StateCache
 from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
 

@@ -56,7 +56,7 @@ from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.engine.step import run_step
 from agentspec.backends.torch.loader import LoadedModel, prepare
-from agentspec.backends.torch.model.cuda_graphs import record_graphs
+from agentspec.backends.torch.model.graphs.recording import record_graphs
 from agentspec.backends.torch.model.kv_cache import KVCache
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.judge_head import JudgeHead

@@ -18,7 +18,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import load, prepare
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.cuda_graphs import Graphs, NotRecordable, record_graphs
+from agentspec.backends.torch.model.graphs.recording import Graphs, NotRecordable, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.cache import SuffixCache
 from agentspec.types import GenerateRequest, SamplingParams
@@ -187,8 +187,8 @@ MUTATIONS = {
     "slots of the first sequence": ("StepTable.fill", "table[LAYERS:, number]", "table[LAYERS:, 0]"),
     "one layer's slots for all": (
         "SequenceCache.addresses",
-        "for (k, v) in pairs",
-        "for (k, v) in pairs[:1] * len(pairs)",
+        "for k, v in pairs",
+        "for k, v in pairs[:1] * len(pairs)",
     ),
     "a size too small": ("Graphs.replay", "bisect_left(self.sizes, tokens)", "0"),
 }

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.device import count_host_syncs, is_device_error
-from agentspec.backends.torch.model.recorded_attention import RecordedCache, StepTable
+from agentspec.backends.torch.model.graphs.attention import RecordedCache
+from agentspec.backends.torch.model.graphs.step_table import StepTable
 from agentspec.backends.torch.model.rounding import allowed_difference, relative_difference
 from agentspec.telemetry.safe_errors import safe_message
 

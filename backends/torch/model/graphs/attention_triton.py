@@ -1,4 +1,4 @@
-"""`recorded_attention.attend` as Triton kernels: a sequence's committed slots are split among programs, whose results
+"""`attend` of `attention.py` as Triton kernels: a sequence's committed slots are split among programs, whose results
 are combined (flash-decoding). The query heads of a key head are rows of one block.
 """
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.backends.torch.model import recorded_attention
+from agentspec.backends.torch.model.graphs.step_table import BEGIN, COUNT, PAST, POSITIONS, SEES, SEQUENCE
 
-_POSITIONS = tl.constexpr(recorded_attention.POSITIONS)
-_SEQUENCE = tl.constexpr(recorded_attention.SEQUENCE)
-_SEES = tl.constexpr(recorded_attention.SEES)
-_BEGIN = tl.constexpr(recorded_attention.BEGIN)
-_COUNT = tl.constexpr(recorded_attention.COUNT)
-_PAST = tl.constexpr(recorded_attention.PAST)
+_POSITIONS = tl.constexpr(POSITIONS)
+_SEQUENCE = tl.constexpr(SEQUENCE)
+_SEES = tl.constexpr(SEES)
+_BEGIN = tl.constexpr(BEGIN)
+_COUNT = tl.constexpr(COUNT)
+_PAST = tl.constexpr(PAST)
 
 _ROWS = 64  # rows of a block: tokens times query heads of a key head
 _SLOTS = 64  # slots that a program reads at a time
@@ -138,7 +138,7 @@ def _combine(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, layer: int, window: int, scale: float) -> Tensor:
-    """As `recorded_attention.attend`."""
+    """As `attend` of `attention.py`."""
     _, heads, size, width = query.shape
     groups = heads // key.shape[1]
     groups_2 = triton.next_power_of_2(groups)

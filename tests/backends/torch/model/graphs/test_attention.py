@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.graphs.attention import attend_plainly
+from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.backends.torch.model.recorded_attention import LAYERS, StepTable, attend_plainly
 
 WITH_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -70,10 +71,10 @@ def attended(attend: Any, items: list[BatchItem], states: list[torch.Tensor], wi
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")
 @pytest.mark.parametrize("seed", range(8))
 def test_the_kernels_compute_what_plain_torch_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentspec.backends.torch.model import recorded_attention_triton
+    from agentspec.backends.torch.model.graphs import attention_triton
 
     if INTERPRETED:  # every program takes a second
-        monkeypatch.setattr(recorded_attention_triton, "_MOST_SPLITS", 2)
+        monkeypatch.setattr(attention_triton, "_MOST_SPLITS", 2)
     rng, dtype = np.random.default_rng(seed), torch.bfloat16 if seed % 4 == 3 and not INTERPRETED else torch.float32
     torch.manual_seed(seed)
     heads, groups, width, window = (int(rng.choice(of)) for of in ([1, 2, 3], [1, 2, 3, 4], [8, 20, 64], WINDOWS))
@@ -83,7 +84,7 @@ def test_the_kernels_compute_what_plain_torch_does(seed: int, monkeypatch: pytes
     query, value = (torch.randn(1, size, many, width, dtype=dtype).transpose(1, 2) for many in (heads * groups, heads))
     states = [query, torch.randn(1, heads, size, width, dtype=dtype), value]
     there = [part.to(DEVICE) for part in states]
-    computed = attended(recorded_attention_triton.attend, moved(items), there, window)
+    computed = attended(attention_triton.attend, moved(items), there, window)
     expected = attended(attend_plainly, items, states, window)
     assert (computed[0] - expected[0]).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-5)
     for slots, wanted in zip(computed[1:], expected[1:], strict=True):
@@ -114,9 +115,9 @@ def test_the_kernels_compile_for_a_gpu(name: str) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from agentspec.backends.torch.model import recorded_attention_triton
+    from agentspec.backends.torch.model.graphs import attention_triton
 
-    kernel = getattr(recorded_attention_triton, name)
+    kernel = getattr(attention_triton, name)
     types = (
         {argument: "constexpr" if argument.isupper() else "i32" for argument in kernel.arg_names} | POINTERS | FLOATS
     )
