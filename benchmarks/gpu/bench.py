@@ -44,7 +44,7 @@ PASSES, WARM_PASSES = 9, 2
 CHECK_SPREAD = 0.3  # deviation of the small models' weights: large enough that most of their scores are no near-ties
 CHECK_TOKENS = 32
 TIE = 0.1  # in types with fewer bits than float32 answers may differ where the two best scores are closer than this,
-TIE_SHARE = 0.01  # in at most this share of the answers
+TIE_SHARE = 0.01  # in at most this share of the answers, or in one
 JUDGED = "8b"  # the shape that the goals apply to
 GOALS = {"airline": 2.5, "sql": 3.3}
 VERIFY_GOAL, STEP_GOAL = 1.25, 2.0
@@ -189,7 +189,7 @@ class GpuBench:
             found = asyncio.run(_verified(backend, questions(self._plan.questions)))
         answers = 3 * len(found.answers["off"])
         gaps = [min(abs(each.gap_apart), abs(each.gap_together)) for each in found.divergences]
-        near = max(gaps, default=0.0) < TIE and len(gaps) <= TIE_SHARE * answers
+        near = max(gaps, default=0.0) < TIE and len(gaps) <= max(1, TIE_SHARE * answers)
         self._report.checks[name] = found.exact if dtype == torch.float32 else near
         self._report.figures.append(Figure(f"{name}: answers that part", len(gaps), f"of {answers}"))
         if gaps:
