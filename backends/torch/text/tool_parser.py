@@ -126,7 +126,7 @@ class ToolCallParser:
     calls: int = 0
     _state: ParserState = "text"
     _held: str = ""  # text not parsed yet
-    _raw: str = ""  # the text of the current call, kept while it may still turn out to be no call
+    _raw: list[str] = field(default_factory=list)  # of the current call but its object: it may still be no call
     _fresh: bool = True  # whether only blanks came since the beginning or since the last call
     _object: JsonObjectParser = field(default_factory=JsonObjectParser)
     _name: str | None = None  # the call's name, if the format writes it before the arguments
@@ -145,7 +145,7 @@ class ToolCallParser:
         """The pieces left when no more text will come: an unfinished call without a name is passed on as text."""
         called, state = self._called, self._state
         rest = ("" if called else self._kept()) + self._held
-        self._raw = self._held = ""
+        self._raw, self._held = [], ""
         closed = state == "closing" and self.format.closing.startswith(rest.strip())
         over = state == "between" and self.calls > 0 and not rest.strip(self._separators)
         blank = state == "text" and self.calls > 0 and not rest.strip()
@@ -153,7 +153,8 @@ class ToolCallParser:
 
     def _kept(self) -> str:
         """The text of what may be no call, without what ended the call before it."""
-        return self._raw.lstrip(self._separators.replace("[", "")) if self.calls else self._raw
+        raw = "".join([*self._raw, self._object.text() if self._state == "object" else ""])
+        return raw.lstrip(self._separators.replace("[", "")) if self.calls else raw
 
     @property
     def _called(self) -> bool:
@@ -175,7 +176,7 @@ class ToolCallParser:
         return " \n\t[];," if self.format.listed else " \n\t;,"
 
     def _enter(self, state: ParserState, eaten: str) -> bool:
-        self._raw += eaten
+        self._raw.append(eaten)
         self._held = self._held[len(eaten) :]
         self._state = state
         return True
@@ -221,32 +222,34 @@ class ToolCallParser:
 
     def _inside(self, pieces: list[OutputPiece]) -> bool:
         """Parse inside a call's object, which may still turn out to be no call."""
-        used = self._object.feed(self._held)
-        self._enter("object", self._held[:used])
+        self._held = self._held[self._object.feed(self._held) :]
         self._report(pieces)
         if self._object.broken or (self._sent is None and (self._object.complete or self._foreign)):
             return self._give_up(pieces)
         if self._object.complete:
-            self._raw, self._name, self._fresh = "", None, True
+            self._raw, self._name, self._fresh = [], None, True
             self._state = "closing" if self.format.closing else "between"
         return self._object.complete
 
     def _report(self, pieces: list[OutputPiece]) -> None:
-        """Pass on the part of the call that is known so far."""
-        name, arguments = self._call()
-        if not name or not arguments or self._foreign:
+        """Pass on what became known of the call."""
+        name, begins = self._name, self._sent is None
+        if begins:
+            name = name or self._object.string("name")
+            if not name or self._foreign:
+                return
+        arguments = self._arguments(self._sent or 0)
+        if not arguments:
             return
-        begins = self._sent is None
         self.calls += begins
-        index, sent = self.calls - 1, self._sent or 0
-        self._sent = len(arguments)
+        self._sent = (self._sent or 0) + len(arguments)
+        index = self.calls - 1
         if index and not self.parallel:
             return
         if begins:
             function = {"name": name, "arguments": ""}
             pieces.append({"index": index, "id": call_id(self.format), "type": "function", "function": function})
-        if len(arguments) > sent:
-            pieces.append({"index": index, "function": {"arguments": arguments[sent:]}})
+        pieces.append({"index": index, "function": {"arguments": arguments}})
 
     @property
     def _foreign(self) -> bool:
@@ -255,24 +258,22 @@ class ToolCallParser:
         before = keys[: min((keys.index(key) for key in ("parameters", "arguments") if key in keys), default=len(keys))]
         return self.format.bare and (name not in (None, *self.names) or not _CALL_KEYS.issuperset(before))
 
-    def _call(self) -> tuple[str | None, str]:
-        """The call's name and arguments as far as they are known."""
+    def _arguments(self, sent: int) -> str:
+        """The call's arguments after the first `sent` characters, as far as they are known."""
         if self._name is not None:
-            return self._name, self._object.text
-        keys = (key for key in self._object.keys if key in self._argument_keys)  # the first in the text
-        given = next(((key, value) for key in keys if (value := self._object.value(key))), None)
-        if given is None:
-            none = "{}" if self._object.complete and not self.format.bare else ""
-            return self._object.string("name"), none
-        key, arguments = given
-        if arguments[0] == '"':  # the model wrote the JSON inside a string
-            arguments = self._object.string(key) or ""
-        return self._object.string("name"), arguments
+            return self._object.text(sent)
+        given = {key: begin for key in self._argument_keys if (begin := self._object.begin(key)) is not None}
+        if not given:
+            return "{}"[sent:] if self._object.complete and not self.format.bare else ""
+        key = min(given, key=given.__getitem__)  # the first in the text
+        if self._object.text(given[key], given[key] + 1) != '"':
+            return self._object.value(key, sent)
+        return "" if sent else self._object.string(key) or ""  # the model wrote the JSON inside a string
 
     def _give_up(self, pieces: list[OutputPiece]) -> bool:
         """This was no call: pass on the first kept character as text, and parse again from the second."""
         whole = ("" if self._called else self._kept()) + self._held
-        self._raw, self._name = "", None
+        self._raw, self._name = [], None
         pieces.append(whole[:1])
         self._held, self._fresh, self._state = whole[1:], False, "text"
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -141,6 +143,44 @@ def test_a_call_is_streamed_name_first() -> None:
     assert "id" not in said[1] and said[1] == {"index": 0, "function": {"arguments": '"'}}
 
 
+def characters_copied(format: ToolFormat, answer: str) -> int:
+    """How many characters there are in all strings that reading `answer` in small pieces makes."""
+    made: dict[int, str] = {}
+
+    def profile(frame: FrameType, event: str, value: object) -> None:
+        if event == "return" and frame.f_globals["__name__"] in (
+            ToolCallParser.__module__,
+            JsonObjectParser.__module__,
+        ):
+            owner = frame.f_locals.get("self")
+            held = (getattr(owner, name) for name in getattr(owner, "__slots__", ()))
+            made.update((id(one), one) for one in (value, *frame.f_locals.values(), *held) if isinstance(one, str))
+
+    reader = ToolCallParser(format, NAMES)
+    sys.setprofile(profile)
+    try:
+        for at in range(0, len(answer), 4):
+            reader.feed(answer[at : at + 4])
+    finally:
+        sys.setprofile(None)
+    assert reader.calls == 1
+    return sum(map(len, made.values()))
+
+
+@pytest.mark.parametrize(
+    ("format", "answer"),
+    [
+        (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "%s"}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "now", "arguments": "{%s}", "x": "%s"}</tool_call>'),
+        (LLAMA, '{"parameters": {"a": "%s"}, "name": "now"}'),
+        (MISTRAL_NAMED, '[TOOL_CALLS]now[ARGS]{"a": "%s"}'),
+    ],
+)
+def test_long_arguments_are_copied_in_proportion_to_their_length(format: ToolFormat, answer: str) -> None:
+    short, long = (characters_copied(format, answer.replace("%s", "x" * length)) for length in (400, 1600))
+    assert long < 5 * short
+
+
 def test_json_that_is_no_call_is_not_held_back() -> None:
     for answer in ('{"answer": [1, 2', '{"name": "Ann", "parameters": {"a'):
         reader = ToolCallParser(LLAMA, NAMES)
@@ -229,7 +269,7 @@ def test_an_object_is_read_as_json_reads_it(value: Any, indent: int | None, asci
     written = json.dumps(value, indent=indent, ensure_ascii=ascii)
     reader = JsonObjectParser()
     assert sum(reader.feed(character) for character in written) == len(written)
-    assert reader.complete and not reader.broken and reader.text == written and reader.feed(behind) == 0
+    assert reader.complete and not reader.broken and reader.text() == written and reader.feed(behind) == 0
     for key, inner in value.items():
         assert json.loads(reader.value(key)) == inner
         assert reader.string(key) == (inner if isinstance(inner, str) else None)
