@@ -17,6 +17,7 @@ from agentspec.backends.torch.text.tool_parser import (
     HERMES,
     LLAMA,
     MISTRAL,
+    MISTRAL_IDS,
     MISTRAL_NAMED,
     ToolCallParser,
     ToolFormat,
@@ -25,7 +26,7 @@ from agentspec.backends.torch.text.tool_parser import (
     schema_of,
 )
 
-FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "named": MISTRAL_NAMED}
+FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "named": MISTRAL_NAMED, "ids": MISTRAL_IDS}
 TOOLS = [
     {
         "type": "function",
@@ -99,6 +100,15 @@ ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
         ("[TOOL_CALLS]now[ARGS]{}", "", [NOW]),
         ("well [TOOL_CALLS]get_weather[ARGS]" + json.dumps(ROME[1]) + "[TOOL_CALLS]now{}", "well ", [ROME, NOW]),
         ("[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
+    ],
+    "ids": [
+        ("[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}", "", [NOW]),
+        ("[TOOL_CALLS]now[ARGS]{}", "", [NOW]),
+        ("[TOOL_CALLS]now[CALL_ID][ARGS]{}", "", [NOW]),
+        ("well [TOOL_CALLS]get_weather[CALL_ID]c_1[ARGS]" + json.dumps(ROME[1]) + "[TOOL_CALLS]now[CALL_ID]b[ARGS]{}",
+         "well ", [ROME, NOW]),
+        ("[TOOL_CALLS]now[CALL_ID]a1B2c3D4e, so", "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e, so", []),
+        ("[TOOL_CALLS]now[CALL_ID]a1", "[TOOL_CALLS]now[CALL_ID]a1", []),
     ],
 }  # fmt: skip
 CASES = [(name, *case) for name, cases in ANSWERS.items() for case in cases]
@@ -210,8 +220,9 @@ def test_the_grammar_allows_what_the_reader_reads(byte_tokens: Any, name: str, p
         "llama": '{{"name": "{}", "parameters": {}}}',
         "mistral": '{{"name": "{}", "arguments": {}}}',
         "named": "[TOOL_CALLS]{}[ARGS]{}",
+        "ids": "[TOOL_CALLS]{}[CALL_ID]a1B2c3D4e[ARGS]{}",
     }[name]
-    between = {"hermes": "\n", "llama": "; ", "mistral": ", ", "named": ""}[name]
+    between = {"hermes": "\n", "llama": "; ", "mistral": ", ", "named": "", "ids": ""}[name]
 
     def spelled(*calls: Any) -> str:
         joined = between.join(written.format(name, json.dumps(arguments)) for name, arguments in calls)
@@ -241,6 +252,7 @@ def follows(grammar: Any, tokenizer: Any, text: str) -> bool:
         ("<|python_tag|>", LLAMA),
         ("[TOOL_CALLS]", MISTRAL),
         ("[TOOL_CALLS] [ARGS]", MISTRAL_NAMED),
+        ("[TOOL_CALLS] [CALL_ID] [ARGS]", MISTRAL_IDS),
         ("{{ tools }} in some other way", None),
         ("{{ tools }}<tool_call><function=f></function></tool_call>", None),
     ],
@@ -252,6 +264,15 @@ def test_the_format_is_read_off_the_template(template: str, format: ToolFormat |
 def test_ids_are_new_and_as_the_format_wants_them() -> None:
     assert call_id(HERMES).startswith("call_") and call_id(HERMES) != call_id(HERMES)
     assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum()
+
+
+def test_an_id_that_the_model_wrote_is_the_calls_unless_it_cannot_be_told_apart() -> None:
+    written = ("a1B2c3D4e", "short", "a1B2c3D4e", "f5G6h7I8j")
+    reader = ToolCallParser(MISTRAL_IDS, NAMES)
+    said = reader.feed("".join(f"[TOOL_CALLS]now[CALL_ID]{id}[ARGS]{{}}" for id in written))
+    first, short, again, last = (piece["id"] for piece in said if isinstance(piece, dict))
+    assert (first, last) == ("a1B2c3D4e", "f5G6h7I8j") and len({first, short, again, last}) == 4
+    assert all(len(id) == 9 and id.isalnum() for id in (short, again))
 
 
 def test_a_function_without_parameters_takes_none() -> None:
