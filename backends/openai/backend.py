@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -386,6 +386,9 @@ class OpenAIBackend:
                     if data == "[DONE]":
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
+        for data in decoder.finish():
+            with suppress(UpstreamError):  # half an event, or [DONE]; what the answer lacks is found by who reads it
+                yield decode_json(data.encode(), self._endpoint.name)
 
     async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
         body = await response.aread(limit)

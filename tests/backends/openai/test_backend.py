@@ -127,6 +127,18 @@ async def test_an_error_answer_is_kept_whole(status: int) -> None:
         await upstream.models()
 
 
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("half", [b"", b'{"choices'])
+async def test_the_last_event_needs_no_blank_line(end: bytes, half: bytes) -> None:
+    *pieces, last = events(*EVENTS, done=False)
+    whole = await collect(backend([*pieces, last]))
+    assert await collect(backend([*pieces, last.rstrip(b"\n") + end])) == whole
+    assert await collect(backend([*pieces, last, b"data: " + half + end])) == whole
+    assert await collect(backend([*pieces, last, b"data: [DONE]" + end])) == whole
+    with pytest.raises(UpstreamError):
+        await collect(backend([*pieces, last.rstrip(b"\n"), httpx.ReadError("reset")]))
+
+
 @pytest.mark.parametrize("cut", range(4))
 async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
     with pytest.raises(UpstreamError):
