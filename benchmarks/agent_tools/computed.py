@@ -228,12 +228,12 @@ def run_agent_tools(
     if not 0.0 < share < 1.0:
         raise ConfigurationError(f"the share of tools must lie between 0 and 1, not {share}", param="share")
     found = AgentToolsReport(share, LaunchLimits())
-    for path in paths:
+    for path, name in zip(paths, report.names_of(paths), strict=True):
         recorded = list(read(path, detect(path)))
         if not recorded:
             raise ConfigurationError(f"{path}: no answers in it")
-        progress(f"drafting {path.name}")
+        progress(f"drafting {name}")
         steps = draft_steps(recorded)
-        progress(f"predicting {path.name}")
-        found.files.append(FileReplay(path.name, share, play(recorded, steps, read_only, share)))
+        progress(f"predicting {name}")
+        found.files.append(FileReplay(name, share, play(recorded, steps, read_only, share)))
     return found
