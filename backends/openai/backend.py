@@ -16,6 +16,7 @@ from agentspec.backends.http import (
     MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
     Endpoint,
+    Room,
     Transport,
     UpstreamResponse,
     decode_json,
@@ -137,11 +138,14 @@ class OpenAIBackend:
                 self.observe_answer(request.tenant, request.labels, delta.usage)
                 yield delta
 
-    async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
-        """The answer in `response`, streamed or whole, of about `MAX_ANSWER_BYTES`. Raises as `generate` does."""
+    async def deltas(self, response: UpstreamResponse, room: Room | None = None) -> AsyncGenerator[Delta]:
+        """The answer in `response`, streamed or whole, of about `MAX_ANSWER_BYTES`. Raises as `generate` does.
+
+        `room` is asked as by `UpstreamResponse.aread`, for one that is whole.
+        """
         last: Delta | None = None
         calls, size = CallNumbers(), 0
-        async with aclosing(self._chunks(response)) as chunks:
+        async with aclosing(self._chunks(response, room)) as chunks:
             async for chunk in chunks:
                 delta = calls.numbered(to_delta(chunk))
                 size += size_of(delta)
@@ -372,10 +376,10 @@ class OpenAIBackend:
             salted[SGLANG_KEY] = None  # it is part of the salt now
         return salted
 
-    async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
+    async def _chunks(self, response: UpstreamResponse, room: Room | None) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES, room), self._endpoint.name)
             return
         if response.is_encoded:
             raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
@@ -390,8 +394,8 @@ class OpenAIBackend:
             with suppress(UpstreamError):  # half an event, or [DONE]; what the answer lacks is found by who reads it
                 yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
-        body = await response.aread(limit)
+    async def _checked(self, response: UpstreamResponse, limit: int, room: Room | None = None) -> bytes:
+        body = await response.aread(limit, room)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)
             error.own_key = response.own_key
