@@ -9,7 +9,6 @@ import pytest
 
 from agentspec.cache.responses import MemoryResponses, ResponseLimits, StoredResponse
 from agentspec.errors import CacheError
-from agentspec.proxy.responses import keeping
 from agentspec.proxy.responses.keeping import Keeper
 from agentspec.runtime import Runtime
 
@@ -22,9 +21,11 @@ class SlowStore(MemoryResponses):
 
     def __init__(self, *, broken: bool = False) -> None:
         super().__init__(ResponseLimits())
-        self.may_go_on, self.ended, self.broken = threading.Event(), threading.Semaphore(0), broken
+        self.begun, self.may_go_on, self.ended = threading.Event(), threading.Event(), threading.Semaphore(0)
+        self.broken = broken
 
     def put(self, stored: StoredResponse) -> bool:
+        self.begun.set()
         assert self.may_go_on.wait(60)
         try:
             return super().put(stored)
@@ -49,16 +50,23 @@ def keeper(store: SlowStore) -> Keeper:
 
 @pytest.mark.parametrize("broken", [False, True])
 async def test_what_is_stored_too_late_is_deleted(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "PATIENCE", 0.01)
-    store = SlowStore(broken=broken)
-    assert not await keeper(store).put(ANSWER)
+    store, patience = SlowStore(broken=broken), anyio.CancelScope()
+    monkeypatch.setattr(anyio, "move_on_after", lambda seconds: patience)
+
+    async def lose_patience() -> None:
+        await anyio.to_thread.run_sync(store.begun.wait, 60)
+        patience.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lose_patience)
+        assert not await keeper(store).put(ANSWER)
     store.may_go_on.set()
     for _ in ("put", "delete"):
-        assert await anyio.to_thread.run_sync(store.ended.acquire, True, 20)
+        assert await anyio.to_thread.run_sync(store.ended.acquire, True, 60)
     assert (store.get("t", ANSWER.id) is not None) == broken
 
 
-async def test_what_is_stored_in_time_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_stored_in_time_stays() -> None:
     store = SlowStore()
     store.may_go_on.set()
     assert await keeper(store).put(ANSWER) and store.get("t", ANSWER.id) is not None
