@@ -12,16 +12,8 @@ from types import NoneType
 from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
-from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
-    MAX_LIST_BYTES,
-    Endpoint,
-    Room,
-    Transport,
-    UpstreamResponse,
-    decode_json,
-    status_error,
-)
+from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Endpoint, Room, Transport, UpstreamResponse
+from agentspec.backends.http.failures import decode_json, status_error
 from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.hints import (
     PRIORITY,

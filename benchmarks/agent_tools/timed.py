@@ -32,10 +32,10 @@ from agentspec.benchmarks.agent_tools.timed_report import (
     TimedFile,
     TimedSession,
 )
-from agentspec.benchmarks.report import Progress, names_of, rotated
+from agentspec.benchmarks.report import Progress, rotated
 from agentspec.benchmarks.runs import ask
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.formats import detect, read
+from agentspec.recordings.formats import detect, names_of, read
 from agentspec.tools.audit import AuditEvent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.policy import ToolPolicy, ToolSpec

@@ -13,8 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agentspec.benchmarks.report import names_of
 from agentspec.errors import ConfigurationError
+from agentspec.recordings.formats import names_of
 
 Record = dict[str, Any]
 

@@ -12,7 +12,8 @@ from agentspec.benchmarks.cache.late import measure_late
 from agentspec.benchmarks.cache.report import CacheReport, FileResult
 from agentspec.benchmarks.cache.sglang_peer import SglangFigures, compare_with_sglang, compile_corpus
 from agentspec.benchmarks.cache.tenants import Tenancy
-from agentspec.benchmarks.report import Progress, names_of
+from agentspec.benchmarks.report import Progress
+from agentspec.recordings.formats import names_of
 from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import Encode, EncodedCall, read_calls
 
