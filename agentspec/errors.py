@@ -42,7 +42,7 @@ AgentSpecError
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -267,12 +267,38 @@ class KnowledgeBaseError(AgentSpecError):
     code = "knowledge_base_error"
 
 
+# The packages that each extra installs, by the names under which they are imported.
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "proxy": ("starlette", "uvicorn", "uvloop", "httpx2", "jinja2", "orjson", "prometheus_client"),
+    "torch": (
+        *("torch", "transformers", "accelerate", "gguf", "huggingface_hub"),
+        *("jinja2", "llguidance", "safetensors", "tqdm"),
+    ),
+    "langgraph": ("langgraph", "langchain", "langchain_core"),
+    "openai-agents": ("agents",),
+    "lora": ("peft",),
+    "retrieval": ("bm25s", "faiss"),
+    "bench": ("matplotlib",),
+    "postgres": ("psycopg",),
+    "dns": ("dns",),
+    "remote": ("fsspec",),
+}
+
+
+def extra_of(module: str | None, extras: Iterable[str] = EXTRAS) -> str | None:
+    """The first of `extras` that installs `module`; None if none does."""
+    package = (module or "").partition(".")[0]
+    return next((extra for extra in extras if package in EXTRAS[extra]), None)
+
+
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Around imports that need `extra`: where a package is missing, the `ModuleNotFoundError` says what installs it."""
+    """Around imports that need `extra`: where one of its packages is missing, the `ModuleNotFoundError` says what
+    installs it. Any other module that is missing is another defect, whose error stays as it is.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
-        if "pip install" in str(error):  # an import inside has said so already
+        if "pip install" in str(error) or not extra_of(error.name, [extra]):  # an import inside has said so already
             raise
         raise ModuleNotFoundError(f"{error}: pip install 'agentspec[{extra}]'", name=error.name) from error

@@ -46,6 +46,22 @@ class StructuredOutputs:
         return {name: value for name, value in values.items() if value is not None}
 
 
+class _Default:
+    """Marks a number that nobody gave, through `replace` too: servers have defaults of their own in its place, as vLLM
+    those of the model's generation config.
+    """
+
+    __slots__ = ()
+
+
+class _Float(_Default, float):
+    __slots__ = ()
+
+
+class _Int(_Default, int):
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are sampled. Defaults are OpenAI's; `temperature` 0 is greedy.
@@ -57,13 +73,13 @@ class SamplingParams:
     Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = _Float(1.0)
+    top_p: float = _Float(1.0)
+    top_k: int = _Int(0)
+    min_p: float = _Float(0.0)
+    presence_penalty: float = _Float(0.0)
+    frequency_penalty: float = _Float(0.0)
+    repetition_penalty: float = _Float(1.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -107,9 +123,17 @@ class SamplingParams:
         """Whether the local engine takes the best token and draws nothing."""
         return self.temperature < GREEDY_BELOW
 
+    def is_given(self, name: str) -> bool:
+        """Whether somebody chose the field's value: one that differs from the default, or a number equal to it."""
+        value, default = getattr(self, name), getattr(_DEFAULTS, name)
+        return not isinstance(value, _Default) and (isinstance(default, _Default) or bool(value != default))
+
     def _require(self, name: str, low: float, high: float, *, exclude_low: bool = False) -> None:
         value = getattr(self, name)
         if not (low < value if exclude_low else low <= value) or not value <= high:
             bounds = f"{'above' if exclude_low else 'at least'} {low}"
             bounds += "" if high == math.inf else f" and at most {high}"
             raise InvalidRequestError(f"{name} must be {bounds}, not {value!r}", param=name)
+
+
+_DEFAULTS = SamplingParams()

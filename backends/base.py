@@ -15,7 +15,7 @@ from agentspec.telemetry.samples import BackendSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message, Usage
 
 if TYPE_CHECKING:
-    from agentspec.backends.http import UpstreamResponse
+    from agentspec.backends.http import Room, UpstreamResponse
     from agentspec.backends.openai.isolation import TenantIsolation
     from agentspec.backends.openai.tokenization import ServerTokenization
     from agentspec.backends.settings import OpenAISettings
@@ -177,9 +177,9 @@ class Forwards(Protocol):
         """
         ...
 
-    def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
-        """The answer to a request for completions, streamed or whole, as `generate` yields it. Raises `UpstreamError`,
-        for an error answer `UpstreamStatusError`.
+    def deltas(self, response: UpstreamResponse, room: Room | None = None) -> AsyncGenerator[Delta]:
+        """The answer to a request for completions, streamed or whole, as `generate` yields it. `room` is asked for the
+        bytes of a large whole one. Raises `UpstreamError`, for an error answer `UpstreamStatusError`.
         """
         ...
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.errors import AgentSpecError, ConfigurationError, extra_of
 
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
@@ -26,20 +26,6 @@ ConfigOption = Annotated[
 ]
 ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-# The packages that each extra installs and a command may need.
-EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "torch": ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "huggingface_hub"),
-    "proxy": ("starlette", "uvicorn", "jinja2", "prometheus_client"),
-    "langgraph": ("langgraph", "langchain", "langchain_core"),
-    "openai-agents": ("agents",),
-    "lora": ("peft",),
-    "retrieval": ("faiss", "bm25s"),
-    "bench": ("matplotlib",),
-    "postgres": ("psycopg",),
-    "dns": ("dns",),
-    "remote": ("fsspec",),
-}
 
 
 class ErrorGroup(TyperGroup):
@@ -57,12 +43,6 @@ class ErrorGroup(TyperGroup):
             advice = f"install it with: pip install 'agentspec[{extra}]'"
             typer.echo(f"agentspec: this command needs {error.name}; {advice}", err=True)
             raise typer.Exit(FAILED) from None
-
-
-def extra_of(module: str | None) -> str | None:
-    """The extra that installs `module`; None if no extra does."""
-    package = (module or "").partition(".")[0]
-    return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
 
 
 def config_file(given: Path | None) -> Path | None:

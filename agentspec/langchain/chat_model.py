@@ -49,7 +49,6 @@ _OWN = (
     "latency_target_ms_per_token",
 )  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
-_DEFAULTED = tuple("temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty".split())
 _OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
 
 
@@ -274,8 +273,6 @@ class ChatAgentSpec(BaseChatModel):
                 extra["prediction"] = {"type": "content", "content": prediction}
             if target is not None:
                 extra["latency_target_ms_per_token"] = target
-            # Its own defaults need not be OpenAI's: vLLM takes those of the model's generation config.
-            extra = {name: chosen[name] for name in _DEFAULTED if chosen[name] is not None} | extra
         speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
         return GenerateRequest(
             model=chosen["model"],

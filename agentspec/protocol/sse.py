@@ -32,8 +32,9 @@ class SseDecoder:
     """Takes bytes and yields the `data` of every event that they complete.
 
     Lines end in LF, CRLF or CR, bytes that never occur inside a UTF-8 sequence. An event is decoded only when complete,
-    so a cut between any two bytes is harmless. An event that the stream's end cuts off is dropped, as the standard
-    requires. Raises `UpstreamError` for an event above `max_event_bytes`, which also bounds the memory used.
+    so a cut between any two bytes is harmless. Without `finish` an event that the stream's end cuts off is dropped, as
+    the standard requires. Raises `UpstreamError` for an event above `max_event_bytes`, which also bounds the memory
+    used.
     """
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
@@ -55,6 +56,10 @@ class SseDecoder:
             self._hold(piece)
             if piece.endswith((b"\n", b"\r")):
                 yield from self._end_line()
+
+    def finish(self) -> Iterator[str]:
+        """The event that lacks its blank line when the body has ended in order, as some servers end their last one."""
+        return self.feed(b"\n\n")
 
     def _hold(self, piece: bytes) -> None:
         self._line.append(piece)

@@ -46,7 +46,7 @@ from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
-from agentspec.proxy.streaming.sending import send_json, send_sse
+from agentspec.proxy.streaming.sending import collected, send_json, send_sse
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -213,7 +213,7 @@ class GenerationEndpoint:
             return
         request, writer = await self._run(exchange, self._parse, exchange.fields, exchange.caller, backend, record)
         exchange.release()
-        await self._answer(self.runtime.generate(request), writer, record, exchange.send, exchange.deadline)
+        await self._answer(self.runtime.generate(request), writer, exchange)
 
     async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
         check_head(exchange.scope)
@@ -298,16 +298,10 @@ class GenerationEndpoint:
             record.response_headers = backend.response_headers(request)
         return request, kind(request, form, self.settings.speculation_object)
 
-    async def _answer(
-        self,
-        deltas: AsyncGenerator[Delta],
-        writer: ResponseWriter,
-        record: RequestRecord,
-        send: Send,
-        deadline: Deadline,
-    ) -> None:
+    async def _answer(self, deltas: AsyncGenerator[Delta], writer: ResponseWriter, exchange: Exchange) -> None:
+        record, send, deadline = exchange.record, exchange.send, exchange.deadline
         if not record.stream:
-            await send_json(deadline.within(deltas), writer, record, send)
+            await send_json(deadline.within(collected(deltas, exchange.account)), writer, record, send)
             return
         pacing, form = self.settings.stream_pacing, writer.format
         if pacing:

@@ -49,7 +49,7 @@ class CompletionsEndpoint(GenerationEndpoint):
         shown = CompletionWriter(whole, writer.format, self.settings.speculation_object, per)
         exchange.release()
         answers = [partial(self.runtime.generate, request) for request, _ in parsed]
-        await self._answer(merged(answers, per), shown, record, exchange.send, exchange.deadline)
+        await self._answer(merged(answers, per), shown, exchange)
 
 
 def _several(prompt: Any) -> list[Any] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, extra_of
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -30,6 +30,8 @@ def build_backend(name: str, settings: BackendSettings, open_cache: Callable[[],
             return EncoderBackend.load(settings)
         from agentspec.backends.torch import TorchBackend
     except ModuleNotFoundError as error:
+        if not extra_of(error.name, ["torch"]):
+            raise
         advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
         raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
     return TorchBackend.load(settings, cache=open_cache())

@@ -55,8 +55,9 @@ class ServerSettings(SettingsModel):
     max_body_memory: ByteSize = Field(
         default=ByteSize(256 << 20),
         gt=0,
-        description="Memory for all running requests' bodies and, up to half of it, for upstreams' whole answers above"
-        " 64 KiB; half of either for one tenant. A body beyond it gets 429; an answer waits, then gets 503",
+        description="Memory for all running requests' bodies and, up to half of it, for answers above 64 KiB that are"
+        " kept to be sent or stored whole; half of either for one tenant. A body beyond it gets 429; an answer waits,"
+        " then gets 503",
     )
     parsing_threads: int = Field(
         default=2, ge=1, description="Threads that read bodies above 64 KiB; one tenant never takes the last"

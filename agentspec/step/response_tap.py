@@ -48,7 +48,7 @@ class ResponseTap:
         """The counts found, once the body has ended or was cut off."""
         if not self._unreadable and self._decoder is not None:
             with suppress(UpstreamError):
-                self._read(b"\n\n")  # the last event of a stream that was cut off, or that ends without a blank line
+                self._read_events(self._decoder.finish())  # also of a stream that was cut off
         elif not self._unreadable:
             self._read_object(self._body)
         return _usage_of(self._found.get("usage")), _speculation_of(self._found.get("speculation"))
@@ -58,7 +58,10 @@ class ResponseTap:
             self._body += data
             self._unreadable = len(self._body) > MAX_KEPT
             return
-        for event in self._decoder.feed(data):
+        self._read_events(self._decoder.feed(data))
+
+    def _read_events(self, events: Iterator[str]) -> None:
+        for event in events:
             if '"usage"' in event or '"speculation"' in event:
                 self._read_object(event)
 

@@ -5,7 +5,7 @@ from agentspec.backends.http.endpoint import Endpoint
 from agentspec.backends.http.failures import decode_json, mapped_errors, status_error
 from agentspec.backends.http.library import httpx
 from agentspec.backends.http.local_server import LocalServer, pieces_of
-from agentspec.backends.http.response import MAX_ANSWER_BYTES, MAX_LIST_BYTES, MEMBER_HEADER, UpstreamResponse
+from agentspec.backends.http.response import MAX_ANSWER_BYTES, MAX_LIST_BYTES, MEMBER_HEADER, Room, UpstreamResponse
 
 __all__ = [
     "MAX_ANSWER_BYTES",
@@ -13,6 +13,7 @@ __all__ = [
     "MEMBER_HEADER",
     "Endpoint",
     "LocalServer",
+    "Room",
     "Transport",
     "UpstreamResponse",
     "decode_json",

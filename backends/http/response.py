@@ -25,6 +25,10 @@ MEMBER_HEADER = "x-agentspec-member"
 _OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agentspec-", "x-request-id")
 
 
+Room = Callable[[int], Awaitable[None]]
+"""Takes memory for so many bytes of an answer, or waits for it."""
+
+
 class UpstreamResponse:
     """An upstream's answer while it arrives: `status`, the allowed `headers` (lower case) and the body in pieces.
 
@@ -55,7 +59,7 @@ class UpstreamResponse:
             async for piece in self._answer:
                 yield piece
 
-    async def aread(self, limit: int = MAX_ANSWER_BYTES, room: Callable[[int], Awaitable[None]] | None = None) -> bytes:
+    async def aread(self, limit: int = MAX_ANSWER_BYTES, room: Room | None = None) -> bytes:
         """The whole body. Raises `UpstreamError` if it breaks off or is longer than `limit` bytes.
 
         Before more than `SMALL_ANSWER_BYTES` are kept, `room` is asked for the bytes to come, all at once where the

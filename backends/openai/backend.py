@@ -6,21 +6,14 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
-from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
-    MAX_LIST_BYTES,
-    Endpoint,
-    Transport,
-    UpstreamResponse,
-    decode_json,
-    status_error,
-)
+from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Endpoint, Room, Transport, UpstreamResponse
+from agentspec.backends.http.failures import decode_json, status_error
 from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.hints import (
     PRIORITY,
@@ -137,11 +130,14 @@ class OpenAIBackend:
                 self.observe_answer(request.tenant, request.labels, delta.usage)
                 yield delta
 
-    async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
-        """The answer in `response`, streamed or whole, of about `MAX_ANSWER_BYTES`. Raises as `generate` does."""
+    async def deltas(self, response: UpstreamResponse, room: Room | None = None) -> AsyncGenerator[Delta]:
+        """The answer in `response`, streamed or whole, of about `MAX_ANSWER_BYTES`. Raises as `generate` does.
+
+        `room` is asked as by `UpstreamResponse.aread`, for one that is whole.
+        """
         last: Delta | None = None
         calls, size = CallNumbers(), 0
-        async with aclosing(self._chunks(response)) as chunks:
+        async with aclosing(self._chunks(response, room)) as chunks:
             async for chunk in chunks:
                 delta = calls.numbered(to_delta(chunk))
                 size += size_of(delta)
@@ -372,10 +368,10 @@ class OpenAIBackend:
             salted[SGLANG_KEY] = None  # it is part of the salt now
         return salted
 
-    async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
+    async def _chunks(self, response: UpstreamResponse, room: Room | None) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES, room), self._endpoint.name)
             return
         if response.is_encoded:
             raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
@@ -386,9 +382,12 @@ class OpenAIBackend:
                     if data == "[DONE]":
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
+        for data in decoder.finish():
+            with suppress(UpstreamError):  # half an event, or [DONE]; what the answer lacks is found by who reads it
+                yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
-        body = await response.aread(limit)
+    async def _checked(self, response: UpstreamResponse, limit: int, room: Room | None = None) -> bytes:
+        body = await response.aread(limit, room)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)
             error.own_key = response.own_key

@@ -9,13 +9,11 @@ from typing import Any
 from agentspec.errors import InvalidRequestError
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
-_DEFAULTS = SamplingParams()
-
 
 def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:
     """The path and the body of `request`, which ask for a stream with usage.
 
-    Sampling fields with OpenAI's default value are left out, so that the upstream's own defaults apply. `extra` is
+    Sampling fields that nobody gave are left out, so that the upstream's own defaults apply. `extra` is
     merged in but cannot change the fields set here. The request's `prediction` is not sent unless `extra` has one.
     Raises `InvalidRequestError` for `n` above 1, since a delta cannot carry further choices.
     """
@@ -69,7 +67,7 @@ def _form(form: StructuredOutputs) -> dict[str, Any]:
 def _sampling(sampling: SamplingParams, *, chat: bool) -> dict[str, Any]:
     apart = ("logprobs", "top_logprobs", "structured_outputs")
     names = [field.name for field in fields(sampling) if field.name not in apart]
-    body = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(_DEFAULTS, name)}
+    body = {name: getattr(sampling, name) for name in names if sampling.is_given(name)}
     if "logit_bias" in body:
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.logprobs:

@@ -94,7 +94,8 @@ class _Prober:
     async def streams_usage(self) -> bool:
         fields = {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            events = list(SseDecoder().feed(await self._post(_QUESTION, fields)))
+            decoder = SseDecoder()
+            events = [*decoder.feed(await self._post(_QUESTION, fields)), *decoder.finish()]
         except UpstreamError:
             return False
         return any(_prompt_tokens(_object(event)) is not None for event in events)

@@ -31,7 +31,7 @@ from agentspec.benchmarks.agent_tools.clock import (
 from agentspec.benchmarks.agent_tools.replay import draft_steps, play
 from agentspec.benchmarks.report import Progress
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.formats import detect, read
+from agentspec.recordings.formats import detect, names_of, read
 from agentspec.tools.launching import LaunchLimits
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -228,12 +228,12 @@ def run_agent_tools(
     if not 0.0 < share < 1.0:
         raise ConfigurationError(f"the share of tools must lie between 0 and 1, not {share}", param="share")
     found = AgentToolsReport(share, LaunchLimits())
-    for path in paths:
+    for path, name in zip(paths, names_of(paths), strict=True):
         recorded = list(read(path, detect(path)))
         if not recorded:
             raise ConfigurationError(f"{path}: no answers in it")
-        progress(f"drafting {path.name}")
+        progress(f"drafting {name}")
         steps = draft_steps(recorded)
-        progress(f"predicting {path.name}")
-        found.files.append(FileReplay(path.name, share, play(recorded, steps, read_only, share)))
+        progress(f"predicting {name}")
+        found.files.append(FileReplay(name, share, play(recorded, steps, read_only, share)))
     return found

@@ -35,7 +35,7 @@ from agentspec.benchmarks.agent_tools.timed_report import (
 from agentspec.benchmarks.report import Progress, rotated
 from agentspec.benchmarks.runs import ask
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.formats import detect, read
+from agentspec.recordings.formats import detect, names_of, read
 from agentspec.tools.audit import AuditEvent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.policy import ToolPolicy, ToolSpec
@@ -70,7 +70,10 @@ def run_agent_timed(model: str, paths: Sequence[Path], plan: TimedPlan, progress
     """
     from agentspec.cache import SuffixCache
 
-    files = [(path.name, sessions_of(read(path, detect(path)), plan.most_turns)) for path in paths]
+    files = [
+        (name, sessions_of(read(path, detect(path)), plan.most_turns))
+        for path, name in zip(paths, names_of(paths), strict=True)
+    ]
     progress(f"loading {model}")
     with SuffixCache.open() as cache:
         backend = ScriptedBackend.load(TorchSettings(model=model, prefill_next_turn=False), cache=cache)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError
+from agentspec.recordings.formats import names_of
 
 Record = dict[str, Any]
 
@@ -35,8 +36,8 @@ def convert(source: LogSource, files: Sequence[Path], out: Path) -> int:
     count = 0
     try:
         with gzip.open(partial, "wt", encoding="utf-8") as lines:
-            for file in files:
-                for record in _read(source, file):
+            for file, name in zip(files, names_of(files), strict=True):
+                for record in _read(source, file, str(Path(name).with_suffix(""))):
                     lines.write(json.dumps(record, ensure_ascii=False) + "\n")
                     count += 1
         if not count:
@@ -47,25 +48,25 @@ def convert(source: LogSource, files: Sequence[Path], out: Path) -> int:
     return count
 
 
-def _read(source: LogSource, file: Path) -> Iterator[Record]:
+def _read(source: LogSource, file: Path, name: str) -> Iterator[Record]:
     try:
-        yield from _READERS[source](file)
+        yield from _READERS[source](file, name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{file} is not a log of {source}: {error!r}") from error
 
 
-def _tau_bench(file: Path) -> Iterator[Record]:
+def _tau_bench(file: Path, name: str) -> Iterator[Record]:
     for run in json.loads(file.read_text("utf-8")):
-        yield from calls(f"{file.stem}-{run['task_id']}-trial{run.get('trial', 0)}", run["traj"])
+        yield from calls(f"{name}-{run['task_id']}-trial{run.get('trial', 0)}", run["traj"])
 
 
-def _tau2_bench(file: Path) -> Iterator[Record]:
+def _tau2_bench(file: Path, name: str) -> Iterator[Record]:
     """The agent's view, without the simulated user's tool calls. The recorded policy is the system prompt."""
     log = json.loads(file.read_text("utf-8"))
     policy = {"role": "system", "content": log["info"]["environment_info"]["policy"]}
     for run in log["simulations"]:
         seen = [message for message in run["messages"] if _in_agents_view(message)]
-        yield from calls(f"{file.stem}-{run['task_id']}-trial{run.get('trial', 0)}", [policy, *seen])
+        yield from calls(f"{name}-{run['task_id']}-trial{run.get('trial', 0)}", [policy, *seen])
 
 
 def _in_agents_view(message: Mapping[str, Any]) -> bool:
@@ -74,22 +75,22 @@ def _in_agents_view(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" or bool(message.get("content"))
 
 
-def _mini_swe_agent(file: Path) -> Iterator[Record]:
+def _mini_swe_agent(file: Path, _: str) -> Iterator[Record]:
     """A run of mini-swe-agent 1 or 2; the folder tells two runs of an instance apart."""
     instance = file.name.removesuffix(".json").removesuffix(".traj")
     yield from calls(f"{instance}@{file.parent.parent.name}", json.loads(file.read_text("utf-8"))["messages"])
 
 
-def _intercode(file: Path) -> Iterator[Record]:
+def _intercode(file: Path, name: str) -> Iterator[Record]:
     """The question, the commands and the database's answers; the log does not contain the game's instructions."""
     for number, game in json.loads(file.read_text("utf-8")).items():
         turns, messages = game["turn_history"], [{"role": "user", "content": game["query"]}]
         for action, seen in zip(turns["actions"], turns["observations"], strict=True):
             messages += [{"role": "assistant", "content": action}, {"role": "user", "content": str(seen)}]
-        yield from calls(f"{file.stem}-{number}", messages)
+        yield from calls(f"{name}-{number}", messages)
 
 
-def _aider(file: Path) -> Iterator[Record]:
+def _aider(file: Path, name: str) -> Iterator[Record]:
     """A chat history in Markdown: aider writes quotes, the user level-four headings, and the model everything else."""
     for started, chat in _chats(file.read_text("utf-8")):
         messages: list[Record] = []
@@ -103,7 +104,7 @@ def _aider(file: Path) -> Iterator[Record]:
                 asked.append(line.split(" ", 1)[1])
             else:
                 answered.append(line)
-        yield from calls(f"{file.stem}-{started}", messages)
+        yield from calls(f"{name}-{started}", messages)
 
 
 def _chats(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -117,7 +118,7 @@ def _message(role: str, lines: Sequence[str]) -> Record:
     return {"role": role, "content": "\n".join(line.rstrip() for line in lines).strip()}
 
 
-_READERS: dict[LogSource, Callable[[Path], Iterator[Record]]] = {
+_READERS: dict[LogSource, Callable[[Path, str], Iterator[Record]]] = {
     LogSource.tau_bench: _tau_bench,
     LogSource.tau2_bench: _tau2_bench,
     LogSource.mini_swe_agent: _mini_swe_agent,

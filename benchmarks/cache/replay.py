@@ -13,6 +13,7 @@ from agentspec.benchmarks.cache.report import CacheReport, FileResult
 from agentspec.benchmarks.cache.sglang_peer import SglangFigures, compare_with_sglang, compile_corpus
 from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.report import Progress
+from agentspec.recordings.formats import names_of
 from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import Encode, EncodedCall, read_calls
 
@@ -44,8 +45,8 @@ def run_cache(
     files = []
     installed = peer.installed_version()
     compare = _sglang_comparison(sglang)
-    for path in paths:
-        name = path.name.removesuffix(".jsonl.gz")
+    for path, name in zip(paths, names_of(paths), strict=True):
+        name = name.removesuffix(".jsonl.gz")
         progress(f"{name}: encoding")
         recorded = read_calls(path, encode, calls)
         result = FileResult(name)

@@ -20,7 +20,7 @@ from sqlalchemy.dialects.postgresql import insert
 from agentspec.cache.storage.database import Database, Upsert, reason
 from agentspec.cache.storage.migrations.partitions import partitions_of
 from agentspec.cache.storage.schema import metadata
-from agentspec.errors import CacheLockedError, ConfigurationError
+from agentspec.errors import CacheLockedError, ConfigurationError, extra_of
 
 SCHEMES = ("postgresql", "postgresql+psycopg")
 
@@ -63,6 +63,8 @@ class PostgresDatabase(Database):
         try:
             self.engine = sa.create_engine(url, pool_pre_ping=True, hide_parameters=True, connect_args=defaults)
         except ModuleNotFoundError as error:
+            if not extra_of(error.name, ["postgres"]):
+                raise
             advice = "install it with: pip install 'agentspec[postgres]'"
             raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
         self._further: set[str] = set()

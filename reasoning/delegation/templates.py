@@ -8,7 +8,7 @@ from typing import Any
 
 from agentspec.backends.base import NONE
 from agentspec.backends.templates.messages import described, plain
-from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.errors import ConfigurationError, InvalidRequestError, extra_of
 from agentspec.protocol.json_values import check_json
 from agentspec.types import Message
 
@@ -37,7 +37,9 @@ class Template:
             from jinja2 import TemplateError
 
             from agentspec.backends.templates.sandbox import BoundedEnvironment
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if not extra_of(error.name, ["proxy"]):
+                raise
             raise ConfigurationError(
                 "chat templates applied here need jinja2: pip install 'agentspec[proxy]'"
             ) from None

@@ -240,10 +240,10 @@ _OF_ANSWERS = (
 
 
 def _sampling(request: GenerateRequest, settings: DelegationSettings) -> SamplingParams:
-    """Sampling of the thinking: the request's, or the strategy's if temperature and top_p are at OpenAI's defaults."""
+    """Sampling of the thinking: the request's, or the strategy's if neither temperature nor top_p is given."""
     given = request.sampling
     chosen: dict[str, Any] = {}
-    if given.temperature == _DEFAULTS.temperature and given.top_p == _DEFAULTS.top_p:
+    if not (given.is_given("temperature") or given.is_given("top_p")):
         chosen = {"temperature": settings.temperature, "top_p": settings.top_p}
     whole: dict[str, Any] = {name: getattr(_DEFAULTS, name) for name in _OF_ANSWERS}
     return replace(given, **whole, **chosen)

@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from agentspec.cli.common import ErrorGroup, extra_of, require_plot
-from agentspec.errors import ConfigurationError, EngineError
+from agentspec.cli.common import ErrorGroup, require_plot
+from agentspec.errors import ConfigurationError, EngineError, extra_of
 
 
 def run(error: Exception) -> Result:
@@ -49,10 +49,3 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkey
     with pytest.raises(ModuleNotFoundError) as raised:
         require_plot(tmp_path / "plot.svg")
     assert extra_of(raised.value.name) == "bench"
-
-
-def test_extras_of_modules():
-    assert extra_of("torch.nn") == "torch"
-    assert extra_of("langchain_core") == "langgraph"
-    assert extra_of("json") is None
-    assert extra_of(None) is None

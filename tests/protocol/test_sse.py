@@ -49,6 +49,13 @@ def test_every_byte_boundary() -> None:
         assert decode(wire[:cut], wire[cut:]) == expected
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r", "\r\n", "\n\n", "\n: more", "\nevent: x"])
+def test_a_body_that_ended_in_order_ended_its_last_event(end: str) -> None:
+    decoder = SseDecoder()
+    assert [*decoder.feed(f"data: whole\n\ndata: last{end}".encode()), *decoder.finish()] == ["whole", "last"]
+    assert list(decoder.finish()) == []
+
+
 def test_an_event_without_its_end_is_dropped() -> None:
     assert decode(b"data: whole\n\ndata: half") == ["whole"]
     assert decode(b"data: whole\n\ndata: line\n") == ["whole"]

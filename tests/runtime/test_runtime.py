@@ -4,6 +4,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -183,9 +184,23 @@ async def test_any_asynchronous_iterator_will_do() -> None:
     assert await text_of(Runtime(Settings(), backends={"local": Plain()}).generate(ask("smollm2-135m"))) == ""
 
 
-def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "agentspec.backends.torch", None)
-    with pytest.raises(ConfigurationError, match=r"backends\.local.*agentspec\[torch\]"):
+@pytest.mark.parametrize(
+    ("missing", "error", "said"),
+    [
+        ("torch.nn", ConfigurationError, r"backends\.local.*agentspec\[torch\]"),
+        ("agentspec.backends.torch.lost", ModuleNotFoundError, "^lost$"),
+    ],
+)
+def test_what_is_missing_for_the_engine_is_said(
+    missing: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError("lost", name=missing)
+
+    package = ModuleType("agentspec.backends.torch")
+    monkeypatch.setattr(package, "__getattr__", absent, raising=False)
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    with pytest.raises(error, match=said):
         Runtime(Settings()).start()
 
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.cli.common import EXTRAS
-from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.settings.load import Settings
 
@@ -71,15 +70,20 @@ def check_extra(extra: str, *, needed: bool) -> Check:
     """Whether the packages of an extra are installed, with their versions."""
     found, missing = [], []
     for package in EXTRAS[extra]:
-        distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
+        name = distribution(package)
         try:
-            found.append(f"{distribution} {version(distribution)}")
+            found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            missing.append(distribution)
+            missing.append(name)
     if not missing:
         return Check(f"[{extra}]", "ok", ", ".join(found))
     detail = f"missing {', '.join(missing)}"
     return Check(f"[{extra}]", "fail" if needed else "note", detail, f"pip install 'agentspec[{extra}]'")
+
+
+def distribution(package: str) -> str:
+    """The name under which `package` is installed."""
+    return _DISTRIBUTIONS.get(package, package.replace("_", "-"))
 
 
 def check_native() -> Check:

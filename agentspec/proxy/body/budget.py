@@ -162,6 +162,12 @@ class BodyAccount:
                 "too many large answers are being sent already (server.max_body_memory); try again later"
             ) from None
 
+    async def cover(self, size: int) -> None:
+        """Have room for an answer of `size` bytes, of which the first 64 KiB need none. Raises as `wait_for`."""
+        missing = size - INLINE_BYTES - self._answer
+        if missing > 0:
+            await self.wait_for(-(-missing // INLINE_BYTES) * INLINE_BYTES)  # seldom, however small its pieces are
+
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """As `BodyBudget.run`, for this request's tenant."""
         return await self._budget.run(self.tenant, size, function, *arguments)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _KEYS = ("authorization", "x-api-key")
+_NO_CONTENT = 204  # has no body and tells no length of one (RFC 9110, sections 8.6 and 15.3.5)
 Again = Callable[[int, bytes], bytes | None]
 """The body to send instead of one that was refused with this status and content; None to pass the refusal on."""
 
@@ -109,7 +110,7 @@ async def pass_through(
 
 async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
     """All of an answer that is no stream. Raises `UpstreamAuthenticationError` where our key was refused."""
-    record.stream = response.is_stream and response.status < 400
+    record.stream = response.is_stream and response.status < 400 and response.status != _NO_CONTENT
     if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
         raise refused_key(f"upstream {response.name}")
     return b"" if record.stream else await response.aread(room=account.wait_for)
@@ -150,8 +151,8 @@ async def _send_whole(
         record.read(counts)
         _note_error(record, error)
         content = without_account(content) if error and response.own_key else content
-    length = (b"content-length", str(len(content)).encode())
-    await send({"type": "http.response.start", "status": response.status, "headers": [*_headers(response), length]})
+    length = [(b"content-length", str(len(content)).encode())] if response.status != _NO_CONTENT else []
+    await send({"type": "http.response.start", "status": response.status, "headers": [*_headers(response), *length]})
     await send({"type": "http.response.body", "body": content})
 
 

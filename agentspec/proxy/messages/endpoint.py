@@ -59,11 +59,12 @@ class MessagesEndpoint(GenerationEndpoint):
             chat = await chat_fields(backend, request, exchange.caller, model)
             predicted = await self._predicted(exchange, backend, chat)
             encoded = partial(self._run, exchange, encode)
-            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted)
+            room = exchange.account.wait_for
+            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted, room)
         del chat
         writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
         exchange.release()
-        await self._answer(deltas, writer, record, exchange.send, exchange.deadline)
+        await self._answer(deltas, writer, exchange)
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, record.usage)
 
     async def _chat(self, exchange: Exchange, backend: Forwards, *, count: bool = False) -> MessagesRequest:

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Scope
 
 from agentspec.backends.base import CHAT, Forwards
+from agentspec.backends.http import Room
 from agentspec.backends.openai.prediction import PredictionCounter, prediction_counter
 from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
@@ -66,16 +67,17 @@ async def chat_answer(
     scope: Scope,
     record: RequestRecord,
     predicted: PredictedAnswer | None,
+    room: Room,
 ) -> AsyncGenerator[Delta]:
     """Begin to ask `model` for the answer to `chat`, with the prediction of `predicted` if it has one.
 
-    `encoded` makes the bytes of a body.
+    `encoded` makes the bytes of a body. `room` is asked for the bytes of a large answer that is no stream.
     """
     counter = prediction_counter(backend, model, chat)
     plain = await encoded(chat)
 
     def ask(body: bytes) -> AsyncGenerator[Delta]:
-        return chat_deltas(backend, body, chat_headers(scope, record), record, counter)
+        return chat_deltas(backend, body, chat_headers(scope, record), record, counter, room)
 
     if predicted is None:
         return ask(plain)
@@ -89,6 +91,7 @@ async def chat_deltas(
     headers: Mapping[str, str],
     record: RequestRecord,
     counter: PredictionCounter | None = None,
+    room: Room | None = None,
 ) -> AsyncGenerator[Delta]:
     """The upstream's answer to the chat in `body`; `counter` adds prediction counts. Raises `UpstreamError`."""
     sending = backend.forward("POST", CHAT, headers=headers, body=body, tenant=record.tenant)
@@ -96,7 +99,7 @@ async def chat_deltas(
         async with sending as response:
             record.answer_arrived(response.status, response.headers)
             refused = False
-            async with aclosing(_counted(backend.deltas(response), counter)) as deltas:
+            async with aclosing(_counted(backend.deltas(response, room), counter)) as deltas:
                 async for delta in deltas:
                     refused = refused or bool(_refusal(delta))
                     yield _readable(delta, refused=refused)

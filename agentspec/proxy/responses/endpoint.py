@@ -30,6 +30,7 @@ from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
 from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
 from agentspec.proxy.streaming.pacing import paced
+from agentspec.proxy.streaming.sending import collected
 from agentspec.types import Delta
 
 T = TypeVar("T")
@@ -135,7 +136,8 @@ class ResponsesEndpoint(GenerationEndpoint):
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
             predicted = await self._predicted(exchange, backend, chat)
             encoded, model = partial(self._run_on, exchange, history, encode), exchange.route.upstream_model
-            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted)
+            room = exchange.account.wait_for
+            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted, room)
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 
@@ -194,7 +196,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         stored = request.store and exchange.caller.store and self.keeper.stores
         writer = EventWriter(request, stored=stored, include_speculation=settings.speculation_object)
         keep = self._keeping(exchange, request)
-        deltas = count_reasoning(deltas)
+        deltas = collected(count_reasoning(deltas), exchange.account)  # a stream ends with the whole answer, too
         if not request.stream:
             await send_whole(exchange.deadline.within(deltas), writer, record, exchange.send, keep)
             return

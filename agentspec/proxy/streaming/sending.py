@@ -10,8 +10,10 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from agentspec.errors import AgentSpecError
+from agentspec.protocol.deltas import size_of
 from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
+from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.errors import log_unexpected, outcome
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
@@ -22,6 +24,19 @@ EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+async def collected(deltas: AsyncGenerator[Delta], account: BodyAccount) -> AsyncGenerator[Delta]:
+    """The same deltas for who keeps them all: `account` has room for each before it comes, and waits for it.
+
+    Raises `AnswerMemoryError`.
+    """
+    size = 0
+    async with aclosing(deltas):
+        async for delta in deltas:
+            size += size_of(delta)
+            await account.cover(size)
+            yield delta
 
 
 async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,33 @@ class _MessageLine:
         return [block for block in content if block.get("type") == kind] if isinstance(content, list) else []
 
 
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """The lines of a file that have messages, found by what the search for earlier messages asks for.
+
+    `lines` has them by ("line", uuid), by ("reply", id of the answer that they are part of), and by ("result", id of a
+    tool's call) where they hold that result. `parents` has every line.
+    """
+
+    replies: dict[str, list[_MessageLine]] = field(default_factory=dict)
+    lines: dict[tuple[str, str], list[_MessageLine]] = field(default_factory=dict)
+    parents: dict[str, str | None] = field(default_factory=dict)
+
+    def add(self, entry: _MessageLine) -> None:
+        if entry.message.get("role") == "assistant" and not _is_synthetic(entry):
+            self.replies.setdefault(entry.reply or entry.uuid, []).append(entry)
+        keys = {("line", entry.uuid)} | {
+            ("result", str(block.get("tool_use_id"))) for block in entry.blocks("tool_result")
+        }
+        for key in keys | ({("reply", entry.reply)} if entry.reply else set()):
+            self.lines.setdefault(key, []).append(entry)
+
+
 def read(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
     """Every answer of a session, of its subagents too, with the messages on the path to it."""
-    entries, parents = _entries(path, on_bad)
-    replies: dict[str, list[_MessageLine]] = {}
-    for entry in entries:
-        if entry.message.get("role") == "assistant" and not _is_synthetic(entry):
-            replies.setdefault(entry.reply or entry.uuid, []).append(entry)
-    for parts in replies.values():
+    session = _session(path, on_bad)
+    ends: dict[str | None, _Branch] = {}  # by the line that they reach so far
+    for parts in session.replies.values():
         first, last = parts[0], parts[-1]
         answer = _answer(parts)
         if not (answer["content"] or answer.get("tool_calls")):
@@ -48,24 +68,22 @@ def read(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
         yield RecordedCall(
             first.place,
             labels,
-            _messages(_before(first, entries, parents)),
+            _before(first, session, ends),
             answer,
             finished=last.message.get("stop_reason") not in CUT,
             created_at=moment(last.record.get("timestamp")),
         )
 
 
-def _entries(path: Path, on_bad: OnBad) -> tuple[list[_MessageLine], dict[str, str | None]]:
-    """The lines with messages, and the parent of every line."""
-    entries: list[_MessageLine] = []
-    parents: dict[str, str | None] = {}
+def _session(path: Path, on_bad: OnBad) -> _Session:
+    session = _Session()
     for number, (place, record) in enumerate(records(path, on_bad)):
         uuid = str(record.get("uuid") or place)
-        parents[uuid] = record.get("parentUuid")
+        session.parents[uuid] = record.get("parentUuid")
         message = record.get("message")
         if record.get("type") in ("user", "assistant") and isinstance(message, dict) and "role" in message:
-            entries.append(_MessageLine(place, number, uuid, message, record))
-    return entries, parents
+            session.add(_MessageLine(place, number, uuid, message, record))
+    return session
 
 
 def _is_synthetic(entry: _MessageLine) -> bool:
@@ -73,39 +91,69 @@ def _is_synthetic(entry: _MessageLine) -> bool:
     return bool(entry.record.get("isApiErrorMessage")) or entry.message.get("model") == "<synthetic>"
 
 
-def _before(
-    answer: _MessageLine, entries: Sequence[_MessageLine], parents: Mapping[str, str | None]
-) -> list[_MessageLine]:
-    """The lines on the path to `answer`, with the other lines of their answers and all results of their tools."""
-    path: set[str] = set()
-    above = parents[answer.uuid]
-    while above is not None and above not in path:
-        path.add(above)
-        above = parents.get(above)
-    replies = {entry.reply for entry in entries if entry.uuid in path and entry.reply}
-    found, calls = [], set[str]()
-    for entry in entries:
-        if entry.number >= answer.number:
-            break
-        results = {str(block.get("tool_use_id")) for block in entry.blocks("tool_result")}
-        if entry.uuid in path or entry.reply in replies or results & calls:
+def _before(answer: _MessageLine, session: _Session, ends: dict[str | None, _Branch]) -> list[Message]:
+    """The messages on the path to `answer`: those of the branch that it goes on, and what came since."""
+    path: dict[str, None] = {}
+    above = end = session.parents[answer.uuid]
+    while above is not None and above not in ends and above not in path:
+        path[above] = None
+        above = session.parents.get(above)
+    ends[end] = branch = ends.pop(above, None) or _Branch(session.lines)
+    return branch.grow(path, answer.number)
+
+
+class _Branch:
+    """The messages on a path: of its lines, of the other lines of their answers, and of all results of their tools.
+
+    A branch grows with its path, so that a session is read once and not once for each answer.
+    """
+
+    def __init__(self, lines: Mapping[tuple[str, str], Sequence[_MessageLine]]) -> None:
+        self._lines = lines
+        self._known: set[int] = set()
+        self._waiting: list[tuple[int, _MessageLine]] = []  # a heap; lines that belong here by their numbers
+        self._found: list[_MessageLine] = []
+        self._messages: list[Message] = []
+        self._written: dict[str, tuple[int, list[_MessageLine]]] = {}  # each answer's place in `_messages`, its lines
+
+    def grow(self, path: Iterable[str], number: int) -> list[Message]:
+        """The messages before line `number`, now that the path has these lines too."""
+        for uuid in path:
+            for entry in self._lines.get(("line", uuid), ()):
+                self._wait((entry, *self._lines.get(("reply", entry.reply or ""), ())))
+        found = []
+        while self._waiting and self._waiting[0][0] < number:
+            _, entry = heappop(self._waiting)
             found.append(entry)
-            calls |= {str(block.get("id")) for block in entry.blocks("tool_use")}
-    return [entry for entry in found if not _is_synthetic(entry)]
+            for block in entry.blocks("tool_use"):
+                results = self._lines.get(("result", str(block.get("id"))), ())
+                self._wait(one for one in results if one.number > entry.number)
+        self._write([entry for entry in found if not _is_synthetic(entry)])
+        return list(self._messages)
 
+    def _wait(self, entries: Iterable[_MessageLine]) -> None:
+        for entry in entries:
+            if entry.number not in self._known:
+                self._known.add(entry.number)
+                heappush(self._waiting, (entry.number, entry))
 
-def _messages(entries: Sequence[_MessageLine]) -> list[Message]:
-    messages: list[Message] = []
-    written: dict[str, list[_MessageLine]] = {}
-    for entry in entries:
-        if entry.reply is None:
-            messages += messages_of(str(entry.message["role"]), entry.message.get("content"))
-        elif entry.reply in written:
-            written[entry.reply].append(entry)
-        else:
-            written[entry.reply] = [entry]
-            messages.append({"reply": entry.reply})
-    return [_answer(written[message["reply"]]) if "reply" in message else message for message in messages]
+    def _write(self, found: list[_MessageLine]) -> None:
+        """Add the messages of these lines; an answer stands where its first line does."""
+        if found and self._found and found[0].number < self._found[-1].number:
+            found = sorted(self._found + found, key=lambda entry: entry.number)
+            self._found, self._messages, self._written = [], [], {}
+        self._found += found
+        for entry in found:
+            if entry.reply is None:
+                self._messages += messages_of(str(entry.message["role"]), entry.message.get("content"))
+                continue
+            if entry.reply not in self._written:
+                self._written[entry.reply] = len(self._messages), []
+                self._messages.append({})
+            self._written[entry.reply][1].append(entry)
+        for reply in {entry.reply for entry in found if entry.reply is not None}:
+            place, parts = self._written[reply]
+            self._messages[place] = _answer(parts)
 
 
 def _answer(parts: Sequence[_MessageLine]) -> Message:

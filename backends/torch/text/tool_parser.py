@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
@@ -24,7 +24,8 @@ class ToolFormat:
     one.
 
     If `bare`, a call's object may begin an answer without `opening`. If `named`, the object holds only the arguments,
-    after the name and `before_arguments`. If `listed`, the objects stand in an array.
+    after the name, perhaps `before_id` and the call's id, and `before_arguments`. If `listed`, the objects stand in an
+    array.
     """
 
     name: Literal["hermes", "llama", "mistral"]
@@ -34,12 +35,13 @@ class ToolFormat:
     bare: bool = False
     named: bool = False
     listed: bool = False
+    before_id: str = ""
     before_arguments: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The strings that must stay in the text even if they are special tokens."""
-        return tuple(text for text in (self.opening, self.closing, self.before_arguments) if text)
+        return tuple(filter(None, (self.opening, self.closing, self.before_id, self.before_arguments)))
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, symbol: Callable[[str], str], opened: bool = False
@@ -65,8 +67,8 @@ class ToolFormat:
 
     def _head(self, name: str, opening: str, symbol: Callable[[str], str]) -> str:
         if self.named:
-            before = symbol(self.before_arguments) if self.before_arguments else ""
-            return f"{opening} {lark_string(name)} {before}"
+            id = f"{symbol(self.before_id)} /{_MISTRAL_ID}/ " if self.before_id else ""
+            return f"{opening} {lark_string(name)} {id}{symbol(self.before_arguments)}"
         opened = f'{opening} "\\n" ' if self.closing else ""
         return opened + lark_string(f'{{"name": {json.dumps(name)}, "{self.arguments}": ')
 
@@ -76,16 +78,20 @@ class ToolFormat:
         return f'"}}\\n" {symbol(self.closing)}' if self.closing else '"}"'
 
 
+_MISTRAL_ID = "[a-zA-Z0-9]{9}"
+
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
 LLAMA = ToolFormat("llama", "<|python_tag|>", arguments="parameters", bare=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", listed=True)
 MISTRAL_NAMED = ToolFormat("mistral", "[TOOL_CALLS]", named=True, before_arguments="[ARGS]")
+MISTRAL_IDS = replace(MISTRAL_NAMED, before_id="[CALL_ID]")  # `mistral_common.experimental.tools` reads all three
 
 
 def format_of(template: str) -> ToolFormat | None:
     """The format that a chat template teaches; None if it knows no tools or teaches a format not known here."""
     if "[TOOL_CALLS]" in template:
-        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
+        named = MISTRAL_IDS if "[CALL_ID]" in template else MISTRAL_NAMED
+        return named if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template:  # some templates write XML between these tags instead of JSON
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     return LLAMA if "<|python_tag|>" in template or "ipython" in template else None
@@ -105,7 +111,7 @@ def call_id(format: ToolFormat) -> str:
 
 
 OutputPiece = str | dict[str, Any]  # text, or an entry of OpenAI's `tool_calls` in a delta
-_NAME = re.compile(r"[\w.-]+")
+_NAME = re.compile(r"[\w.-]+")  # of a function, or an id
 _CALL_KEYS = frozenset({"name", "type", "id"})
 
 
@@ -126,10 +132,12 @@ class ToolCallParser:
     calls: int = 0
     _state: ParserState = "text"
     _held: str = ""  # text not parsed yet
-    _raw: str = ""  # the text of the current call, kept while it may still turn out to be no call
+    _raw: list[str] = field(default_factory=list)  # of the current call but its object: it may still be no call
     _fresh: bool = True  # whether only blanks came since the beginning or since the last call
     _object: JsonObjectParser = field(default_factory=JsonObjectParser)
     _name: str | None = None  # the call's name, if the format writes it before the arguments
+    _id: str | None = None  # and its id; empty until it comes
+    _ids: set[str] = field(default_factory=set)
     _sent: int | None = None  # characters of the arguments passed on; None until the name was passed on
 
     def feed(self, text: str) -> list[OutputPiece]:
@@ -145,7 +153,7 @@ class ToolCallParser:
         """The pieces left when no more text will come: an unfinished call without a name is passed on as text."""
         called, state = self._called, self._state
         rest = ("" if called else self._kept()) + self._held
-        self._raw = self._held = ""
+        self._raw, self._held = [], ""
         closed = state == "closing" and self.format.closing.startswith(rest.strip())
         over = state == "between" and self.calls > 0 and not rest.strip(self._separators)
         blank = state == "text" and self.calls > 0 and not rest.strip()
@@ -153,7 +161,8 @@ class ToolCallParser:
 
     def _kept(self) -> str:
         """The text of what may be no call, without what ended the call before it."""
-        return self._raw.lstrip(self._separators.replace("[", "")) if self.calls else self._raw
+        raw = "".join([*self._raw, self._object.text() if self._state == "object" else ""])
+        return raw.lstrip(self._separators.replace("[", "")) if self.calls else raw
 
     @property
     def _called(self) -> bool:
@@ -175,7 +184,7 @@ class ToolCallParser:
         return " \n\t[];," if self.format.listed else " \n\t;,"
 
     def _enter(self, state: ParserState, eaten: str) -> bool:
-        self._raw += eaten
+        self._raw.append(eaten)
         self._held = self._held[len(eaten) :]
         self._state = state
         return True
@@ -203,8 +212,9 @@ class ToolCallParser:
         rest = self._held.lstrip(self._separators)
         if len(rest) < len(self._held):
             return self._enter("between", self._held[: len(self._held) - len(rest)])
-        for marker in filter(None, (self.format.opening, self.format.before_arguments)):
+        for marker in filter(None, (self.format.opening, self.format.before_id, self.format.before_arguments)):
             if rest.startswith(marker):
+                self._id = "" if marker == self.format.before_id else self._id
                 return self._enter("between", marker)
             if marker.startswith(rest):
                 return False
@@ -212,41 +222,53 @@ class ToolCallParser:
             self._object, self._sent, self._state = JsonObjectParser(), None, "object"
             return True
         name = _NAME.match(rest)
-        if self.format.name != "mistral" or name is None or self._name is not None:
+        if self.format.name != "mistral" or name is None or (self._name is not None and self._id != ""):
             return self._give_up(pieces)
         if name.end() == len(rest):
             return False
-        self._name = name.group()
-        return self._enter("between", self._name)
+        if self._name is None:
+            self._name = name.group()
+        else:
+            self._id = name.group()
+        return self._enter("between", name.group())
 
     def _inside(self, pieces: list[OutputPiece]) -> bool:
         """Parse inside a call's object, which may still turn out to be no call."""
-        used = self._object.feed(self._held)
-        self._enter("object", self._held[:used])
+        self._held = self._held[self._object.feed(self._held) :]
         self._report(pieces)
         if self._object.broken or (self._sent is None and (self._object.complete or self._foreign)):
             return self._give_up(pieces)
         if self._object.complete:
-            self._raw, self._name, self._fresh = "", None, True
+            self._raw, self._name, self._id, self._fresh = [], None, None, True
             self._state = "closing" if self.format.closing else "between"
         return self._object.complete
 
     def _report(self, pieces: list[OutputPiece]) -> None:
-        """Pass on the part of the call that is known so far."""
-        name, arguments = self._call()
-        if not name or not arguments or self._foreign:
+        """Pass on what became known of the call."""
+        name, begins = self._name, self._sent is None
+        if begins:
+            name = name or self._object.string("name")
+            if not name or self._foreign:
+                return
+        arguments = self._arguments(self._sent or 0)
+        if not arguments:
             return
-        begins = self._sent is None
         self.calls += begins
-        index, sent = self.calls - 1, self._sent or 0
-        self._sent = len(arguments)
+        self._sent = (self._sent or 0) + len(arguments)
+        index = self.calls - 1
         if index and not self.parallel:
             return
         if begins:
             function = {"name": name, "arguments": ""}
-            pieces.append({"index": index, "id": call_id(self.format), "type": "function", "function": function})
-        if len(arguments) > sent:
-            pieces.append({"index": index, "function": {"arguments": arguments[sent:]}})
+            pieces.append({"index": index, "id": self._new_id(), "type": "function", "function": function})
+        pieces.append({"index": index, "function": {"arguments": arguments}})
+
+    def _new_id(self) -> str:
+        """The id that the model wrote, if the client may send it back and no other call has it; else a new one."""
+        written = self._id or ""
+        id = written if re.fullmatch(_MISTRAL_ID, written) and written not in self._ids else call_id(self.format)
+        self._ids.add(id)
+        return id
 
     @property
     def _foreign(self) -> bool:
@@ -255,24 +277,22 @@ class ToolCallParser:
         before = keys[: min((keys.index(key) for key in ("parameters", "arguments") if key in keys), default=len(keys))]
         return self.format.bare and (name not in (None, *self.names) or not _CALL_KEYS.issuperset(before))
 
-    def _call(self) -> tuple[str | None, str]:
-        """The call's name and arguments as far as they are known."""
+    def _arguments(self, sent: int) -> str:
+        """The call's arguments after the first `sent` characters, as far as they are known."""
         if self._name is not None:
-            return self._name, self._object.text
-        keys = (key for key in self._object.keys if key in self._argument_keys)  # the first in the text
-        given = next(((key, value) for key in keys if (value := self._object.value(key))), None)
-        if given is None:
-            none = "{}" if self._object.complete and not self.format.bare else ""
-            return self._object.string("name"), none
-        key, arguments = given
-        if arguments[0] == '"':  # the model wrote the JSON inside a string
-            arguments = self._object.string(key) or ""
-        return self._object.string("name"), arguments
+            return self._object.text(sent)
+        given = {key: begin for key in self._argument_keys if (begin := self._object.begin(key)) is not None}
+        if not given:
+            return "{}"[sent:] if self._object.complete and not self.format.bare else ""
+        key = min(given, key=given.__getitem__)  # the first in the text
+        if self._object.text(given[key], given[key] + 1) != '"':
+            return self._object.value(key, sent)
+        return "" if sent else self._object.string(key) or ""  # the model wrote the JSON inside a string
 
     def _give_up(self, pieces: list[OutputPiece]) -> bool:
         """This was no call: pass on the first kept character as text, and parse again from the second."""
         whole = ("" if self._called else self._kept()) + self._held
-        self._raw, self._name = "", None
+        self._raw, self._name, self._id = [], None, None
         pieces.append(whole[:1])
         self._held, self._fresh, self._state = whole[1:], False, "text"
         return True

@@ -127,6 +127,32 @@ async def test_an_error_answer_is_kept_whole(status: int) -> None:
         await upstream.models()
 
 
+async def test_room_is_asked_for_a_large_answer_that_is_no_stream() -> None:
+    message = {"role": "assistant", "content": "x" * 100_000}
+    body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+    upstream, asked = backend([body[:80_000], body[80_000:]], content_type="application/json"), list[int]()
+
+    async def room(size: int) -> None:
+        asked.append(size)
+
+    async with upstream.forward("POST", "/chat/completions", headers={}) as response:
+        told = [delta async for delta in upstream.deltas(response, room)]
+    assert [len(delta.text) for delta in told] == [100_000]
+    assert sum(asked) == len(body) - 65536
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("half", [b"", b'{"choices'])
+async def test_the_last_event_needs_no_blank_line(end: bytes, half: bytes) -> None:
+    *pieces, last = events(*EVENTS, done=False)
+    whole = await collect(backend([*pieces, last]))
+    assert await collect(backend([*pieces, last.rstrip(b"\n") + end])) == whole
+    assert await collect(backend([*pieces, last, b"data: " + half + end])) == whole
+    assert await collect(backend([*pieces, last, b"data: [DONE]" + end])) == whole
+    with pytest.raises(UpstreamError):
+        await collect(backend([*pieces, last.rstrip(b"\n"), httpx.ReadError("reset")]))
+
+
 @pytest.mark.parametrize("cut", range(4))
 async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
     with pytest.raises(UpstreamError):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,18 @@ def test_only_what_differs_from_the_defaults_is_sent() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def test_a_default_that_was_given_is_sent() -> None:
+    """A server may have another one, as vLLM has the model's own temperature; `replace` keeps what nobody gave."""
+    numbers = {"temperature": 1.0, "top_p": 1, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    numbers |= {"presence_penalty": 0, "frequency_penalty": 0.0}
+    assert SamplingParams(**numbers) == SamplingParams()
+    for name, value in numbers.items():
+        chosen = SamplingParams(**{name: value}), replace(SamplingParams(seed=1), **{name: value})
+        for sampling in chosen:
+            _, body = payload(request(sampling=replace(sampling, seed=2, n=1, stop=())), "m")
+            assert {one: body[one] for one in (*numbers, "stop", "n") if one in body} == {name: value}
 
 
 def test_every_sampling_field_travels() -> None:

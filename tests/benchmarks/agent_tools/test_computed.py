@@ -67,6 +67,17 @@ def test_calls_are_predicted_from_earlier_sessions(recorded: Path) -> None:
     assert tried >= 10 and came > 0.8 and hit > 0.4
 
 
+def test_files_of_one_name_keep_their_results_apart(recorded: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / recorded.name
+    other.parent.mkdir()
+    other.write_text("\n".join(recorded.read_text().splitlines()[:8]))
+    told = run_agent_tools([recorded, other], progress=lambda _: None).data()["files"]
+    alone = [measured(path).data()["files"][path.name] for path in (recorded, other)]
+    assert told == {f"{tmp_path.name}/{recorded.name}": alone[0], f"other/{recorded.name}": alone[1]}
+    with pytest.raises(ConfigurationError, match="twice"):
+        run_agent_tools([recorded, other, recorded], progress=lambda _: None)
+
+
 def test_the_first_session_is_not_predicted_by_later_ones(recorded: Path, tmp_path: Path) -> None:
     alone = tmp_path / "one.jsonl"
     alone.write_text("\n".join(recorded.read_text().splitlines()[:4]))

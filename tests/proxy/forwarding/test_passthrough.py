@@ -309,6 +309,16 @@ def test_odd_answers_pass_unchanged(gateway: Any, upstream: Any, body: bytes) ->
     assert (response.status_code, response.content) == (200, body)
 
 
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_an_answer_that_has_no_body_tells_no_length(gateway: Any, upstream: Any, kind: str) -> None:
+    running = gateway(*passing(upstream(lambda request: request.head(204, kind)).url))
+    with httpx.Client() as client:
+        for _ in range(2):  # the connection is still in order
+            response = client.post(f"{running.url}{CHAT}", json=BODY, timeout=60)
+            assert (response.status_code, response.content) == (204, b"")
+            assert not {"content-length", "transfer-encoding"} & response.headers.keys()
+
+
 def test_paths_beside_the_listed_ones_reach_nobody(gateway: Any, upstream: Any) -> None:
     """C9, with the routes that vLLM leaves open."""
     server = upstream(lambda request: request.answer(b"{}"))

@@ -434,6 +434,19 @@ async def test_max_tokens_counts_thinking_and_answer() -> None:
     assert deltas[-1].finish_reason == "length" and "".join(delta.text for delta in deltas) == "The"
 
 
+@pytest.mark.parametrize(
+    ("asked", "thought"), [({}, (0.6, 0.95)), ({"temperature": 1.0}, (1.0, 1.0)), ({"top_p": 1.0}, (1.0, 1.0))]
+)
+async def test_sampling_of_the_request_holds_for_the_thinking(
+    asked: dict[str, float], thought: tuple[float, float]
+) -> None:
+    base, small = ThinkingModel(numbered("b")), ThinkingModel(numbered("s"))
+    request = replace(ask(), sampling=SamplingParams(**asked))
+    await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(request))
+    steps = {(one.sampling.temperature, one.sampling.top_p) for one in small.requests}
+    assert steps == {thought}
+
+
 async def test_min_tokens_counts_thinking_and_answer() -> None:
     base, small = ThinkingModel(numbered("b")), ThinkingModel(numbered("s"))
     backend = DelegationBackend.of(knobs(), base=base, small=small)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from agentspec.recordings.agents.turns import moment
 from agentspec.recordings.calls import BadLineError
 from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.recordings.redaction import Redaction
+from tests.instructions import counted_instructions
 from tests.recordings.agents.conftest import (
     ARGUMENTS,
     FIRST,
@@ -101,6 +103,26 @@ def test_a_branch_knows_nothing_of_the_other(tmp_path: Path) -> None:
         file.write(json.dumps({"type": "message", "id": "g", "parentId": "a", "message": message}) + "\n")
     *_, last = calls = list(read(path, Format.pi))
     assert (len(calls), len(last.messages), last.finished) == (3, 1, False)
+
+
+def test_a_long_session_is_read_once_and_not_once_for_each_answer(tmp_path: Path) -> None:
+    def cost(turns: int) -> int:
+        lines = [json.loads(line) for line in claude_code(tmp_path).read_text().splitlines()]
+        written = [line for line in lines if "message" in line][:-1]
+        repeated = json.dumps(written)
+        path = tmp_path / "long.jsonl"
+        with path.open("w") as file:
+            last = None
+            for turn in range(turns):
+                again = json.loads(re.sub(r'"([umt]\d)"', rf'"{turn}-\1"', repeated))
+                again[0]["parentUuid"], last = last, again[-1]["uuid"]
+                file.writelines(f"{json.dumps(line)}\n" for line in again)
+        with counted_instructions("json") as count:
+            *_, call = read(path, Format.claude_code)
+        assert len(call.messages) == 4 * turns - 3
+        return count()
+
+    assert cost(20) < 2.2 * cost(10)
 
 
 def test_after_a_compaction_the_history_is_the_summary(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from agentspec.backends.torch.text.tool_parser import (
     HERMES,
     LLAMA,
     MISTRAL,
+    MISTRAL_IDS,
     MISTRAL_NAMED,
     ToolCallParser,
     ToolFormat,
@@ -23,7 +26,7 @@ from agentspec.backends.torch.text.tool_parser import (
     schema_of,
 )
 
-FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "named": MISTRAL_NAMED}
+FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "named": MISTRAL_NAMED, "ids": MISTRAL_IDS}
 TOOLS = [
     {
         "type": "function",
@@ -98,6 +101,15 @@ ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
         ("well [TOOL_CALLS]get_weather[ARGS]" + json.dumps(ROME[1]) + "[TOOL_CALLS]now{}", "well ", [ROME, NOW]),
         ("[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
     ],
+    "ids": [
+        ("[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}", "", [NOW]),
+        ("[TOOL_CALLS]now[ARGS]{}", "", [NOW]),
+        ("[TOOL_CALLS]now[CALL_ID][ARGS]{}", "", [NOW]),
+        ("well [TOOL_CALLS]get_weather[CALL_ID]c_1[ARGS]" + json.dumps(ROME[1]) + "[TOOL_CALLS]now[CALL_ID]b[ARGS]{}",
+         "well ", [ROME, NOW]),
+        ("[TOOL_CALLS]now[CALL_ID]a1B2c3D4e, so", "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e, so", []),
+        ("[TOOL_CALLS]now[CALL_ID]a1", "[TOOL_CALLS]now[CALL_ID]a1", []),
+    ],
 }  # fmt: skip
 CASES = [(name, *case) for name, cases in ANSWERS.items() for case in cases]
 
@@ -141,6 +153,44 @@ def test_a_call_is_streamed_name_first() -> None:
     assert "id" not in said[1] and said[1] == {"index": 0, "function": {"arguments": '"'}}
 
 
+def characters_copied(format: ToolFormat, answer: str) -> int:
+    """How many characters there are in all strings that reading `answer` in small pieces makes."""
+    made: dict[int, str] = {}
+
+    def profile(frame: FrameType, event: str, value: object) -> None:
+        if event == "return" and frame.f_globals["__name__"] in (
+            ToolCallParser.__module__,
+            JsonObjectParser.__module__,
+        ):
+            owner = frame.f_locals.get("self")
+            held = (getattr(owner, name) for name in getattr(owner, "__slots__", ()))
+            made.update((id(one), one) for one in (value, *frame.f_locals.values(), *held) if isinstance(one, str))
+
+    reader = ToolCallParser(format, NAMES)
+    sys.setprofile(profile)
+    try:
+        for at in range(0, len(answer), 4):
+            reader.feed(answer[at : at + 4])
+    finally:
+        sys.setprofile(None)
+    assert reader.calls == 1
+    return sum(map(len, made.values()))
+
+
+@pytest.mark.parametrize(
+    ("format", "answer"),
+    [
+        (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "%s"}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "now", "arguments": "{%s}", "x": "%s"}</tool_call>'),
+        (LLAMA, '{"parameters": {"a": "%s"}, "name": "now"}'),
+        (MISTRAL_NAMED, '[TOOL_CALLS]now[ARGS]{"a": "%s"}'),
+    ],
+)
+def test_long_arguments_are_copied_in_proportion_to_their_length(format: ToolFormat, answer: str) -> None:
+    short, long = (characters_copied(format, answer.replace("%s", "x" * length)) for length in (400, 1600))
+    assert long < 5 * short
+
+
 def test_json_that_is_no_call_is_not_held_back() -> None:
     for answer in ('{"answer": [1, 2', '{"name": "Ann", "parameters": {"a'):
         reader = ToolCallParser(LLAMA, NAMES)
@@ -170,8 +220,9 @@ def test_the_grammar_allows_what_the_reader_reads(byte_tokens: Any, name: str, p
         "llama": '{{"name": "{}", "parameters": {}}}',
         "mistral": '{{"name": "{}", "arguments": {}}}',
         "named": "[TOOL_CALLS]{}[ARGS]{}",
+        "ids": "[TOOL_CALLS]{}[CALL_ID]a1B2c3D4e[ARGS]{}",
     }[name]
-    between = {"hermes": "\n", "llama": "; ", "mistral": ", ", "named": ""}[name]
+    between = {"hermes": "\n", "llama": "; ", "mistral": ", ", "named": "", "ids": ""}[name]
 
     def spelled(*calls: Any) -> str:
         joined = between.join(written.format(name, json.dumps(arguments)) for name, arguments in calls)
@@ -201,6 +252,7 @@ def follows(grammar: Any, tokenizer: Any, text: str) -> bool:
         ("<|python_tag|>", LLAMA),
         ("[TOOL_CALLS]", MISTRAL),
         ("[TOOL_CALLS] [ARGS]", MISTRAL_NAMED),
+        ("[TOOL_CALLS] [CALL_ID] [ARGS]", MISTRAL_IDS),
         ("{{ tools }} in some other way", None),
         ("{{ tools }}<tool_call><function=f></function></tool_call>", None),
     ],
@@ -212,6 +264,15 @@ def test_the_format_is_read_off_the_template(template: str, format: ToolFormat |
 def test_ids_are_new_and_as_the_format_wants_them() -> None:
     assert call_id(HERMES).startswith("call_") and call_id(HERMES) != call_id(HERMES)
     assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum()
+
+
+def test_an_id_that_the_model_wrote_is_the_calls_unless_it_cannot_be_told_apart() -> None:
+    written = ("a1B2c3D4e", "short", "a1B2c3D4e", "f5G6h7I8j")
+    reader = ToolCallParser(MISTRAL_IDS, NAMES)
+    said = reader.feed("".join(f"[TOOL_CALLS]now[CALL_ID]{id}[ARGS]{{}}" for id in written))
+    first, short, again, last = (piece["id"] for piece in said if isinstance(piece, dict))
+    assert (first, last) == ("a1B2c3D4e", "f5G6h7I8j") and len({first, short, again, last}) == 4
+    assert all(len(id) == 9 and id.isalnum() for id in (short, again))
 
 
 def test_a_function_without_parameters_takes_none() -> None:
@@ -229,7 +290,7 @@ def test_an_object_is_read_as_json_reads_it(value: Any, indent: int | None, asci
     written = json.dumps(value, indent=indent, ensure_ascii=ascii)
     reader = JsonObjectParser()
     assert sum(reader.feed(character) for character in written) == len(written)
-    assert reader.complete and not reader.broken and reader.text == written and reader.feed(behind) == 0
+    assert reader.complete and not reader.broken and reader.text() == written and reader.feed(behind) == 0
     for key, inner in value.items():
         assert json.loads(reader.value(key)) == inner
         assert reader.string(key) == (inner if isinstance(inner, str) else None)
