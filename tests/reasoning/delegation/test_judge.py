@@ -13,6 +13,7 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Event, Scored
+from agentspec.reasoning.delegation.judge import quoted
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import DelegationSettings, LookaheadSettings, SpecReasonSettings
 from agentspec.testing import ThinkingModel
@@ -66,3 +67,8 @@ def test_a_score_is_the_token_that_the_log_probabilities_name() -> None:
     settings = SpecReasonSettings(base="base", small="small")
     assert scores(settings, Parsed(own, score=lambda step: "8", logprobs=True, odd=" 8")) == [8, 8]
     assert scores(settings, Parsed(own, score=lambda step: "8", logprobs=False, odd=" 8")) == [0, 0]
+
+
+@pytest.mark.parametrize("count", range(3, 12))
+def test_marks_of_any_number_close_no_quotation(count: int) -> None:
+    assert "<<<" not in quoted("<" * count + "x") and ">>>" not in quoted("x" + ">" * count)
