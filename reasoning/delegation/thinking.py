@@ -156,13 +156,25 @@ class Thinking:
         return await self.roles[role].write(context, role, limits or self.limits(role), self._spend(role))
 
     async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
-        """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises."""
+        """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises.
+
+        If the small model fails within the step, what was emitted is kept, and the base model goes on behind it.
+        """
+        sent, before = "", self.counts.spent.get(author, 0)
 
         async def on_text(text: str) -> None:
+            nonlocal sent
+            sent += text
             await self.emit(ThinkingText(author, text))
 
         limits = limits or self.limits(author)
-        step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), on_text)
+        try:
+            step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), on_text)
+        except Exception as error:
+            if author == "base" or not sent or not is_model_failure(error):
+                raise
+            await self.degrade(author, error)
+            step = Step(sent, author, "length", self.counts.spent[author] - before)
         await self._keep(step, rejected)
 
     async def keep(self, step: Step, *, rejected: Step | None = None) -> None:
