@@ -122,12 +122,13 @@ class Thinking:
         `pending` counts drafted tokens before that step that are not kept yet. `spend_tokens` limits the small model
         alone: once it is used up, the base model thinks on without drafts, up to the other limits.
         """
-        settings, asked = self.settings, self.request.sampling.max_tokens
-        limits = [settings.step_tokens, settings.budget_tokens - self.counts.all_kept - pending]
+        settings, asked = self.settings, self.request
+        limits = [settings.step_tokens]
         if role == "small":
             limits.append(settings.most_spent - self.counts.all_spent)
-        if asked is not None:
-            limits.append(asked - self.counts.all_kept - pending)
+        for most in (settings.budget_tokens, asked.thinking_budget, asked.sampling.max_tokens):
+            if most is not None:
+                limits.append(most - self.counts.all_kept - pending)
         if (left := self.context(role).room) is not None:
             limits.append(left - pending - (self.roles[role].backend.capabilities.context_length or 0) // RESERVED)
         return max(0, min(limits))
