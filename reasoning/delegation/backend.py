@@ -284,4 +284,5 @@ def _usage(thinking: Thinking, answer: Usage) -> Usage:
         prompt_tokens=max(0, answer.prompt_tokens - kept),
         completion_tokens=answer.completion_tokens + kept,
         cached_tokens=0,
+        reasoning_tokens=kept + (answer.reasoning_tokens or 0),
     )

@@ -430,8 +430,11 @@ async def test_max_tokens_counts_thinking_and_answer() -> None:
     last = deltas[-1]
     assert last.finish_reason == "length" and last.usage is not None and last.usage.completion_tokens <= 5
     assert last.usage.prompt_tokens == len(base.encode(base.prompt_text(base.requests[0])))
+    assert last.usage.reasoning_tokens == last.usage.completion_tokens == 5
     deltas = await deltas_of(backend.generate(ask(max_tokens=12)))
     assert deltas[-1].finish_reason == "length" and "".join(delta.text for delta in deltas) == "The"
+    usage = deltas[-1].usage
+    assert usage is not None and usage.reasoning_tokens == usage.completion_tokens - 1
 
 
 async def test_min_tokens_counts_thinking_and_answer() -> None:
