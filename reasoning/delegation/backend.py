@@ -14,7 +14,7 @@ from agentspec.backends.templates.messages import escape_markers
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.model_role import ModelRole
-from agentspec.reasoning.delegation.preparation import prepare_roles
+from agentspec.reasoning.delegation.preparation import find_keeps_thinking, prepare_roles
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.templates import Template
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
@@ -121,16 +121,17 @@ class DelegationBackend(Strategy[DelegationSettings]):
         model = self.roles[role]
         if role == "judge" and model is self.roles["base"]:
             return "judge = base"
-        deletes = "" if model.keeps_thinking else ", but its template deletes closed thinking"
+        deletes = ", but its template deletes closed thinking" if model.keeps_thinking is False else ""
         return f"{role} = {getattr(self.settings, role)} ({model.description}{deletes})"
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield each part of the thinking as a `reasoning` delta once it is final, then the answer.
 
         Closing the iterator cancels the work of all models. Raises `InvalidRequestError` for a request without
-        messages, and what the base model raises.
+        messages or with tools or a form that the answering model cannot be given, and what the base model raises.
         """
         thinking = Thinking(_checked(request), self.settings, self.roles)
+        _shaped(request, self.roles[self.settings.answer_by])  # refused before the thinking is paid for
         counters, tracer = StepCounters(), self._tracer(request)
         thought, answered = Stopwatch(), Stopwatch()
         try:
@@ -197,12 +198,8 @@ class DelegationBackend(Strategy[DelegationSettings]):
     async def _answering(self, thinking: Thinking, model: ModelRole, role: str, sampling: Any) -> GenerateRequest:
         """The request for the answer. A request with tools is sent as messages: the template renders the tools."""
         request = thinking.request
-        shaped = bool(request.tools) or any(name in request.extra for name in SHAPED)
-        if shaped and not model.backend.capabilities.continue_final:
-            raise InvalidRequestError(
-                f"the model {model.model!r} continues no messages, which tools need", param="tools"
-            )
-        if model.continues_messages or shaped:
+        if model.continues_messages or _shaped(request, model):
+            await find_keeps_thinking(model, self.settings)  # unknown where the endpoint did not answer at the start
             content = self._closed(thinking, model)
             messages: list[Message] = [*(request.messages or ()), {"role": "assistant", "content": content}]
             return replace(request, model=model.model, messages=messages, sampling=sampling, continue_final=True)
@@ -219,10 +216,13 @@ class DelegationBackend(Strategy[DelegationSettings]):
         )
 
     def _closed(self, thinking: Thinking, model: ModelRole) -> str:
-        """The thinking as the start of a message; without its marks if the template would delete closed thinking."""
+        """The thinking as the start of a message; without its marks if the template would delete closed thinking.
+
+        Templates that keep it strip its line ends, and what a template changes cannot be continued.
+        """
         text = escape_markers(thinking.text)  # as the models were shown it
-        if model.keeps_thinking:
-            return self.settings.think_start + text + self._end()
+        if model.keeps_thinking is not False:
+            return self.settings.think_start + (text.strip("\n") if self.settings.think_end else text) + self._end()
         return text.rstrip() + "\n\n"
 
     def _end(self) -> str:
@@ -274,6 +274,14 @@ def _checked(request: GenerateRequest) -> GenerateRequest:
         if given != least or request.extra.get(name) not in (None, least):
             raise InvalidRequestError(f"a strategy's model answers without {name}", param=name)
     return request
+
+
+def _shaped(request: GenerateRequest, model: ModelRole) -> bool:
+    """Whether the answer has to be asked for in messages. Raises `InvalidRequestError` if `model` continues none."""
+    name = "tools" if request.tools else next((name for name in SHAPED if name in request.extra), None)
+    if name is not None and not model.backend.capabilities.continue_final:
+        raise InvalidRequestError(f"the model {model.model!r} continues no messages, which {name} needs", param=name)
+    return name is not None
 
 
 def _usage(thinking: Thinking, answer: Usage) -> Usage:

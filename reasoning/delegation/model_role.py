@@ -51,14 +51,14 @@ class ModelRole:
 
     It sends token ids if the backend exposes its tokenization, else raw text if it has a `template`, else messages
     whose last one the endpoint continues. Errors and settings call the model `role`. `keeps_thinking`: whether the
-    endpoint's own template keeps closed thinking.
+    endpoint's own template keeps closed thinking; None until that is found out.
     """
 
     role: str
     backend: Backend
     model: str
     template: Template | None = None
-    keeps_thinking: bool = True
+    keeps_thinking: bool | None = None
     _turn: TurnMarkup | None = field(default=None, init=False)
     _names_stops: bool = field(default=False, init=False)
 
