@@ -196,6 +196,8 @@ class ModelRole:
         self, request: GenerateRequest, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
         text, first = "", None
+        if not self.backend.capabilities.logprobs:  # an endpoint may refuse what it cannot tell
+            request = replace(request, sampling=replace(request.sampling, logprobs=False, top_logprobs=0))
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
                 text += _text_of(delta)
