@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.errors import AgentSpecError
+from agentspec.protocol.requests import FORM_FIELDS
 from agentspec.reasoning.delegation.context import Context
 from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimits, is_model_failure
@@ -264,5 +265,5 @@ def _sampling(request: GenerateRequest, settings: DelegationSettings) -> Samplin
 
 def _thinking_fields(request: GenerateRequest) -> dict[str, object]:
     """The extra fields of a request that also apply to the thinking: all but the fields that shape the answer."""
-    shape = ("response_format", "tool_choice", "structured_outputs", "parallel_tool_calls", "n")
+    shape = {*FORM_FIELDS, *_OF_ANSWERS, "tool_choice", "parallel_tool_calls", "n", "prediction", "return_token_ids"}
     return {name: value for name, value in request.extra.items() if name not in shape}

@@ -520,6 +520,18 @@ async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities
         assert all(later.startswith(earlier) for earlier, later in pairwise(steps))
 
 
+@MODES
+async def test_what_shapes_the_answer_does_not_reach_the_thinking(abilities: Capabilities) -> None:
+    """In process these fields come as they are, and a thinking in a form, or of a least length, would be another."""
+    extra = {"guided_json": {"type": "object"}, "min_tokens": 9, "stop": ["."], "prediction": "x", "chat_template": "y"}
+    base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
+    small = ThinkingModel(numbered("small"), capabilities=abilities)
+    await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(replace(ask(), extra=extra)))
+    thinking = [*small.requests, *(one for one in base.requests if not base.prompt_text(one).endswith("</think>\n\n"))]
+    assert len(thinking) > 4 and {tuple(one.extra) for one in thinking} <= {("chat_template",), ()}
+    assert base.requests[-1].extra == extra
+
+
 async def test_token_level_speculation_goes_on_inside_steps() -> None:
     """SpecReason+Decode: what speeds up the base model's own tokens is asked for in its steps, unless it is off."""
     base, small = ThinkingModel(numbered("base"), score=lambda step: "1"), ThinkingModel(numbered("small"))
