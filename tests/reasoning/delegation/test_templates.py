@@ -57,6 +57,9 @@ def test_a_template_file_is_sandboxed_and_may_refuse(tmp_path: Path) -> None:
     file.write_text("{% if %}")
     with pytest.raises(ConfigurationError, match="chat template"):
         Template(str(file))
+    file.write_text("{{ 1" + "+1" * 20000 + " }}")
+    with pytest.raises(ConfigurationError, match="recursion"):
+        Template(str(file))
     file.write_bytes(b"\xff{{ messages }}")
     with pytest.raises(ConfigurationError, match=r"template\.jinja.*UTF-8"):
         Template(str(file))
