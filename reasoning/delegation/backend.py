@@ -13,7 +13,7 @@ from agentspec.backends.base import CHAT, Backend, Capabilities
 from agentspec.backends.templates.messages import escape_markers
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
-from agentspec.reasoning.delegation.model_role import ModelRole
+from agentspec.reasoning.delegation.model_role import ModelRole, is_model_failure
 from agentspec.reasoning.delegation.preparation import find_keeps_thinking, prepare_roles
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.templates import Template
@@ -168,8 +168,27 @@ class DelegationBackend(Strategy[DelegationSettings]):
         await thinking.emit(Ended(thinking.over or ""))
 
     async def _answer(self, thinking: Thinking) -> AsyncGenerator[Delta]:
-        """The deltas that the answering model writes after the closed thinking."""
-        request, role = thinking.request, self._answerer(thinking)
+        """The deltas that the answering model writes after the closed thinking.
+
+        If that is the small model, and it fails before it has written anything, the base model answers.
+        """
+        role, begun = self._answerer(thinking), False
+        try:
+            async with aclosing(self._answer_of(role, thinking)) as deltas:
+                async for delta in deltas:
+                    begun = True
+                    yield delta
+            return
+        except Exception as error:
+            if role == "base" or begun or not is_model_failure(error):
+                raise
+            thinking.give_up(role, error)
+        async with aclosing(self._answer_of("base", thinking)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _answer_of(self, role: str, thinking: Thinking) -> AsyncGenerator[Delta]:
+        request = thinking.request
         left = request.sampling.max_tokens
         least, thought = request.sampling.min_tokens, thinking.counts.all_kept  # both limits count the thinking
         if left is not None and (left := left - thought) < 1:

@@ -113,9 +113,14 @@ class Thinking:
 
     async def degrade(self, role: str, error: Exception) -> None:
         """Continue without the model in `role`, which failed with `error`."""
-        reason = error.message if isinstance(error, AgentSpecError) else type(error).__name__  # the client reads it
-        self.failed[role] = reason
-        await self.emit(Failed(role, reason))
+        self.give_up(role, error)
+        await self.emit(Failed(role, self.failed[role]))
+
+    def give_up(self, role: str, error: Exception) -> None:
+        """`degrade` once the thinking is over, and nobody reads its events."""
+        self.failed[role] = (
+            error.message if isinstance(error, AgentSpecError) else type(error).__name__
+        )  # clients see it
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.

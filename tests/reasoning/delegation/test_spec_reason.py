@@ -521,6 +521,23 @@ async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities
 
 
 @MODES
+async def test_the_base_model_answers_where_the_small_one_fails_before_it_began(abilities: Capabilities) -> None:
+    for error_after, fails in ((0, False), (2, True)):
+        broken = Answer("I would say four.", error=UpstreamError("gone"), error_after=error_after)
+        base = ThinkingModel(numbered("base"), capabilities=abilities)
+        small = ThinkingModel(numbered("small"), answer=broken, capabilities=abilities)
+        answer = DelegationBackend.of(knobs(answer_by="small"), base=base, small=small).generate(ask())
+        if fails:  # what was sent cannot be taken back
+            with pytest.raises(UpstreamError, match="gone"):
+                await deltas_of(answer)
+            continue
+        deltas = await deltas_of(answer)
+        assert "".join(delta.text for delta in deltas) == "The answer is four."
+        told = deltas[-1].speculation
+        assert isinstance(told, StepSpeculation) and told.degraded == {"small": "gone"}
+
+
+@MODES
 async def test_what_shapes_the_answer_does_not_reach_the_thinking(abilities: Capabilities) -> None:
     """In process these fields come as they are, and a thinking in a form, or of a least length, would be another."""
     extra = {"guided_json": {"type": "object"}, "min_tokens": 9, "stop": ["."], "prediction": "x", "chat_template": "y"}
