@@ -52,6 +52,7 @@ _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
     "notin": lambda item, items: item not in items,
 }
 _DONE: dict[type[nodes.Node], tuple[str, ...]] = {nodes.For: ("iter",), nodes.Compare: ("expr", "ops")}
+_TUPLE = 200_000  # units of work: CPython hashes tuples in tuples by recursion, and 100,000 of them end the process
 _MAX_SOURCE = 100_000  # characters of a template
 _BUILT_IN = (str, bytes, int, float, list, tuple, dict, range, KeysView, ItemsView, ValuesView, type)
 _LAZY = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "first", "default", "d", "attr", "items"})
@@ -106,7 +107,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def charged(self, value: Any) -> Any:
         """A list, tuple, dict or text that the template spells out, or a slice."""
         budget = current()
-        budget.work()
+        budget.work(_TUPLE if type(value) is tuple else 0)
         return budget.charge(value)
 
     def compared(self, compare: str, left: Any, right: Any) -> Any:

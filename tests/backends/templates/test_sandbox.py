@@ -156,6 +156,21 @@ def test_a_hostile_template_is_refused_early_and_small(name: str, monkeypatch: p
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 60
 
 
+def test_tuples_in_tuples_stay_few_on_a_machine_of_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash very many of them would end the process, which no exception tells."""
+    monkeypatch.setattr(budget, "SECONDS", 600)
+    nested = "(" * 40 + "n.x" + ",)" * 40
+    source = (
+        "{% set n = namespace(x=()) %}{% for i in range(AT_MOST) %}{% set n.x = NESTED %}{% endfor %}{{ {n.x: 1} }}"
+    )
+    source = source.replace("NESTED", nested)
+    with pytest.raises(TemplateLimitError, match="too much work"):
+        rendered(source.replace("AT_MOST", "500"), SAID, None, {}, start=True, continue_final=False)
+    rendered(
+        source.replace("{{ {n.x: 1} }}", "").replace("AT_MOST", "200"), SAID, None, {}, start=True, continue_final=False
+    )
+
+
 TEMPLATES = [
     "{% for m in messages %}{{ m.role }}: {{ m['content']|trim }}{% if not loop.last %}\n{% endif %}{% endfor %}",
     "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }} {{ m.content.upper() }}"
