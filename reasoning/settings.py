@@ -65,7 +65,7 @@ class DelegationSettings(StrategySettings):
     think_start: str = Field(default="<think>\n", description="Opens the thinking, unless the prompt ends with it")
     think_end: str = Field(default="</think>", description="The mark with which a model closes its thinking")
     answer_by: Literal["base", "small"] = Field(default="base", description="Who writes the answer after the thinking")
-    answer_marks: tuple[str, ...] = Field(
+    answer_marks: Words = Field(
         default=("boxed", "Answer:", "ANSWER:"), description="A step that holds one of these is the last"
     )
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
@@ -156,7 +156,7 @@ class SpeculativeThinkingSettings(DelegationSettings):
 
     algorithm = "agentspec.reasoning.delegation.speculative_thinking"
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
-    answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
+    answer_marks: Words = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=1024, ge=1, description="Most tokens of one paragraph of the small model")
     budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
@@ -209,7 +209,7 @@ class LookaheadSettings(DelegationSettings):
 
     algorithm = "agentspec.reasoning.delegation.lookahead"
     strategy: Literal["lookahead"] = "lookahead"
-    answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
+    answer_marks: Words = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=100, ge=1, description="Most tokens of one step")
     budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")

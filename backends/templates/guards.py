@@ -13,6 +13,7 @@ from agentspec.backends.templates.costs import hashing, length, pieces, size, si
 
 _WIDE = re.compile(r"\{[^{}]*\d{5}")  # a width or precision of five digits, in `format`
 _WIDE_PERCENT = re.compile(r"%(?:\([^()]*+\))?+[-+ #0]*+[\d*]*?\.?\d{5}")  # the same after `%`
+_NUMBER = re.compile(r"\d+")
 _SLOW_ABOVE: Final = 200_000  # characters: filters whose time grows faster than their text
 _MOST_PARTS: Final = 100_000
 _PIECE: Final = 60  # bytes of a short text
@@ -28,9 +29,9 @@ def _count(value: Any) -> None:
     _require(not isinstance(value, (int, float)) or abs(value) <= _MOST_PARTS)
 
 
-def _count_all(values: Any) -> None:
-    """All numbers in `values`, at any depth, since a format may pick any of them as a width."""
-    stack = [values]
+def _count_all(values: Any) -> int:
+    """All numbers in `values`, at any depth, since a format may pick any of them as a width. Returns their sum."""
+    stack, total = [values], 0
     while stack:
         value = stack.pop()
         if isinstance(value, Mapping):
@@ -41,15 +42,35 @@ def _count_all(values: Any) -> None:
             _require(False)
         else:
             _count(value)
+            total += abs(int(value)) if isinstance(value, (int, float)) and value == value else 0
+    return total
+
+
+def widths(format: str) -> int:
+    """The sum of the numbers in a format, any of which may be a width; those of five digits are refused where they are
+    one.
+    """
+    return sum(int(number[:4]) for number in _NUMBER.findall(format))
+
+
+def check_spec(budget: Budget, spec: str) -> None:
+    """Before a value is formatted by `spec`, which may be made of values."""
+    _require(re.search(r"\d{5}", spec) is None)
+    budget.spend(widths(spec))
 
 
 def check_format(budget: Budget, text: Any, values: Sequence[Any]) -> None:
     """Before `text.format(*values)`."""
     fields = text.replace("{{", "").replace("}}", "")
     _require(_WIDE.search(fields) is None)
-    budget.spend(len(text) + text.count("{") * budget.weigh(values))
-    if re.search(r"\{[^}]*\{", fields):  # widths may be among the values
+    budget.spend(len(text) + text.count("{") * budget.weigh(values) + widths(fields))
+    if has_nested_fields(text):
         _count_all(values)
+
+
+def has_nested_fields(text: str) -> bool:
+    """Whether widths in the format `text` may be among the values."""
+    return re.search(r"\{[^}]*\{", text.replace("{{", "").replace("}}", "")) is not None
 
 
 def check_percent(budget: Budget, text: Any, values: Any) -> None:
@@ -58,9 +79,9 @@ def check_percent(budget: Budget, text: Any, values: Any) -> None:
         return
     shown = text if isinstance(text, str) else text.decode("latin-1")
     _require(_WIDE_PERCENT.search(shown.replace("%%", "")) is None)
-    budget.spend(len(shown) + shown.count("%") * budget.weigh(values))
+    budget.spend(len(shown) + shown.count("%") * budget.weigh(values) + widths(shown))
     if "*" in shown:
-        _count_all(values)
+        budget.spend(_count_all(values))
 
 
 def check_replace(budget: Budget, text: Any, args: Sequence[Any]) -> None:

@@ -25,6 +25,7 @@ To call a function, answer with its name and arguments as JSON between these tag
 
 # Markers that chat templates set around turns: one model's text must not open a turn in another model's prompt.
 _TURN_MARKS = re.compile(r"<(?=[|\uff5c]|(?:start|end)_of_turn|bos>|eos>|/?s>)|\[(?=/?INST\])")
+_LONGEST_MARK = len("<start_of_turn")
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -107,6 +108,11 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": content}
 
 
-def escape_markers(text: str) -> str:
-    """`text` with a space inside every turn marker, so that no tokenizer reads it as one."""
-    return _TURN_MARKS.sub(lambda mark: mark.group() + " ", text)
+def escape_markers(text: str, behind: str = "") -> str:
+    """`text` with a space inside every turn marker, so that no tokenizer reads it as one.
+
+    With `behind`, the text that it will be appended to: none that begins there either, where a step was cut inside one.
+    """
+    escaped, end = _TURN_MARKS.sub(lambda mark: mark.group() + " ", text), behind[-_LONGEST_MARK:]
+    begun = len(_TURN_MARKS.findall(end + escaped)) > len(_TURN_MARKS.findall(end))
+    return " " + escaped if begun else escaped

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import Template, Undefined, nodes
 from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 
 from agentspec.backends.templates.budget import (
@@ -38,9 +38,9 @@ from agentspec.backends.templates.costs import (
 )
 from agentspec.backends.templates.costs import FILTERS as FILTER_COSTS
 from agentspec.backends.templates.costs import TESTS as TEST_COSTS
-from agentspec.backends.templates.guards import FILTERS, METHODS, OPERATORS, check_format
+from agentspec.backends.templates.guards import FILTERS, METHODS, OPERATORS, check_format, check_spec, has_nested_fields
 
-_BUFFERED = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+_BUFFERED = (nodes.Block, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -52,6 +52,7 @@ _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
     "notin": lambda item, items: item not in items,
 }
 _DONE: dict[type[nodes.Node], tuple[str, ...]] = {nodes.For: ("iter",), nodes.Compare: ("expr", "ops")}
+_TUPLE = 200_000  # units of work: CPython hashes tuples in tuples by recursion, and 100,000 of them end the process
 _MAX_SOURCE = 100_000  # characters of a template
 _BUILT_IN = (str, bytes, int, float, list, tuple, dict, range, KeysView, ItemsView, ValuesView, type)
 _LAZY = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "first", "default", "d", "attr", "items"})
@@ -106,7 +107,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def charged(self, value: Any) -> Any:
         """A list, tuple, dict or text that the template spells out, or a slice."""
         budget = current()
-        budget.work()
+        budget.work(_TUPLE if type(value) is tuple else 0)
         return budget.charge(value)
 
     def compared(self, compare: str, left: Any, right: Any) -> Any:
@@ -165,11 +166,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
-        text, format = value.__self__, wrapped
+        text, format, mapped = value.__self__, wrapped, value.__name__ == "format_map"
 
         @wraps(format)
         def bounded(*args: Any, **kwargs: Any) -> str:
             check_format(current(), text, (*args, *kwargs.values()))
+            if has_nested_fields(text):
+                _CheckedFormatter(self).vformat(text, () if mapped else args, args[0] if mapped and args else kwargs)
             return format(*args, **kwargs)
 
         return bounded
@@ -179,6 +182,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _rewrite(template)
         template.set_environment(self)
         return template
+
+
+class _CheckedFormatter(SandboxedFormatter):
+    """Formats to see the widths that are made of values: a text, or several numbers one behind the other."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        check_spec(current(), format_spec)
+        return super().format_field(value, format_spec)
 
 
 class _Ticked:

@@ -13,8 +13,8 @@ from agentspec.backends.base import CHAT, Backend, Capabilities
 from agentspec.backends.templates.messages import escape_markers
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
-from agentspec.reasoning.delegation.model_role import ModelRole
-from agentspec.reasoning.delegation.preparation import prepare_roles
+from agentspec.reasoning.delegation.model_role import ModelRole, is_model_failure
+from agentspec.reasoning.delegation.preparation import find_keeps_thinking, prepare_roles
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.templates import Template
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
@@ -121,16 +121,17 @@ class DelegationBackend(Strategy[DelegationSettings]):
         model = self.roles[role]
         if role == "judge" and model is self.roles["base"]:
             return "judge = base"
-        deletes = "" if model.keeps_thinking else ", but its template deletes closed thinking"
+        deletes = ", but its template deletes closed thinking" if model.keeps_thinking is False else ""
         return f"{role} = {getattr(self.settings, role)} ({model.description}{deletes})"
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield each part of the thinking as a `reasoning` delta once it is final, then the answer.
 
         Closing the iterator cancels the work of all models. Raises `InvalidRequestError` for a request without
-        messages, and what the base model raises.
+        messages or with tools or a form that the answering model cannot be given, and what the base model raises.
         """
         thinking = Thinking(_checked(request), self.settings, self.roles)
+        _shaped(request, self.roles[self.settings.answer_by])  # refused before the thinking is paid for
         counters, tracer = StepCounters(), self._tracer(request)
         thought, answered = Stopwatch(), Stopwatch()
         try:
@@ -167,8 +168,27 @@ class DelegationBackend(Strategy[DelegationSettings]):
         await thinking.emit(Ended(thinking.over or ""))
 
     async def _answer(self, thinking: Thinking) -> AsyncGenerator[Delta]:
-        """The deltas that the answering model writes after the closed thinking."""
-        request, role = thinking.request, self._answerer(thinking)
+        """The deltas that the answering model writes after the closed thinking.
+
+        If that is the small model, and it fails before it has written anything, the base model answers.
+        """
+        role, begun = self._answerer(thinking), False
+        try:
+            async with aclosing(self._answer_of(role, thinking)) as deltas:
+                async for delta in deltas:
+                    begun = True
+                    yield delta
+            return
+        except Exception as error:
+            if role == "base" or begun or not is_model_failure(error):
+                raise
+            thinking.give_up(role, error)
+        async with aclosing(self._answer_of("base", thinking)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _answer_of(self, role: str, thinking: Thinking) -> AsyncGenerator[Delta]:
+        request = thinking.request
         left = request.sampling.max_tokens
         least, thought = request.sampling.min_tokens, thinking.counts.all_kept  # both limits count the thinking
         if left is not None and (left := left - thought) < 1:
@@ -197,12 +217,8 @@ class DelegationBackend(Strategy[DelegationSettings]):
     async def _answering(self, thinking: Thinking, model: ModelRole, role: str, sampling: Any) -> GenerateRequest:
         """The request for the answer. A request with tools is sent as messages: the template renders the tools."""
         request = thinking.request
-        shaped = bool(request.tools) or any(name in request.extra for name in SHAPED)
-        if shaped and not model.backend.capabilities.continue_final:
-            raise InvalidRequestError(
-                f"the model {model.model!r} continues no messages, which tools need", param="tools"
-            )
-        if model.continues_messages or shaped:
+        if model.continues_messages or _shaped(request, model):
+            await find_keeps_thinking(model, self.settings)  # unknown where the endpoint did not answer at the start
             content = self._closed(thinking, model)
             messages: list[Message] = [*(request.messages or ()), {"role": "assistant", "content": content}]
             return replace(request, model=model.model, messages=messages, sampling=sampling, continue_final=True)
@@ -219,10 +235,13 @@ class DelegationBackend(Strategy[DelegationSettings]):
         )
 
     def _closed(self, thinking: Thinking, model: ModelRole) -> str:
-        """The thinking as the start of a message; without its marks if the template would delete closed thinking."""
+        """The thinking as the start of a message; without its marks if the template would delete closed thinking.
+
+        Templates that keep it strip its line ends, and what a template changes cannot be continued.
+        """
         text = escape_markers(thinking.text)  # as the models were shown it
-        if model.keeps_thinking:
-            return self.settings.think_start + text + self._end()
+        if model.keeps_thinking is not False:
+            return self.settings.think_start + (text.strip("\n") if self.settings.think_end else text) + self._end()
         return text.rstrip() + "\n\n"
 
     def _end(self) -> str:
@@ -276,6 +295,14 @@ def _checked(request: GenerateRequest) -> GenerateRequest:
     return request
 
 
+def _shaped(request: GenerateRequest, model: ModelRole) -> bool:
+    """Whether the answer has to be asked for in messages. Raises `InvalidRequestError` if `model` continues none."""
+    name = "tools" if request.tools else next((name for name in SHAPED if name in request.extra), None)
+    if name is not None and not model.backend.capabilities.continue_final:
+        raise InvalidRequestError(f"the model {model.model!r} continues no messages, which {name} needs", param=name)
+    return name is not None
+
+
 def _usage(thinking: Thinking, answer: Usage) -> Usage:
     """The answering model's usage, with the thinking counted as completion tokens instead of prompt tokens."""
     kept = thinking.counts.all_kept
@@ -284,4 +311,5 @@ def _usage(thinking: Thinking, answer: Usage) -> Usage:
         prompt_tokens=max(0, answer.prompt_tokens - kept),
         completion_tokens=answer.completion_tokens + kept,
         cached_tokens=0,
+        reasoning_tokens=kept + (answer.reasoning_tokens or 0),
     )

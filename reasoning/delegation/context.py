@@ -86,7 +86,7 @@ class TextContext(Context):
     text: str
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        self.text += escape_markers(text)
+        self.text += escape_markers(text, self.text)
 
     def fork(self) -> TextContext:
         return replace(self)
@@ -107,7 +107,7 @@ class MessageContext(Context):
     text: str
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        self.text += escape_markers(text)
+        self.text += escape_markers(text, self.text)
 
     def fork(self) -> MessageContext:
         return replace(self)

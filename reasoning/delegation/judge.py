@@ -70,6 +70,7 @@ Reasoning step 2 (s2):
 <end_s2>"""
 ALIGNED_PREFILL = "["
 
+_QUOTES = re.compile(r"<{3,}|>{3,}")  # whole runs: of five marks three would be left
 _STEP_MARKS = re.compile(r"<(?=(?:start|end)_s[12]>)")
 _NAMES_SCORE = re.compile(r"\b(?:score|rating|grade)\b\s*(?:is|of|as|should be|must be|[:=])\s*:?\s*\**[0-9]\b", re.I)
 
@@ -171,7 +172,7 @@ def equal(draft: Step, own: Step) -> bool:
 
 def quoted(text: str) -> str:
     """Escape `text` so that it can neither close the quotation marks of a question nor open a chat turn."""
-    text = escape_markers(text.strip()).replace("<<<", "< < <").replace(">>>", "> > >")
+    text = _QUOTES.sub(lambda marks: " ".join(marks.group()), escape_markers(text.strip()))
     return _STEP_MARKS.sub("< ", text)
 
 

@@ -13,11 +13,13 @@ from agentspec.reasoning.delegation.context import Context, MessageContext, Text
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
 from agentspec.reasoning.delegation.templates import Template
 from agentspec.reasoning.delegation.timing import Stopwatch
+from agentspec.text.detokenizer import REPLACEMENT
 from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
 Spend = Callable[[int], None]
 OnText = Callable[[str], Awaitable[None]]
 _ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True, top_logprobs=10)
+_CUT_BYTES = 3  # of a character of four
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
 
@@ -51,14 +53,14 @@ class ModelRole:
 
     It sends token ids if the backend exposes its tokenization, else raw text if it has a `template`, else messages
     whose last one the endpoint continues. Errors and settings call the model `role`. `keeps_thinking`: whether the
-    endpoint's own template keeps closed thinking.
+    endpoint's own template keeps closed thinking; None until that is found out.
     """
 
     role: str
     backend: Backend
     model: str
     template: Template | None = None
-    keeps_thinking: bool = True
+    keeps_thinking: bool | None = None
     _turn: TurnMarkup | None = field(default=None, init=False)
     _names_stops: bool = field(default=False, init=False)
 
@@ -140,14 +142,16 @@ class ModelRole:
         watch, reader = Stopwatch(), limits.reader()
         request = context.request(replace(limits.sampling, stop=limits.stops(ids_known=self.tokenization is not None)))
         ids: list[int] = []
-        counted, last = 0, Delta()
+        counted, last, held = 0, Delta(), ""
         async with aclosing(self.deltas(request, limits.seconds, watch)) as deltas:
             async for delta in deltas:
                 ids += delta.token_ids
                 arrived = _arrived(delta)
                 counted += arrived
                 spend(arrived)
-                if (piece := reader.feed(_text_of(delta))) and on_text is not None:
+                text = held + _text_of(delta)
+                held = text[len(text.rstrip(REPLACEMENT)) :]  # perhaps a character that the token limit cuts
+                if (piece := reader.feed(text.removesuffix(held))) and on_text is not None:
                     await on_text(piece)
                 last = delta
                 if reader.ended:
@@ -156,7 +160,9 @@ class ModelRole:
             told = max(last.usage.completion_tokens, min(counted, 1))  # text that costs nothing would use up no budget
             spend(told - counted)
             counted = told
-        if (end := await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
+        cut = last.finish_reason == "length" and await self._drop_cut(held, ids, reader)
+        end = "" if cut else reader.feed(held)
+        if (end := end + await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
             await on_text(end)
         ending = _ending_of(reader, last)
         # At an end of the model's own, `ids` include the token that ended the answer.
@@ -190,6 +196,8 @@ class ModelRole:
         self, request: GenerateRequest, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
         text, first = "", None
+        if not self.backend.capabilities.logprobs:  # an endpoint may refuse what it cannot tell
+            request = replace(request, sampling=replace(request.sampling, logprobs=False, top_logprobs=0))
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
                 text += _text_of(delta)
@@ -213,6 +221,21 @@ class ModelRole:
                 except TimeoutError:
                     raise UpstreamTimeoutError(f"the {self.role} model took more than {seconds:g} seconds") from None
                 yield delta
+
+    async def _drop_cut(self, held: str, ids: list[int], reader: StepReader) -> bool:
+        """Take the tokens of a character that was cut, shown as `held`, off the end of `ids`: it is written again.
+
+        False if there is none, or nothing before it that would remain.
+        """
+        if not held or len(held) > _CUT_BYTES or not reader.fed or reader.ended:
+            return False
+        if self.tokenization is None or not ids:
+            return True
+        for cut in range(1, _CUT_BYTES + 1):
+            if not (await self.tokenization.detokenize(ids[:-cut])).endswith(REPLACEMENT):
+                del ids[-cut:]
+                return True
+        return False
 
     async def _unsent_end(self, reader: StepReader, ids: Sequence[int], last: Delta, limits: StepLimits) -> str:
         """The end of the step, which the backend did not send: stop strings are not part of its text."""

@@ -12,6 +12,7 @@ from agentspec.reasoning.settings import DelegationSettings
 from agentspec.reasoning.strategy import PROBE_SECONDS, answers
 from agentspec.types import GenerateRequest, SamplingParams
 
+_REFUSED = (400, 422)
 _LONG = "One and one is two, and two and one is three. " * 4
 
 
@@ -35,7 +36,7 @@ async def prepare_roles(
 async def _examine(model: ModelRole, settings: DelegationSettings) -> None:
     await model.check(settings.think_start)
     if model.continues_messages:
-        model.keeps_thinking = await _keeps_thinking(model, settings)
+        await find_keeps_thinking(model, settings)
 
 
 async def _answers(model: ModelRole) -> bool:
@@ -53,20 +54,24 @@ async def _completes(model: ModelRole) -> bool:
         return False
 
 
-async def _keeps_thinking(model: ModelRole, settings: DelegationSettings) -> bool:
-    """Whether the endpoint's template keeps closed thinking in a message that the endpoint continues.
+async def find_keeps_thinking(model: ModelRole, settings: DelegationSettings) -> None:
+    """Find out, unless that is known, whether the endpoint's template keeps closed thinking in a message that the
+    endpoint continues. It stays unknown where the endpoint does not say.
 
-    Templates of reasoning models delete closed thinking: with the closing mark the prompt then gets shorter.
+    Templates of reasoning models delete closed thinking: with the closing mark the prompt then gets shorter, or the
+    endpoint refuses to continue what its template does not show.
     """
     start, end = settings.think_start, settings.think_end
-    if not end:
-        return True
+    if model.keeps_thinking is not None or not end:
+        return
     try:
         opened = await _prompt_tokens(model, f"{start}{_LONG}\n\nHello")
-        closed = await _prompt_tokens(model, f"{start}{_LONG}\n{end}\n\nHello")
     except AgentSpecError:
-        return True
-    return closed >= opened
+        return
+    try:
+        model.keeps_thinking = await _prompt_tokens(model, f"{start}{_LONG}\n{end}\n\nHello") >= opened
+    except AgentSpecError as error:
+        model.keeps_thinking = False if error.status in _REFUSED else None
 
 
 async def _prompt_tokens(model: ModelRole, begun: str) -> int:

@@ -50,7 +50,7 @@ class Template:
             source = BUILT_IN.get(name) or _read(name)
             self._knows_tools = "tools" in source
             self._template = self._environment.load(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise ConfigurationError(f"chat template {name!r}: {error}") from None
 
     def render(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.errors import AgentSpecError
+from agentspec.protocol.requests import FORM_FIELDS
 from agentspec.reasoning.delegation.context import Context
 from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimits, is_model_failure
@@ -112,9 +113,14 @@ class Thinking:
 
     async def degrade(self, role: str, error: Exception) -> None:
         """Continue without the model in `role`, which failed with `error`."""
-        reason = error.message if isinstance(error, AgentSpecError) else type(error).__name__  # the client reads it
-        self.failed[role] = reason
-        await self.emit(Failed(role, reason))
+        self.give_up(role, error)
+        await self.emit(Failed(role, self.failed[role]))
+
+    def give_up(self, role: str, error: Exception) -> None:
+        """`degrade` once the thinking is over, and nobody reads its events."""
+        self.failed[role] = (
+            error.message if isinstance(error, AgentSpecError) else type(error).__name__
+        )  # clients see it
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
@@ -122,12 +128,13 @@ class Thinking:
         `pending` counts drafted tokens before that step that are not kept yet. `spend_tokens` limits the small model
         alone: once it is used up, the base model thinks on without drafts, up to the other limits.
         """
-        settings, asked = self.settings, self.request.sampling.max_tokens
-        limits = [settings.step_tokens, settings.budget_tokens - self.counts.all_kept - pending]
+        settings, asked = self.settings, self.request
+        limits = [settings.step_tokens]
         if role == "small":
             limits.append(settings.most_spent - self.counts.all_spent)
-        if asked is not None:
-            limits.append(asked - self.counts.all_kept - pending)
+        for most in (settings.budget_tokens, asked.thinking_budget, asked.sampling.max_tokens):
+            if most is not None:
+                limits.append(most - self.counts.all_kept - pending)
         if (left := self.context(role).room) is not None:
             limits.append(left - pending - (self.roles[role].backend.capabilities.context_length or 0) // RESERVED)
         return max(0, min(limits))
@@ -156,13 +163,25 @@ class Thinking:
         return await self.roles[role].write(context, role, limits or self.limits(role), self._spend(role))
 
     async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
-        """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises."""
+        """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises.
+
+        If the small model fails within the step, what was emitted is kept, and the base model goes on behind it.
+        """
+        sent, before = "", self.counts.spent.get(author, 0)
 
         async def on_text(text: str) -> None:
+            nonlocal sent
+            sent += text
             await self.emit(ThinkingText(author, text))
 
         limits = limits or self.limits(author)
-        step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), on_text)
+        try:
+            step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), on_text)
+        except Exception as error:
+            if author == "base" or not sent or not is_model_failure(error):
+                raise
+            await self.degrade(author, error)
+            step = Step(sent, author, "length", self.counts.spent[author] - before)
         await self._keep(step, rejected)
 
     async def keep(self, step: Step, *, rejected: Step | None = None) -> None:
@@ -251,5 +270,5 @@ def _sampling(request: GenerateRequest, settings: DelegationSettings) -> Samplin
 
 def _thinking_fields(request: GenerateRequest) -> dict[str, object]:
     """The extra fields of a request that also apply to the thinking: all but the fields that shape the answer."""
-    shape = ("response_format", "tool_choice", "structured_outputs", "parallel_tool_calls", "n")
+    shape = {*FORM_FIELDS, *_OF_ANSWERS, "tool_choice", "parallel_tool_calls", "n", "prediction", "return_token_ids"}
     return {name: value for name, value in request.extra.items() if name not in shape}

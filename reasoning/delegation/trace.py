@@ -62,15 +62,22 @@ class TraceFolder:
 
     def write(self, trace: str, records: list[dict[str, Any]]) -> None:
         """Write a trace and delete the oldest ones. If writing fails, the trace is lost and the answer is not."""
+        text = "".join(json.dumps(record, ensure_ascii=False, default=repr) + "\n" for record in records)
         try:
-            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            opened = os.open(self.path / f"{trace}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(opened, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
+            self._create(self.path / f"{trace}{SUFFIX}", text)
             for old in self.ids()[self.keep :]:
                 (self.path / f"{old}{SUFFIX}").unlink(missing_ok=True)
         except OSError as error:
             logger.warning("a trace was not kept: %s", error.strerror)
+
+    def _create(self, path: Path, text: str) -> None:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(opened, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+        except OSError:
+            path.unlink(missing_ok=True)  # half of a trace could not be read
+            raise
 
     def _file(self, trace: str) -> Path:
         if trace not in self.ids():

@@ -31,6 +31,7 @@ MODELS = {"base": "large", "small": "fast"}
         (LookaheadSettings, {"judge_sees": "thinking", "compare": "embedding"}, "judge_sees concerns"),
         (LookaheadSettings, {"judge_sees": "thinking", "compare": "equal"}, "judge_sees concerns"),
         (LookaheadSettings, {"similarity": 0.9}, "similarity concerns"),
+        *((kind, {"answer_marks": [""]}, "at least 1 character") for kind in (SpecReasonSettings, LookaheadSettings)),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(

@@ -9,6 +9,7 @@ import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import ProbeReport
+from agentspec.backends.templates.huggingface import rendered
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.thinking import Algorithm
@@ -29,6 +30,14 @@ class Forgetful(ThinkingModel):
     def prompt_text(self, request: GenerateRequest) -> str:
         head, _, rest = super().prompt_text(request).rpartition("<think>")
         return head + rest.rpartition("</think>")[2] if "</think>" in rest else head + "<think>" + rest
+
+
+class Refusing(ThinkingModel):
+    """As vLLM: what the template does not show as it is, is not continued."""
+
+    def _respond(self, request: GenerateRequest) -> Script:
+        closed = request.continue_final and "</think>" in self.prompt_text(request)
+        return InvalidRequestError("cannot continue") if closed else super()._respond(request)
 
 
 def step(thinking: str) -> Script:
@@ -83,7 +92,57 @@ async def test_thinking_that_a_template_would_delete_stands_as_plain_text(
     async for _ in backend.generate(ASK):
         pass
     messages: Sequence[Message] = base.requests[-1].messages or ()
-    assert messages[-1]["content"] == ("<think>\none Answer: 4\n\n\n</think>\n\n" if keeps else "one Answer: 4\n\n")
+    assert messages[-1]["content"] == ("<think>\none Answer: 4\n</think>\n\n" if keeps else "one Answer: 4\n\n")
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("kind", [Forgetful, Refusing])
+@pytest.mark.parametrize("ids", [True, False])
+async def test_what_a_template_does_with_thinking_is_found_out_when_it_is_needed(
+    kind: Callable[..., ThinkingModel], prepared: bool, ids: bool
+) -> None:
+    """Also of an endpoint that did not answer at the start, and of one that is asked in messages for tools alone."""
+    able = Capabilities(continue_final=True, logprobs=True, token_ids=ids)
+    base = kind(step, capabilities=able)
+    backend = strategy(base, ThinkingModel(step, capabilities=MESSAGES))
+    if prepared:
+        await prepare(backend)
+    deltas = [delta async for delta in backend.generate(replace(ASK, tools=(TOOL,)))]
+    assert deltas[-1].finish_reason == "stop" and backend.roles["base"].keeps_thinking is False
+    assert (base.requests[-1].messages or ())[-1]["content"] == "one Answer: 4\n\n"
+    asked = len(base.requests)
+    async for _ in backend.generate(replace(ASK, tools=(TOOL,))):
+        pass
+    assert len(base.requests) == asked + 2  # a score and the answer: what was found out is not asked again
+
+
+QWEN = """{%- for message in messages %}{%- set content = message.content %}{%- if message.role != 'assistant' %}
+{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{%- else %}
+{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+{{- '<|im_start|>assistant\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}
+{{- content.split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"""
+
+
+async def test_closed_thinking_stands_as_templates_write_it_anew() -> None:
+    base = ThinkingModel(lambda thinking: "\none Answer: 4\n\n", capabilities=MESSAGES)
+    async for _ in strategy(base, ThinkingModel(step, capabilities=MESSAGES), threshold=10).generate(ASK):
+        pass
+    prompt = rendered(QWEN, base.requests[-1].messages or (), None, {}, start=False, continue_final=True)
+    assert prompt.endswith("<think>\none Answer: 4\n</think>\n\n")
+
+
+@pytest.mark.parametrize(("field", "given"), [("tools", [TOOL]), ("response_format", {"type": "json_object"})])
+async def test_what_the_answering_model_cannot_be_asked_for_is_refused_before_the_thinking(
+    field: str, given: Any
+) -> None:
+    base, small = ThinkingModel(step), ThinkingModel(step)
+    with pytest.raises(InvalidRequestError, match=f"'base' continues no messages, which {field} needs") as refused:
+        async for _ in strategy(base, small).generate(replace(ASK, extra={field: given})):
+            pass
+    assert refused.value.param == field and not base.requests and not small.requests
 
 
 class Rewriting(ThinkingModel):

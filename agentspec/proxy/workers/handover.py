@@ -128,14 +128,19 @@ def _send(recipient: Recipient, number: int, connection: socket.socket, address:
 
 
 class HandedConnections:
-    """Takes connections over in a worker, like a `Listener`. `taken(number, connection, address)` serves one."""
+    """Takes connections over in a worker, like a `Listener`. `taken(number, connection, address)` serves one, and
+    `lost(number)` is told of one for which this process has no open file left.
+    """
 
     def __init__(
-        self, source: socket.socket, taken: Callable[[int, socket.socket, str], Coroutine[Any, Any, None] | None]
+        self,
+        source: socket.socket,
+        taken: Callable[[int, socket.socket, str], Coroutine[Any, Any, None] | None],
+        lost: Callable[[int], None],
     ) -> None:
         source.setblocking(False)
         self._source = source
-        self._taken = taken
+        self._taken, self._lost = taken, lost
         self._lines = b""
         self._files: deque[int] = deque()
         self._opening: set[asyncio.Future[None]] = set()
@@ -162,6 +167,9 @@ class HandedConnections:
         *lines, self._lines = (self._lines + data).split(b"\n")
         for line in lines:
             number, address = orjson.loads(line)
+            if not self._files:  # the system then drops the file and passes the line on
+                self._lost(number)
+                continue
             connection = socket.socket(fileno=self._files.popleft())
             connection.setblocking(False)
             opening = self._taken(number, connection, address)

@@ -13,6 +13,7 @@ import anyio
 from agentspec.errors import AgentSpecError, NotReadyError
 from agentspec.proxy.app import ProcessContext, create_app
 from agentspec.proxy.forwarding.engine_link import EngineLink
+from agentspec.proxy.logs import logger
 from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.metering.usage_meter import UsageMeter
 from agentspec.proxy.middleware import GatewayMiddleware
@@ -80,7 +81,7 @@ class WorkerServer(MemberServer):
             self.channel.send("metrics", dump(self.app.metrics.registry, but=UPSTREAM_METRICS), *told)
 
     def listener(self, sockets: list[socket.socket]) -> AcceptsConnections:
-        return HandedConnections(self._handover, self._taken)
+        return HandedConnections(self._handover, self._taken, self._lost)
 
     def drain(self) -> None:
         self.channel.send("draining")
@@ -109,6 +110,12 @@ class WorkerServer(MemberServer):
             self.channel.send("closed connection", number)
 
         return self.open(connection, release)
+
+    def _lost(self, number: int) -> None:
+        """Let the parent close a connection that did not come: it would keep it, and the client would wait."""
+        logger.error("a connection is closed: this process has too many open files")
+        self.channel.send("opened", number)
+        self.channel.send("closed connection", number)
 
     async def _scrape(self, metrics: Metrics) -> bytes:
         """The metrics of all processes, added up. Raises `NotReadyError` if the parent does not answer."""

@@ -131,6 +131,15 @@ HOSTILE = {
     "comparing long lists": "{% set l = range(99999)|list %}{% set k = range(99999)|list %}" + "{{ l == k }}" * 900,
     "a recursive loop over a long list": "{% set l = range(99999)|list %}{% for a in [0] * 9999 recursive %}"
     "{% if a == 0 %}{{ loop(l) }}{% endif %}{% endfor %}",
+    "many widths of four digits": "{{ ('%(a)9999s' * 20000) % {'a': 'x'} }}",
+    "many widths in format": "{{ ('{0:9999}' * 20000).format('x') }}",
+    "many widths by argument": "{{ ('%*s' * 1500) % ((99999, 'x') * 1500) }}",
+    "one argument as many widths": "{{ ('{1:{0}}' * 1500).format(99999, 'x') }}",
+    "format by a text": "{{ '{:{}}'.format('x', '200000000') }}",
+    "format_map by a text": "{{ '{a:{b}}'.format_map({'a': 'x', 'b': '200000000'}) }}",
+    "format by several numbers": "{{ '{:{}{}}'.format('x', 20000, 9999) }}",
+    "format by a filled number": "{{ '{:{:9<9}}'.format('x', 19) }}",
+    "a block that is called": "{% set y = self.a() %}{% block a %}{% for i in range(3000) %}" + "y" * 90000 + "{% endfor %}{% endblock %}",
     "encoded again and again": "{% set t = 'é' * 1000000 %}" + "{{ t.encode()|length }}{{ t.upper()|length }}" * 900,
 }  # fmt: skip
 
@@ -145,6 +154,21 @@ def test_a_hostile_template_is_refused_early_and_small(name: str, monkeypatch: p
     assert not isinstance(caught.value, MemoryError)
     assert time.thread_time() - started < 30.0  # the budget and one operation beyond it, on whatever machine
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 60
+
+
+def test_tuples_in_tuples_stay_few_on_a_machine_of_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash very many of them would end the process, which no exception tells."""
+    monkeypatch.setattr(budget, "SECONDS", 600)
+    nested = "(" * 40 + "n.x" + ",)" * 40
+    source = (
+        "{% set n = namespace(x=()) %}{% for i in range(AT_MOST) %}{% set n.x = NESTED %}{% endfor %}{{ {n.x: 1} }}"
+    )
+    source = source.replace("NESTED", nested)
+    with pytest.raises(TemplateLimitError, match="too much work"):
+        rendered(source.replace("AT_MOST", "500"), SAID, None, {}, start=True, continue_final=False)
+    rendered(
+        source.replace("{{ {n.x: 1} }}", "").replace("AT_MOST", "200"), SAID, None, {}, start=True, continue_final=False
+    )
 
 
 TEMPLATES = [
@@ -173,6 +197,8 @@ TEMPLATES = [
     "{{ [3, 1, 3]|unique|list }}{{ messages|rejectattr('role', 'in', ['user'])|list|length }}{{ (2).to_bytes(2, 'big') }}",
     "{{ 'a-b'|replace('-', '+') }}{{ ' a '|trim }}{{ 'abc'|truncate(2, true, '') }}{{ 'a b'|wordwrap(1) }}{{ '<b>'|striptags }}"
     "{{ {'b': 2, 'a': 1}|dictsort }}{{ {'b': 2}.items() - {'c': 1}.items() }}{{ [1, 2]|sum(start=3) }}{{ 'x'|indent(width=2) }}",
+    "{{ '{:.{}f} {:>{}}'.format(3.14159265, 2, 'x', 12) }}{{ '{a:{b}}'.format_map({'a': 'x', 'b': 5}) }}{{ '%*d' % (5, 3) }}"
+    "{{ ('{:>{}}'|safe).format('<', 4) }}{% block a %}hi {{ messages[0].role }}{% endblock %}{{ self.a() }}",
     "{{ messages[0].content[::-1] }}{{ messages[0]['content'][1:3] }}{{ 3 > 2 > 1 }}{{ 'a' in ['a', messages[0].role] }}",
 ]  # fmt: skip
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +102,26 @@ def test_growth_and_drift_of_a_soak() -> None:
     figures = windows.figures()
     assert figures["soak_growth"] == pytest.approx(2.0)
     assert 5 < figures["soak_drift"] < 20 and figures["soak_failures"] == 0
+
+
+def broken_bench(**results: Any) -> Any:
+    """A bench whose load client reports these results by job, on a gateway that uses a second of processor time."""
+    client = SimpleNamespace(do=lambda job, **given: results[job])
+    process = SimpleNamespace(processor=time.monotonic, resident=lambda: 1, target=Target(1))
+    return SimpleNamespace(client=client, gateway=process, upstream=process)
+
+
+def test_calls_that_a_broken_connection_kept_from_being_made_are_no_throughput() -> None:
+    bench = broken_bench(calls={"elapsed": 0.5, "processor": 0.1, "statuses": {"200": 9, "broken": 1}})
+    figures = measures.throughput(bench, replace(TINY, calls=1000))
+    assert figures["rate_2"] == 18 and figures["call_client_2"] == 10 and figures["call_failures_2"] == 991
+
+
+def test_a_soak_counts_streams_that_fail() -> None:
+    calls = {"p99": 0.01, "statuses": {"200": 5, "429": 1}}
+    bench = broken_bench(streams={"statuses": {"200": 17, "broken": 3}}, arrivals=calls)
+    windows = measures.soak(bench, TINY, 1e-6, lambda message: None)
+    assert windows.failed == [{"429": 1, "broken": 3}]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1.5m", 90), ("2h", 7200)])

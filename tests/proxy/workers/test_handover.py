@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
+
+import pytest
 
 from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.workers.handover import HandedConnections, Handover, Recipient
@@ -26,7 +30,8 @@ class Workers:
             for one in (give, take):
                 stack.callback(one.close)
             self.recipients.append(Recipient(give))
-            self.readers.append(HandedConnections(take, lambda *given, worker=number: self._take(worker, *given)))
+            taken, lost = partial(self._take, number), partial(self._lose, self.recipients[-1])
+            self.readers.append(HandedConnections(take, taken, lost))
             self.handover.join(self.recipients[-1])
 
     def connect(self, address: str = "10.0.0.1") -> socket.socket:
@@ -41,6 +46,10 @@ class Workers:
         self.stack.callback(connection.close)
         self.taken[worker][number] = connection
         self.handover.opened(self.recipients[worker], [number])
+
+    def _lose(self, recipient: Recipient, number: int) -> None:
+        self.handover.opened(recipient, [number])
+        self.handover.closed(recipient, [number])
 
 
 def run(main: Any, **limits: Any) -> None:
@@ -126,3 +135,33 @@ def test_limits_count_the_connections_of_all_workers() -> None:
         workers.handover.close()
 
     run(main, max_connections_per_address=2)
+
+
+def test_a_connection_is_closed_for_which_the_worker_has_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent kept it, and its client waited without end."""
+    receive, given = socket.recv_fds, 0
+
+    def receive_first(*args: Any) -> Any:
+        nonlocal given
+        data, files, *rest = receive(*args)
+        given += 1
+        if given > 1:
+            for file in files:
+                os.close(file)
+            files = []
+        return data, files, *rest
+
+    monkeypatch.setattr(socket, "recv_fds", receive_first)
+
+    async def main(workers: Workers) -> None:
+        workers.handover.leave(workers.recipients[1])
+        await workers.readers[0].start_serving()
+        first, second = workers.connect(), workers.connect()
+        await turns()
+        assert second.recv(1) == b"" and not workers.recipients[0].sent
+        assert workers.handover.connections.open == 1 and len(workers.taken[0]) == 1
+        workers.taken[0][1].sendall(b"x")
+        assert first.recv(1) == b"x"
+        workers.readers[0].close()
+
+    run(main)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import codecs
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import pytest
@@ -16,10 +18,11 @@ from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import (
     DelegationSettings,
     LookaheadSettings,
+    SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
 from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
-from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, Usage
 
 ASKED = GenerateRequest(
     "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
@@ -150,3 +153,48 @@ def test_once_so_much_is_generated_the_base_model_thinks_on_alone(
     assert anyio.run(events)[-1] == Ended("budget")
     assert thinking.counts.all_kept >= 300 and thinking.counts.spent["small"] <= 150
     assert {step.author for step in thinking.steps[-20:]} == {"base"}
+
+
+class Bytes:
+    """A model whose tokens are bytes, and that writes `text` whatever it is asked."""
+
+    capabilities = IDS
+
+    def __init__(self, text: str) -> None:
+        self._all = text.encode()
+
+    async def render(self, messages: Sequence[Message], *shown: Any) -> str:
+        return "".join(f"[{message['content']}]" for message in messages)
+
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        return list(text.encode())
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        told = bytes(request.token_ids or ()).rpartition(b"<think>\n")[2]
+        left = self._all.removeprefix(told)[: request.sampling.max_tokens]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for byte in left:
+            yield Delta(decoder.decode(bytes([byte])), token_ids=(byte,))
+        ended = told + left == self._all
+        yield Delta(decoder.decode(b"", True), finish_reason="stop" if ended else "length", usage=Usage(1, len(left)))
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 6, 7, 11])
+def test_a_step_is_not_cut_inside_a_character(tokens: int) -> None:
+    text = "a\u00e4\u4e00\U0001f99c\U0001f99c b \u4e8c\u00e4\u4e09 \ufffd c"
+    settings = SpecReasonSettings(base="base", small="small", step_tokens=tokens, end_on_repeat=False)
+    backend = DelegationBackend.of(settings, base=Bytes(text), small=Bytes("x"))
+    thinking = Thinking(replace(ASKED, speculation=False), settings, backend.roles)
+
+    async def events() -> list[Event]:
+        return [event async for event in backend.think(thinking)]
+
+    assert thought(anyio.run(events)) == thinking.text == text
+    for step in thinking.steps:
+        assert not step.token_ids or bytes(step.token_ids).decode() == step.text

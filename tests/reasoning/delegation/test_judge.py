@@ -11,11 +11,13 @@ import anyio
 import pytest
 
 from agentspec.backends.base import Capabilities
+from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Event, Scored
+from agentspec.reasoning.delegation.judge import quoted
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import DelegationSettings, LookaheadSettings, SpecReasonSettings
-from agentspec.testing import ThinkingModel
+from agentspec.testing import Script, ThinkingModel
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 ASKED = GenerateRequest(
@@ -66,3 +68,23 @@ def test_a_score_is_the_token_that_the_log_probabilities_name() -> None:
     settings = SpecReasonSettings(base="base", small="small")
     assert scores(settings, Parsed(own, score=lambda step: "8", logprobs=True, odd=" 8")) == [8, 8]
     assert scores(settings, Parsed(own, score=lambda step: "8", logprobs=False, odd=" 8")) == [0, 0]
+
+
+class Plain(ThinkingModel):
+    """An endpoint that refuses to tell log-probabilities, as its probe has found."""
+
+    def _respond(self, request: GenerateRequest) -> Script:
+        refused = InvalidRequestError("logprobs are not supported")
+        return refused if request.sampling.logprobs or request.sampling.top_logprobs else super()._respond(request)
+
+
+def test_a_judge_that_refuses_log_probabilities_is_not_asked_for_them() -> None:
+    able = Capabilities(continue_final=True)
+    judge = Plain(own, score=lambda step: "8", same=lambda draft, own: True, capabilities=able)
+    assert scores(SpecReasonSettings(base="base", small="small"), judge) == [8, 8]
+    assert scores(LookaheadSettings(base="base", small="small", answer_marks=("boxed",)), judge) == [1, 1]
+
+
+@pytest.mark.parametrize("count", range(3, 12))
+def test_marks_of_any_number_close_no_quotation(count: int) -> None:
+    assert "<<<" not in quoted("<" * count + "x") and ">>>" not in quoted("x" + ">" * count)

@@ -430,8 +430,11 @@ async def test_max_tokens_counts_thinking_and_answer() -> None:
     last = deltas[-1]
     assert last.finish_reason == "length" and last.usage is not None and last.usage.completion_tokens <= 5
     assert last.usage.prompt_tokens == len(base.encode(base.prompt_text(base.requests[0])))
+    assert last.usage.reasoning_tokens == last.usage.completion_tokens == 5
     deltas = await deltas_of(backend.generate(ask(max_tokens=12)))
     assert deltas[-1].finish_reason == "length" and "".join(delta.text for delta in deltas) == "The"
+    usage = deltas[-1].usage
+    assert usage is not None and usage.reasoning_tokens == usage.completion_tokens - 1
 
 
 @pytest.mark.parametrize(
@@ -528,6 +531,35 @@ async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities
         assert all(prompt.count("<|tools|>") == 1 for prompt in prompts)
         steps = [prompt for prompt in prompts if "score is" not in prompt]
         assert all(later.startswith(earlier) for earlier, later in pairwise(steps))
+
+
+@MODES
+async def test_the_base_model_answers_where_the_small_one_fails_before_it_began(abilities: Capabilities) -> None:
+    for error_after, fails in ((0, False), (2, True)):
+        broken = Answer("I would say four.", error=UpstreamError("gone"), error_after=error_after)
+        base = ThinkingModel(numbered("base"), capabilities=abilities)
+        small = ThinkingModel(numbered("small"), answer=broken, capabilities=abilities)
+        answer = DelegationBackend.of(knobs(answer_by="small"), base=base, small=small).generate(ask())
+        if fails:  # what was sent cannot be taken back
+            with pytest.raises(UpstreamError, match="gone"):
+                await deltas_of(answer)
+            continue
+        deltas = await deltas_of(answer)
+        assert "".join(delta.text for delta in deltas) == "The answer is four."
+        told = deltas[-1].speculation
+        assert isinstance(told, StepSpeculation) and told.degraded == {"small": "gone"}
+
+
+@MODES
+async def test_what_shapes_the_answer_does_not_reach_the_thinking(abilities: Capabilities) -> None:
+    """In process these fields come as they are, and a thinking in a form, or of a least length, would be another."""
+    extra = {"guided_json": {"type": "object"}, "min_tokens": 9, "stop": ["."], "prediction": "x", "chat_template": "y"}
+    base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
+    small = ThinkingModel(numbered("small"), capabilities=abilities)
+    await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(replace(ask(), extra=extra)))
+    thinking = [*small.requests, *(one for one in base.requests if not base.prompt_text(one).endswith("</think>\n\n"))]
+    assert len(thinking) > 4 and {tuple(one.extra) for one in thinking} <= {("chat_template",), ()}
+    assert base.requests[-1].extra == extra
 
 
 async def test_token_level_speculation_goes_on_inside_steps() -> None:

@@ -14,7 +14,7 @@ from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed
 from agentspec.reasoning.delegation.speculative_thinking import Lexicon, Overload
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
-from agentspec.testing import Script, ThinkingModel
+from agentspec.testing import Answer, Script, ThinkingModel
 from agentspec.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -151,6 +151,21 @@ async def test_the_small_model_down_leaves_the_base_model() -> None:
     events = await run(small, Speaker("x x x x\n\nbase goes on. Answer: 4\n\n"), knobs())
     assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "gone")]
     assert events[-1] == Ended("answered") and authors(events)[-1][0] == "base"
+
+
+@MODES
+async def test_what_was_sent_before_the_small_model_failed_stays_part_of_the_thinking(abilities: Capabilities) -> None:
+    """The client cannot take it back, so the models go on behind it."""
+    broken = Answer("one two three four\n\n", error=UpstreamError("gone"), error_after=2)
+    small = ThinkingModel(lambda thinking: broken, capabilities=abilities)
+    base = Speaker("x x three four. Answer: 4\n\n", capabilities=abilities)
+    events = await run(small, base, knobs())
+    sent = "".join(event.text for event in events if isinstance(event, ThinkingText))
+    assert sent == "one two three four. Answer: 4\n\n"
+    kept = [event.step for event in events if isinstance(event, Accepted)]
+    assert (kept[0].author, kept[0].text, kept[0].tokens) == ("small", "one two", 2)
+    assert "".join(step.text for step in kept) == sent
+    assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "gone")]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -20,9 +21,10 @@ from agentspec.reasoning.settings import (
     SpeculativeThinkingSettings,
 )
 from agentspec.testing import Answer, Script, ThinkingModel
-from agentspec.types import GenerateRequest, SamplingParams
+from agentspec.types import Delta, GenerateRequest, StepSpeculation
 
 NAMED: dict[str, Any] = {"base": "base", "small": "small", "end_on_repeat": False, "answer_marks": ()}
+ASKED = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}])
 LONG = [250, pytest.param(1500, marks=pytest.mark.long)]
 
 
@@ -58,8 +60,7 @@ class SlowJudge(ThinkingModel):
 
 def think(settings: DelegationSettings, small: ThinkingModel, base: ThinkingModel) -> tuple[Thinking, Event]:
     backend = DelegationBackend.of(settings, base=base, small=small)
-    request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
-    thinking = Thinking(request, settings, backend.roles)
+    thinking = Thinking(ASKED, settings, backend.roles)
 
     async def run() -> list[Event]:
         return [event async for event in backend.think(thinking)]
@@ -114,3 +115,18 @@ def test_drafts_that_run_away_are_ended(settings: DelegationSettings) -> None:
 
 def test_what_is_set_is_what_counts() -> None:
     assert lookahead(16, spend_tokens=500).most_spent == 500
+
+
+@pytest.mark.parametrize("kind", [SpecReasonSettings, SpeculativeThinkingSettings, LookaheadSettings])
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_requests_own_budget_of_thoughts_ends_the_thinking(kind: type[DelegationSettings], speculation: bool) -> None:
+    backend = DelegationBackend.of(
+        kind(**NAMED, budget_tokens=200), base=ThinkingModel(steps("base")), small=ThinkingModel(steps("small"))
+    )
+    request = replace(ASKED, thinking_budget=40, speculation=speculation)
+
+    async def last() -> Delta:
+        return [delta async for delta in backend.generate(request)][-1]
+
+    told = anyio.run(last).speculation
+    assert isinstance(told, StepSpeculation) and told.ended == "budget" and sum(told.kept_tokens.values()) == 40

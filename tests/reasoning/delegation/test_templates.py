@@ -3,14 +3,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.templates.messages import escape_markers
 from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TurnMarkup
 from agentspec.reasoning.delegation.judge import names_score, quoted
 from agentspec.reasoning.delegation.templates import Template
+from agentspec.types import GenerateRequest
 
 SAID = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
 
@@ -54,6 +57,9 @@ def test_a_template_file_is_sandboxed_and_may_refuse(tmp_path: Path) -> None:
     file.write_text("{% if %}")
     with pytest.raises(ConfigurationError, match="chat template"):
         Template(str(file))
+    file.write_text("{{ 1" + "+1" * 20000 + " }}")
+    with pytest.raises(ConfigurationError, match="recursion"):
+        Template(str(file))
     file.write_bytes(b"\xff{{ messages }}")
     with pytest.raises(ConfigurationError, match=r"template\.jinja.*UTF-8"):
         Template(str(file))
@@ -93,3 +99,17 @@ def test_ordinary_text_is_left_alone() -> None:
 )
 def test_steps_that_name_a_score(text: str, names: bool) -> None:
     assert names_score(text) is names
+
+
+def test_a_marker_that_two_steps_make_together_is_none_in_any_context() -> None:
+    asked = GenerateRequest("m", messages=[{"role": "user", "content": "?"}])
+    for mark in ("<|im_start|>", "<start_of_turn>", "</s>", "[/INST]", "<\uff5cUser\uff5c>"):
+        for at in range(1, len(mark)):
+            contexts: list[Context] = [MessageContext(asked, ""), TextContext(asked, TurnMarkup("", ""), "")]
+            for context in contexts:
+                for piece in ("x", mark[:at], mark[at:], "y"):
+                    anyio.run(context.extend, piece)
+                assert escape_markers(context.text) == context.text  # type: ignore[attr-defined]
+    context = TextContext(asked, TurnMarkup("", ""), "<|im_start|>")
+    anyio.run(context.extend, "x < y")
+    assert context.text == "<|im_start|>x < y"
