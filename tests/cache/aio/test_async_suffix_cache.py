@@ -18,7 +18,7 @@ from sqlalchemy import event
 from agentspec.cache import AsyncSuffixCache, SuffixCache
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.sync import StoreSync
-from agentspec.errors import CacheClosedError, CacheError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheClosedError, CacheError, CacheLockedError, ConfigurationError, InvalidRequestError
 
 pytestmark = pytest.mark.anyio
 
@@ -143,8 +143,15 @@ async def test_a_cancelled_open_closes_what_it_opened(tmp_path: Path, monkeypatc
     held = Held(monkeypatch, SuffixCache, "_open_store")
     await held.cancel(asyncio.create_task(AsyncSuffixCache.open(tmp_path)))
     await until(lambda: bool(opened) and opened[0].closed)
-    with SuffixCache.open(tmp_path, mode="writer"):
-        pass
+    await until(lambda: writable(tmp_path))  # the lock is given back last
+
+
+def writable(path: Path) -> bool:
+    try:
+        SuffixCache.open(path, mode="writer").close()
+    except CacheLockedError:
+        return False
+    return True
 
 
 async def test_a_cancelled_request_gives_its_session_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ _COUNT = tl.constexpr(COUNT)
 _PAST = tl.constexpr(PAST)
 
 _ROWS = 64  # rows of a block: tokens times query heads of a key head
-_SLOTS = 64  # slots that a program reads at a time
-_PROGRAMS = 512  # that keep a GPU busy: a few for each multiprocessor
+_SLOTS = 32  # slots that a program reads at a time
+_PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H100
 _MOST_SPLITS = 32
 
 
