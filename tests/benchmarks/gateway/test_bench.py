@@ -117,10 +117,12 @@ def test_calls_that_a_broken_connection_kept_from_being_made_are_no_throughput()
     assert figures["rate_2"] == 18 and figures["call_client_2"] == 10 and figures["call_failures_2"] == 991
 
 
-def test_a_soak_counts_streams_that_fail() -> None:
+def test_a_soak_counts_streams_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=iter([0.0, 0.0, 2.0, 2.0]).__next__)
+    monkeypatch.setattr(measures, "time", clock)  # there is one window
     calls = {"p99": 0.01, "statuses": {"200": 5, "429": 1}}
     bench = broken_bench(streams={"statuses": {"200": 17, "broken": 3}}, arrivals=calls)
-    windows = measures.soak(bench, TINY, 1e-6, lambda message: None)
+    windows = measures.soak(bench, TINY, 1.0, lambda message: None)
     assert windows.failed == [{"429": 1, "broken": 3}]
 
 
