@@ -40,6 +40,56 @@ def _add(q, k, v, visible, scale, best, total, result) -> Any:
     return most, total * shrink + tl.sum(weights, 1), result
 
 
+@triton.jit
+def _see_committed(q, keys, values, first, past, own, position, window, scale, wide, best, total, result,
+                   WIDTH: tl.constexpr, SLOTS: tl.constexpr) -> Any:  # fmt: skip
+    """Take in this program's part of a sequence's slots from `first` to `past`."""
+    split, splits, column, slot = tl.program_id(2), tl.num_programs(2), tl.arange(0, wide.shape[0]), tl.arange(0, SLOTS)
+    share = tl.cdiv(tl.cdiv(past - first, splits), SLOTS) * SLOTS
+    at = first + split * share
+    end = tl.minimum(at + share, past)
+    while at < end:
+        place = at + slot
+        there = place < end
+        k = tl.load(keys + place[None, :] * WIDTH + column[:, None], mask=there[None, :] & wide[:, None], other=0.0)
+        v = tl.load(values + place[:, None] * WIDTH + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        near = (window == 0) | (place[None, :] > position[:, None] - window)
+        best, total, result = _add(q, k, v, own[:, None] & there[None, :] & near, scale, best, total, result)
+        at += SLOTS
+    return best, total, result
+
+
+@triton.jit
+def _see_new(q, key, value, key_token, value_token, positions, begin, count, own, position, low, high, window, scale,
+             wide, best, total, result, SLOTS: tl.constexpr) -> Any:  # fmt: skip
+    """Take in those of a sequence's new tokens, from `begin` on, whose bits are set in `low` and `high`."""
+    column, slot = tl.arange(0, wide.shape[0]), tl.arange(0, SLOTS)
+    new = tl.zeros((), tl.int64)
+    while new < count:
+        place = new + slot
+        there = place < count
+        fresh = begin + place
+        k = tl.load(key + fresh[None, :] * key_token + column[:, None], mask=there[None, :] & wide[:, None], other=0.0)
+        v = tl.load(
+            value + fresh[:, None] * value_token + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        )
+        depth = tl.load(positions + fresh, mask=there, other=0)
+        flags = tl.where(place[None, :] < 64, low[:, None], high[:, None])
+        seen = ((flags >> (place[None, :] % 64)) & 1) != 0
+        near = (window == 0) | (depth[None, :] > position[:, None] - window)
+        visible = own[:, None] & there[None, :] & seen & near
+        best, total, result = _add(q, k, v, visible, scale, best, total, result)
+        new += SLOTS
+    return best, total, result
+
+
+@triton.jit
+def _copy(source, source_token, slots, token, place, mask, column, WIDTH: tl.constexpr) -> None:
+    """Write the rows of tokens to their places among a sequence's slots."""
+    rows = tl.load(source + (token * source_token)[:, None] + column[None, :], mask=mask)
+    tl.store(slots + (place * WIDTH)[:, None] + column[None, :], rows, mask=mask)
+
+
 @triton.jit(do_not_specialize=["size", "layer", "window"])  # else it is compiled anew for some sizes and layers
 def _attend(
     query, key, value, table, bests, totals, results,
@@ -51,11 +101,13 @@ def _attend(
     too, and writes their slots.
     """
     kv_head, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
-    row, column, slot = tl.arange(0, ROWS), tl.arange(0, WIDTH_2), tl.arange(0, SLOTS)
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH_2)
     token, group = tl.program_id(0) * (ROWS // GROUPS_2) + row // GROUPS_2, row % GROUPS_2
     head, wide = kv_head * GROUPS + group, column < WIDTH
     real = (token < size) & (group < GROUPS)
     both = real[:, None] & wide[None, :]
+    key += kv_head * key_head
+    value += kv_head * value_head
     q = tl.load(query + (head * query_head + token * query_token)[:, None] + column[None, :], mask=both, other=0.0)
     position = tl.load(table + _POSITIONS * size + token, mask=real, other=0)
     sequence = tl.load(table + _SEQUENCE * size + token, mask=real, other=-1)
@@ -68,51 +120,24 @@ def _attend(
     last = tl.max(sequence, 0)
     while number <= last:
         begin = tl.load(table + _BEGIN * size + number)
-        count = tl.load(table + _COUNT * size + number)
         past = tl.load(table + _PAST * size + number)
-        apart = tl.load(table + (layer + 2) * size + number)
-        keys = tl.load(table + layer * size + number).to(tl.pointer_type(key.dtype.element_ty)) + kv_head * apart
-        values = (
-            tl.load(table + (layer + 1) * size + number).to(tl.pointer_type(value.dtype.element_ty)) + kv_head * apart
-        )
+        to_head = kv_head * tl.load(table + (layer + 2) * size + number)
+        keys = tl.load(table + layer * size + number).to(tl.pointer_type(key.dtype.element_ty)) + to_head
+        values = tl.load(table + (layer + 1) * size + number).to(tl.pointer_type(value.dtype.element_ty)) + to_head
         own = sequence == number
         first = tl.where(window > 0, tl.maximum(past - window + 1, 0), 0)
-        share = tl.cdiv(tl.cdiv(past - first, splits), SLOTS) * SLOTS
-        at = first + split * share
-        end = tl.minimum(at + share, past)
-        while at < end:
-            place = at + slot
-            there = place < end
-            k = tl.load(keys + place[None, :] * WIDTH + column[:, None], mask=there[None, :] & wide[:, None], other=0.0)
-            v = tl.load(
-                values + place[:, None] * WIDTH + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-            )
-            near = (window == 0) | (place[None, :] > position[:, None] - window)
-            best, total, result = _add(q, k, v, own[:, None] & there[None, :] & near, scale, best, total, result)
-            at += SLOTS
-        new = tl.where(split == splits - 1, 0, count)
-        while new < count:
-            place = new + slot
-            there = place < count
-            fresh = begin + place
-            k = tl.load(key + kv_head * key_head + fresh[None, :] * key_token + column[:, None],
-                        mask=there[None, :] & wide[:, None], other=0.0)  # fmt: skip
-            v = tl.load(value + kv_head * value_head + fresh[:, None] * value_token + column[None, :],
-                        mask=there[:, None] & wide[None, :], other=0.0)  # fmt: skip
-            depth = tl.load(table + _POSITIONS * size + fresh, mask=there, other=0)
-            flags = tl.where(place[None, :] < 64, low[:, None], high[:, None])
-            seen = ((flags >> (place[None, :] % 64)) & 1) != 0
-            near = (window == 0) | (depth[None, :] > position[:, None] - window)
-            visible = own[:, None] & there[None, :] & seen & near
-            best, total, result = _add(q, k, v, visible, scale, best, total, result)
-            new += SLOTS
+        best, total, result = _see_committed(
+            q, keys, values, first, past, own, position, window, scale, wide, best, total, result, WIDTH, SLOTS
+        )
         if split == splits - 1:
+            count = tl.load(table + _COUNT * size + number)
+            best, total, result = _see_new(
+                q, key, value, key_token, value_token, table + _POSITIONS * size, begin, count, own, position, low,
+                high, window, scale, wide, best, total, result, SLOTS,
+            )  # fmt: skip
             mine = both & (own & (group == 0))[:, None]
-            to = ((past + token - begin) * WIDTH)[:, None] + column[None, :]
-            k = tl.load(key + kv_head * key_head + (token * key_token)[:, None] + column[None, :], mask=mine)
-            v = tl.load(value + kv_head * value_head + (token * value_token)[:, None] + column[None, :], mask=mine)
-            tl.store(keys + to, k, mask=mine)
-            tl.store(values + to, v, mask=mine)
+            _copy(key, key_token, keys, token, past + token - begin, mine, column, WIDTH)
+            _copy(value, value_token, values, token, past + token - begin, mine, column, WIDTH)
         number += 1
     place = (split * size + token) * heads + head
     tl.store(bests + place, best, mask=real)

@@ -1,14 +1,7 @@
-"""The kernels draft what plain torch drafts: on a GPU, and on a CPU by Triton's interpreter. Skipped without Triton.
-
-Triton reads `TRITON_INTERPRET` when it is imported, so that the tests run again in a process of their own.
-"""
+"""The kernels draft what plain torch drafts: on a GPU, and on a CPU by Triton's interpreter. Skipped without Triton."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,9 +9,9 @@ import torch
 
 from agentspec.backends.vllm.runner_v2.matching import draft
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
+from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = WITH_TRITON
 on_gpu = pytest.param(
     "cuda",
     marks=[
@@ -30,11 +23,9 @@ interpreted = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reas
 on_each_device = pytest.mark.parametrize("device", [interpreted, on_gpu])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@not_interpreted
 def test_in_a_process_with_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "slow", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
+    run_interpreted(__file__, passed=7)
 
 
 POINTERS = {"own": "*i32", "rows": "*i32", "lengths": "*i32", "sampled": "*i32", "passages": "*i32"}
@@ -43,20 +34,11 @@ PASSAGES = {"COUNT": 4, "WIDTH": 39, "WIDTH_2": 64, "OVERLAP": 16}
 SIZES = {**PASSAGES, "DEPTH": 16, "BLOCK": 256, "PARTS_2": 64, "DRAFT": 7, "DRAFT_2": 8}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@not_interpreted
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("name", ["_scan", "_draft"])
 def test_the_kernels_compile_for_a_gpu(kernels: Any, name: str) -> None:
-    """Triton needs no GPU to compile for one (here of compute capability 9.0)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    kernel = getattr(kernels, name)
-    types = {**POINTERS, **NUMBERS, "scores": "*i64", "drafts": "*i64"}
-    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-    sizes = {(kernel.arg_names.index(size),): value for size, value in SIZES.items() if size in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=sizes)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compile_kernel(getattr(kernels, name), {**POINTERS, **NUMBERS, "scores": "*i64", "drafts": "*i64"}, SIZES)
 
 
 @pytest.fixture

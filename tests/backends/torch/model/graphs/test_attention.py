@@ -1,14 +1,7 @@
-"""The kernels of recorded attention compute what plain torch computes, on a CUDA device and by Triton's interpreter.
-
-Triton reads `TRITON_INTERPRET` when it is imported, so that these tests run again in a process of their own.
-"""
+"""The kernels of recorded attention compute what plain torch computes, on a CUDA device and by Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,9 +12,9 @@ from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.attention import attend_plainly
 from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import SequenceCache
+from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
-WITH_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = WITH_TRITON
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 PASTS, WINDOWS = (0, 1, 63, 64, 65, 200), (0, 5, 70)
 
@@ -65,8 +58,6 @@ def attended(attend: Any, items: list[BatchItem], states: list[torch.Tensor], wi
     return [part.cpu() for part in found]
 
 
-@WITH_TRITON
-@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")
 @pytest.mark.parametrize("seed", range(8))
@@ -91,37 +82,23 @@ def test_the_kernels_compute_what_plain_torch_does(seed: int, monkeypatch: pytes
         assert torch.equal(slots, wanted)
 
 
-@WITH_TRITON
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@not_interpreted
 def test_in_a_process_with_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "slow", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr
+    run_interpreted(__file__, passed=8)
 
 
 POINTERS = {"query": "*bf16", "key": "*bf16", "value": "*bf16", "table": "*i64", "out": "*bf16"}
 FLOATS = {"bests": "*fp32", "totals": "*fp32", "results": "*fp32", "scale": "fp32"}
-SIZES = {"GROUPS": 4, "GROUPS_2": 4, "WIDTH": 128, "WIDTH_2": 128, "ROWS": 64, "SLOTS": 64, "SPLITS": 32}
+SIZES = {"GROUPS": 4, "GROUPS_2": 4, "WIDTH": 128, "WIDTH_2": 128, "SPLITS": 32}
 
 
-@WITH_TRITON
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@not_interpreted
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("name", ["_attend", "_combine"])
 def test_the_kernels_compile_for_a_gpu(name: str) -> None:
-    """Triton needs no GPU to compile for one (here of compute capability 9.0)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from agentspec.backends.torch.model.graphs import attention_triton
 
     kernel = getattr(attention_triton, name)
-    types = (
-        {argument: "constexpr" if argument.isupper() else "i32" for argument in kernel.arg_names} | POINTERS | FLOATS
-    )
-    signature = {argument: types[argument] for argument in kernel.arg_names}
-    sizes = {(kernel.arg_names.index(size),): value for size, value in SIZES.items() if size in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=sizes)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    integers = {argument: "i32" for argument in kernel.arg_names if not argument.isupper()}
+    blocks = {"ROWS": attention_triton._ROWS, "SLOTS": attention_triton._SLOTS}
+    compile_kernel(kernel, integers | POINTERS | FLOATS, SIZES | blocks)
