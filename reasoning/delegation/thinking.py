@@ -118,9 +118,8 @@ class Thinking:
 
     def give_up(self, role: str, error: Exception) -> None:
         """`degrade` once the thinking is over, and nobody reads its events."""
-        self.failed[role] = (
-            error.message if isinstance(error, AgentSpecError) else type(error).__name__
-        )  # clients see it
+        reason = error.message if isinstance(error, AgentSpecError) else type(error).__name__
+        self.failed[role] = reason  # which clients see
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
