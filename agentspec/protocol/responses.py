@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,15 +17,46 @@ LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no
 
 
 @dataclass(slots=True)
+class ToolCalls:
+    """Tool calls of their pieces: each begins a new call or continues the arguments of one."""
+
+    _heads: list[dict[str, Any]] = field(default_factory=list)
+    _arguments: list[list[str]] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[dict[str, Any]]) -> None:
+        for position, piece in enumerate(pieces):
+            index, function = piece.get("index", position), piece.get("function") or {}
+            if index < len(self._heads):
+                self._arguments[index].append(function.get("arguments") or "")
+            else:
+                head = {name: value for name, value in piece.items() if name != "index"}
+                self._heads.append({**head, "function": dict(function)})
+                self._arguments.append([])
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The calls as far as they have been written."""
+        return [
+            _continued(head, rest) if rest else head for head, rest in zip(self._heads, self._arguments, strict=True)
+        ]
+
+
+def _continued(call: dict[str, Any], rest: Iterable[str]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": "".join([function.get("arguments") or "", *rest])}}
+
+
+@dataclass(slots=True)
 class Choice:
     """One choice of an answer, as far as it has been generated."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
     stop_reason: str | None = None
+    _calls: ToolCalls = field(default_factory=ToolCalls)
+    _texts: dict[str, list[str]] = field(default_factory=dict)  # further fields that come in pieces
+    _values: dict[str, Any] = field(default_factory=dict)  # and those that come whole
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -34,11 +65,19 @@ class Choice:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason or self.stop_reason
         for name, value in delta.extra.items():
-            before = self.extra.get(name)
             if name == "tool_calls":
-                self.extra[name] = _with_calls(before or [], value)
+                self._calls.add(value)
+            elif isinstance(value, str):
+                self._texts.setdefault(name, []).append(value)
             else:
-                self.extra[name] = before + value if isinstance(before, str) and isinstance(value, str) else value
+                self._values[name] = value
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The further fields, put together at each use."""
+        texts = {name: "".join(pieces) for name, pieces in self._texts.items()}
+        calls = self._calls.whole()
+        return {**self._values, **texts, **({"tool_calls": calls} if calls else {})}
 
 
 @dataclass(slots=True)
@@ -67,18 +106,26 @@ class Accumulator:
         return sorted(self.choices.items()) or [(0, Choice())]
 
 
-def _with_calls(calls: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the next pieces to the tool calls: a piece begins a new call or continues the arguments of a call."""
-    calls = [{**call, "function": dict(call["function"])} for call in calls]
-    for position, piece in enumerate(pieces):
-        index = piece.get("index", position)
-        if index >= len(calls):
-            head = {name: value for name, value in piece.items() if name != "index"}
-            calls.append({**head, "function": dict(piece.get("function") or {})})
-        else:
-            function = calls[index]["function"]
-            added = (piece.get("function") or {}).get("arguments") or ""
-            function["arguments"] = (function.get("arguments") or "") + added
+def _joined(pieces: list[Any]) -> Any:
+    return "".join(pieces) if isinstance(pieces[0], str) else pieces[-1]
+
+
+def _whole_calls(pieces: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Whole tool calls of their pieces: each begins a new call or continues the arguments of one."""
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for told in pieces:
+        for position, piece in enumerate(told):
+            index, function = piece.get("index", position), piece.get("function") or {}
+            if index >= len(calls):
+                index = len(calls)
+                head = {name: value for name, value in piece.items() if name != "index"}
+                calls.append({**head, "function": dict(function)})
+                arguments.append([])
+            arguments[index].append(function.get("arguments") or "")
+    for call, parts in zip(calls, arguments, strict=True):
+        if any(parts):
+            call["function"]["arguments"] = "".join(parts)
     return calls
 
 

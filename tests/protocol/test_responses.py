@@ -35,6 +35,23 @@ def test_pieces_of_tool_calls_become_whole_calls() -> None:
     ]
 
 
+def test_pieces_are_joined_only_when_they_are_read() -> None:
+    class Piece(str):
+        def __radd__(self, before: str) -> str:
+            raise AssertionError("each piece copies all before it")
+
+    choice = Choice()
+    choice.add(
+        Delta(extra={"reasoning": "a", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]})
+    )
+    for _ in range(3):
+        call = {"index": 0, "function": {"arguments": Piece("1")}}
+        choice.add(Delta(extra={"reasoning": Piece("b"), "tool_calls": [call], "whole": {"n": 1}}))
+    choice.add(Delta(extra={"whole": {"n": 2}}))
+    called = [{"id": "a", "function": {"name": "f", "arguments": "{111"}}]
+    assert choice.extra == {"reasoning": "abbb", "tool_calls": called, "whole": {"n": 2}}
+
+
 def test_json_is_always_text() -> None:
     assert encode({"a": "é\ud800"}) == '{"a":"é?"}'.encode()
     with pytest.raises(ValueError):
