@@ -256,12 +256,10 @@ class Server:
 
     def execute(self, *statements: str) -> list[Any]:
         """The rows of the last statement. Each is its own transaction."""
-        engine = sa.create_engine(self.url, isolation_level="AUTOCOMMIT")
+        engine = sa.create_engine(self.url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
         with engine.connect() as connection:
             results = [connection.exec_driver_sql(statement) for statement in statements]
-            rows = list(results[-1]) if results[-1].returns_rows else []
-        engine.dispose()
-        return rows
+            return list(results[-1]) if results[-1].returns_rows else []
 
     def address(self) -> str:
         """Of an empty schema."""
