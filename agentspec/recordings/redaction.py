@@ -45,12 +45,15 @@ class Redaction:
             self._patterns = [re.compile(pattern) for pattern in patterns]
         except re.error as error:
             raise ConfigurationError(f"redaction patterns must be regular expressions: {error}") from error
+        self._before: dict[str, str] = {}  # texts of the call before: the next one of a conversation repeats them
+        self._now: dict[str, str] = {}
 
     def call(self, call: RecordedCall) -> RecordedCall:
         """The call with every text in its messages, its answer and its labels redacted.
 
         Raises `InvalidRequestError` for one that is nested too deeply to be gone through.
         """
+        self._before, self._now = self._now, {}
         labels = call.labels
         named = (name and self.text(name) for name in (labels.session, labels.workflow, labels.step))
         try:
@@ -72,7 +75,9 @@ class Redaction:
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self.text(value)
+            if value not in self._now:
+                self._now[value] = self._before[value] if value in self._before else self.text(value)
+            return self._now[value]
         if isinstance(value, Mapping):
             return {self._value(key): self._value(one) for key, one in value.items()}
         return [self._value(one) for one in value] if isinstance(value, list) else value
