@@ -133,7 +133,8 @@ class GenerateRequest:
 
     `tools` have the form of OpenAI's API; `tool_choice` is "auto", "none", "required" or a tool's name.
     `template_arguments` are passed to the chat template (`enable_thinking`, say). `return_prompt` requests the prompt
-    on the first delta. Reasoning before the answer is split off unless `split_reasoning` is off.
+    on the first delta. Reasoning before the answer is split off unless `split_reasoning` is off. With
+    `include_reasoning` off the runtime hides it, and what would tell it: log-probabilities and token ids, as in vLLM.
 
     `extra` holds request fields that only an upstream understands; fields that the local engine does not support are
     refused earlier. `speculation=False` never changes the answer, only how it is computed. A request with a lower
@@ -162,6 +163,7 @@ class GenerateRequest:
     parallel_tool_calls: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     split_reasoning: bool = True
+    include_reasoning: bool = True
     return_prompt: bool = False
     prediction: str | None = None
     speculation: bool = True

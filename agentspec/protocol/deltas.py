@@ -25,6 +25,7 @@ _REASONS: dict[FinishReason, str] = {
 _FINISH: dict[str, FinishReason] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _TOKEN_BYTES = 16  # of a token besides its text, at least
 _MESSAGE_FIELDS = ("role", "content")
+_THOUGHTS = ("reasoning", "reasoning_content")
 
 
 def to_delta(chunk: Any) -> Delta:
@@ -63,6 +64,12 @@ def merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra, **({"tool_calls": calls} if calls else {})},
     )
+
+
+def without_reasoning(delta: Delta) -> Delta:
+    """`delta` without its thoughts, and without log-probabilities and token ids, which would tell them."""
+    extra = {name: value for name, value in delta.extra.items() if name not in _THOUGHTS}
+    return replace(delta, token_ids=(), logprobs=(), extra=extra)
 
 
 def size_of(delta: Delta) -> int:

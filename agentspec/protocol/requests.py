@@ -200,7 +200,7 @@ class _ChatFields(Body):
             "tool_choice": choice if tools else "auto",
             "parallel_tool_calls": _or(self.parallel_tool_calls, plain.parallel_tool_calls) or not tools,
             "template_arguments": self._effort() | dict(_or(self.chat_template_kwargs, plain.template_arguments)),
-            "split_reasoning": _or(self.include_reasoning, plain.split_reasoning),
+            "include_reasoning": _or(self.include_reasoning, plain.include_reasoning),
             **self._start(plain),
         }
 

@@ -12,6 +12,7 @@ import anyio
 
 from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, TakesLimits, closing_items
 from agentspec.errors import AgentSpecError, NotReadyError, ShuttingDownError
+from agentspec.protocol.deltas import without_reasoning
 from agentspec.protocol.requests import with_deadline, with_extra
 from agentspec.runtime.backend_factory import build_backend
 from agentspec.runtime.lazy_cache import LazyCache
@@ -190,10 +191,11 @@ class Runtime:
         if configured is not None and configured.local:
             request = with_deadline(with_extra(request))
         store = request.store and self.settings.cache.store
+        shown = request.include_reasoning and request.extra.get("include_reasoning") is not False
         answer = route.backend.generate(replace(request, model=route.upstream_model, store=store))
         async with closing_items(answer):
             async for delta in answer:
-                yield delta
+                yield delta if shown else without_reasoning(delta)
 
     async def aclose(self) -> None:
         """Cancel running requests, release the backends, then flush and close the cache. Idempotent."""

@@ -49,8 +49,6 @@ def _chat(request: GenerateRequest) -> dict[str, Any]:
         body |= {} if request.parallel_tool_calls else {"parallel_tool_calls": False}
     if request.template_arguments:
         body["chat_template_kwargs"] = dict(request.template_arguments)
-    if not request.split_reasoning:
-        body["include_reasoning"] = False
     return body
 
 

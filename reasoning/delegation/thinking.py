@@ -257,6 +257,9 @@ _OF_ANSWERS = (
 )
 
 
+_ANSWER_FIELDS = ("tool_choice", "parallel_tool_calls", "n", "prediction", "return_token_ids", "include_reasoning")
+
+
 def _sampling(request: GenerateRequest, settings: DelegationSettings) -> SamplingParams:
     """Sampling of the thinking: the request's, or the strategy's if neither temperature nor top_p is given."""
     given = request.sampling
@@ -269,5 +272,5 @@ def _sampling(request: GenerateRequest, settings: DelegationSettings) -> Samplin
 
 def _thinking_fields(request: GenerateRequest) -> dict[str, object]:
     """The extra fields of a request that also apply to the thinking: all but the fields that shape the answer."""
-    shape = {*FORM_FIELDS, *_OF_ANSWERS, "tool_choice", "parallel_tool_calls", "n", "prediction", "return_token_ids"}
+    shape = {*FORM_FIELDS, *_OF_ANSWERS, *_ANSWER_FIELDS}
     return {name: value for name, value in request.extra.items() if name not in shape}

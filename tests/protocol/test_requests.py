@@ -249,7 +249,7 @@ def test_the_fields_of_vllm() -> None:
     )
     sampling = request.sampling
     assert (sampling.n, sampling.min_tokens, sampling.ignore_eos, sampling.bad_words) == (3, 2, True, ("x",))
-    assert sampling.prompt_logprobs == 2 and request.return_prompt and not request.split_reasoning
+    assert sampling.prompt_logprobs == 2 and request.return_prompt and not request.include_reasoning
     assert request.template_arguments == {"enable_thinking": False} and not request.start_answer
 
 

@@ -24,7 +24,7 @@ from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob, Usage
 
 pytestmark = pytest.mark.anyio
 
@@ -227,6 +227,28 @@ async def test_the_local_engine_acts_on_extra_fields() -> None:
     [seen] = fake.requests
     assert seen.tools == (tool,) and seen.tool_choice == "required" and seen.return_prompt and not seen.extra
     assert seen.sampling.n == 2 and seen.sampling.structured_outputs == StructuredOutputs(regex="a")
+
+
+@pytest.mark.parametrize("where", ["own field", "extra"])
+async def test_thoughts_and_what_tells_them_can_be_hidden(where: str) -> None:
+    class Thinking:
+        capabilities = Capabilities()
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            token = TokenLogprob(1, "why", -1.0)
+            thought = {"reasoning": "why", "reasoning_content": "why", "other": 1}
+            yield Delta(token_ids=(1,), logprobs=(token,), extra=thought)
+            yield Delta("so", token_ids=(2,), finish_reason="stop", usage=Usage(1, 2))
+
+        async def aclose(self) -> None: ...
+
+    runtime = Runtime(backends={"remote": cast(Any, Thinking())})
+    told = {"include_reasoning": False} if where == "own field" else {"extra": {"include_reasoning": False}}
+    asked = replace(ask("remote"), **cast(Any, told))
+    hidden = [delta async for delta in runtime.generate(asked)]
+    assert hidden == [Delta(extra={"other": 1}), Delta("so", finish_reason="stop", usage=Usage(1, 2))]
+    shown = [delta async for delta in runtime.generate(ask("remote"))]
+    assert [len(delta.token_ids) for delta in shown] == [1, 1] and shown[0].extra["reasoning"] == "why"
 
 
 @pytest.mark.parametrize("name", ["tools", "response_format", "best_of", "n", "reasoning_effort"])

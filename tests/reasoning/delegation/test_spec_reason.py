@@ -554,6 +554,7 @@ async def test_the_base_model_answers_where_the_small_one_fails_before_it_began(
 async def test_what_shapes_the_answer_does_not_reach_the_thinking(abilities: Capabilities) -> None:
     """In process these fields come as they are, and a thinking in a form, or of a least length, would be another."""
     extra = {"guided_json": {"type": "object"}, "min_tokens": 9, "stop": ["."], "prediction": "x", "chat_template": "y"}
+    extra["include_reasoning"] = False  # an endpoint would leave out the thinking that is to be read
     base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
     small = ThinkingModel(numbered("small"), capabilities=abilities)
     await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(replace(ask(), extra=extra)))
