@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -28,6 +28,7 @@ from agentspec.backends.torch.model.device import (
 )
 from agentspec.backends.torch.model.graphs.recording import record_graphs
 from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
+from agentspec.backends.torch.model.output_head import Float32Head
 from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel
@@ -191,22 +192,10 @@ def _may_rewind(module: Any) -> bool:
     return not getattr(module, "_is_stateful", False) and has_known_masks(module.config)
 
 
-class _Float32Head(nn.Module):
-    """An output head that computes in float32, because bfloat16 logits have too many ties to sample or compare."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = linear.weight.detach().float()
-        self.bias = None if linear.bias is None else linear.bias.detach().float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.float(), self.weight, self.bias)
-
-
 def _float32_head(module: Any) -> None:
     head = module.get_output_embeddings()
     if type(head) is nn.Linear:
-        module.set_output_embeddings(_Float32Head(head))
+        module.set_output_embeddings(Float32Head(head))
 
 
 @contextmanager
