@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentspec.backends.torch.model import output_head
-from agentspec.backends.torch.model.output_head import Float32Head, adds_in_float32
+from agentspec.backends.torch.model.layers import output_head
+from agentspec.backends.torch.model.layers.output_head import Float32Head, adds_in_float32
 
 HALVES = [torch.bfloat16, torch.float16]
 BIASES = pytest.mark.parametrize("bias", [False, True])
