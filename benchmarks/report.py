@@ -23,7 +23,7 @@ MIN_PAIRS = 7
 NAMES = {"variant", "file", "figure", "note", "verdict", "server", "case", "of", "strides", "drafter", "pair"}
 
 Progress = Callable[[str], None]
-Verdict = Literal["aim met", "met", "missed", "not measured"]
+Verdict = Literal["aim met", "met", "undecided", "missed", "not measured"]
 
 
 class BenchmarkReport(Protocol):
@@ -83,7 +83,8 @@ def plot(path: Path, *, panels: int = 1, size: tuple[float, float] = (6, 4)) -> 
 class Figure:
     """One measurement, or None if it was not made, with the bound it must keep and the bound it should keep, in `unit`.
 
-    `note` says what limits the comparison.
+    `interval` is its 95 % interval, if it has one, which keeps a bound as a whole. `note` says what limits the
+    comparison.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Figure:
     aim: float | None = None
     at_most: bool = True
     note: str = ""
+    interval: tuple[float, float] | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -100,19 +102,29 @@ class Figure:
             return "not measured"
         if self._keeps(self.aim):
             return "aim met"
-        return "met" if self._keeps(self.required) else "missed"
+        if self._keeps(self.required):
+            return "met"
+        return "undecided" if any(self._reached(self.required)) else "missed"
 
     @property
     def sign(self) -> str:
         return "<=" if self.at_most else ">="
 
     def _keeps(self, bound: float | None) -> bool:
+        reached = self._reached(bound)
+        return bool(reached) and all(reached)
+
+    def _reached(self, bound: float | None) -> list[bool]:
+        """Whether the value, or each end of its interval, keeps the bound; empty if either is missing."""
         if self.value is None or bound is None:
-            return False
-        return self.value <= bound if self.at_most else self.value >= bound
+            return []
+        return [end <= bound if self.at_most else end >= bound for end in self.interval or (self.value,)]
 
     def __str__(self) -> str:
-        return "not measured" if self.value is None else f"{self.value:.3g} {self.unit}".rstrip()
+        if self.value is None:
+            return "not measured"
+        ends = "" if self.interval is None else " [{:.3g}, {:.3g}]".format(*self.interval)
+        return f"{self.value:.3g}{ends} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

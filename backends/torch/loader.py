@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -27,8 +27,10 @@ from agentspec.backends.torch.model.device import (
     is_out_of_memory,
 )
 from agentspec.backends.torch.model.graphs.recording import record_graphs
+from agentspec.backends.torch.model.layers.fused_norms import fuse_norms, unfuse_norms
+from agentspec.backends.torch.model.layers.output_head import Float32Head
+from agentspec.backends.torch.model.layers.packed_linear import pack_linears, unpack_linears
 from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
-from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
@@ -137,10 +139,11 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
         dtype = str(module.dtype).removeprefix("torch.")
         raise ModelUnavailableError(f"{name!r} computes no finite numbers in {dtype}: set dtype to float32 or bfloat16")
     structure = StructureCheck.of(module)
-    packed = pack_linears(module)
+    packed, fused = pack_linears(module), fuse_norms(module)
     target = choose_target(module, check, structure)
-    if target is None and packed:
+    if target is None and (packed or fused):
         unpack_linears(module)
+        unfuse_norms(module)
         packed, target = 0, choose_target(module, check, structure)
     if target is None:
         reason = "its tokens, computed one after another, are not those of the whole text"
@@ -191,22 +194,10 @@ def _may_rewind(module: Any) -> bool:
     return not getattr(module, "_is_stateful", False) and has_known_masks(module.config)
 
 
-class _Float32Head(nn.Module):
-    """An output head that computes in float32, because bfloat16 logits have too many ties to sample or compare."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = linear.weight.detach().float()
-        self.bias = None if linear.bias is None else linear.bias.detach().float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.float(), self.weight, self.bias)
-
-
 def _float32_head(module: Any) -> None:
     head = module.get_output_embeddings()
     if type(head) is nn.Linear:
-        module.set_output_embeddings(_Float32Head(head))
+        module.set_output_embeddings(Float32Head(head))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agentspec.backends.base import Floats
-from agentspec.backends.torch.model.packed_linear import PackedLinear, can_pack
+from agentspec.backends.torch.model.layers.packed_linear import PackedLinear, can_pack
 
 BLOCK = 8192  # rows packed together
 ROUNDOFF = 2.0**-24  # unit roundoff of float32, rounding to nearest

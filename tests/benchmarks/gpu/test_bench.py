@@ -63,6 +63,8 @@ def test_all_of_it_on_the_cpu(tokenizer: Path, traces: Path, tmp_path: Path) -> 
     assert "tiny, random weights, float32 on CPU" in text and "not judged here" in text
     assert ", goal" not in text and "device memory, high-water: not measured" in text
     assert "airline: on / off, forced targets, random weights" in text
+    ratios = [figure for figure in report.figures if "verify 32" in figure.name or "on / off" in figure.name]
+    assert len(ratios) == 3 and all(figure.interval is not None for figure in ratios)
     write_json(report, tmp_path / "out.json", {"torch": "x"})
     written: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
     assert written["device"] == "CPU" and {figure["met"] for figure in written["figures"]} == {None}
@@ -89,7 +91,13 @@ def test_goals_are_judged_for_their_shape_on_a_gpu() -> None:
         Figure("a", 1.2, "x", 1.25),
         Figure("b", 2.0, "x", 2.5, at_most=False),
         Figure("c", None, "x", 1.0, at_most=False),
+        Figure("d", 1.24, "x", 1.25, interval=(1.23, 1.26)),
+        Figure("e", 2.6, "x", 2.5, at_most=False, interval=(2.51, 2.7)),
     ]
-    text = printed(GpuReport("8b", "some GPU", "bfloat16", checks={"trees": False}, figures=figures))
+    report = GpuReport("8b", "some GPU", "bfloat16", checks={"trees": False}, figures=figures)
+    assert [figure["met"] for figure in report.data()["figures"]] == [True, False, None, None, True]
+    text = printed(report)
+    assert "d: 1.24 [1.23, 1.26] x, goal at most 1.25: undecided" in text
+    assert "e: 2.6 [2.51, 2.7] x, goal at least 2.5: met" in text
     assert "a: 1.2 x, goal at most 1.25: met" in text and "b: 2 x, goal at least 2.5: missed" in text
     assert "c: not measured, goal at least 1: undecided" in text and "FAILED: trees" in text

@@ -19,6 +19,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import load, prepare
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.recording import Graphs, NotRecordable, record_graphs
+from agentspec.backends.torch.model.layers import fused_norms
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.cache import SuffixCache
 from agentspec.types import GenerateRequest, SamplingParams
@@ -327,6 +328,15 @@ async def test_a_backend_replays_and_says_so(tiny_model: Any, byte_tokens: Any) 
             await backend.aclose()
         assert (stats.graph_sizes, stats.graph_replays > 0) == ((SIZES, True) if recorder else ((), False))
     assert answers[0] == answers[1]
+
+
+def test_norms_as_one_operation_are_recorded(
+    tiny_model: Any, byte_tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norms, "_is_norm", lambda module: type(module).__name__ == "LlamaRMSNorm")
+    target = prepare(tiny_model("llama"), byte_tokens, name="m", fingerprint="f").target
+    norms = [module for module in target.module.modules() if isinstance(module, fused_norms.FusedNorm)]
+    assert len(norms) == 5 and record_graphs(target, TapeRecorder(), SIZES)
 
 
 @pytest.mark.gpu
