@@ -7,6 +7,7 @@ no patterns, since otherwise it would preserve the text that was to be deleted.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -135,6 +136,14 @@ class Selection:
         assert self.text is not None
         sizes = _piece_sizes(len(self.text), _LEAST_CHARACTERS)
         return tuple(self.text[-size:] for size in sizes), tuple(self.text[:size] for size in sizes)
+
+
+def json_forms(text: str) -> set[str]:
+    """How a text stands in a JSON text: as it is, inside a string, and inside a string of JSON in a string."""
+    forms = {text}
+    for _ in range(2):
+        forms |= {json.dumps(one, ensure_ascii=ascii_only)[1:-1] for one in forms for ascii_only in (False, True)}
+    return forms
 
 
 class PartlyForgottenError(CacheError):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentspec.cache.deletion import Selection, seconds_of
+from agentspec.cache.deletion import Scope, Selection, json_forms, seconds_of
 from agentspec.errors import CacheFormatError, InvalidRequestError
 
 ROW = 512  # bytes that an answer takes besides its content
 MOST_UNPACKED = 64 << 20
+_EXPIRY_SHARE, _EXPIRY_SECONDS = 1 / 24, 600.0
+
+Refuses = Callable[[str], bool]
+"""Whether a text may not be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,11 @@ class ResponseLimits:
         return 0.0 if self.seconds is None else time.time() - self.seconds
 
     @property
+    def expiry_seconds(self) -> float:
+        """How long what is too old may stay until it is looked for."""
+        return _EXPIRY_SECONDS if self.seconds is None else min(_EXPIRY_SECONDS, max(1.0, _EXPIRY_SHARE * self.seconds))
+
+    @property
     def largest(self) -> int:
         """The most bytes of one answer: a larger one would push out too many others."""
         return (self.total if self.tenant is None else min(self.total, self.tenant)) // 8
@@ -55,7 +65,8 @@ class ResponseLimits:
 class StoredResponse:
     """One answer. `previous` is the id of the answer that it continues; `items` are the request's own.
 
-    An answer that an upstream keeps has the name of its `backend` and no content: it tells whose it is.
+    An answer that an upstream keeps has the name of its `backend` and no content: it tells whose it is. `begun` is when
+    its request began, in seconds since 1970, for `put` alone; None: when it was created.
     """
 
     id: str
@@ -66,13 +77,34 @@ class StoredResponse:
     backend: str | None = None
     response: Mapping[str, Any] = field(default_factory=dict)
     items: Sequence[Mapping[str, Any]] = ()
+    begun: float | None = None
+
+    @property
+    def since(self) -> float:
+        """From when on a deletion concerns it though it was not stored yet."""
+        return self.created_at if self.begun is None else min(self.begun, self.created_at)
+
+    def is_forgotten(self, deletions: Iterable[tuple[float, Scope]]) -> bool:
+        """Whether one of the deletions, each after its time, takes this answer along, which is about to be stored.
+
+        One that its request lasted over does, by tenant and session. A search is in what was whole when it ran: what it
+        looked for nobody knows any more, so that all of that goes.
+        """
+        return any(
+            at >= (self.created_at if scope.searched else self.since)
+            and scope.concerns_tenant(self.tenant)
+            and scope.covers(self.session, self.created_at)
+            for at, scope in deletions
+        )
 
 
 class KeepsResponses(Protocol):
     """Stored answers. Blocking and thread-safe. All methods raise `CacheError` if the store cannot be used."""
 
     def put(self, stored: StoredResponse) -> bool:
-        """Store an answer; returns on commit. False if it is too large, or another tenant has one of that id."""
+        """Store an answer; returns on commit. False if it is too large, if a pattern refuses its text, if it was
+        forgotten meanwhile, or if another tenant has one of that id.
+        """
         ...
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:
@@ -137,18 +169,28 @@ def _holds(selection: Selection, content: bytes) -> bool:
         texts = list(_texts(unpacked(content, "")))
     except CacheFormatError:
         return True  # it cannot be searched, and is of no use
-    return all(any(text in one for one in texts) for text in wanted)
+    return all(any(form in one for form in json_forms(text) for one in texts) for text in wanted)
+
+
+def refused(refuses: Refuses | None, body: bytes) -> bool:
+    """Whether a text of a packed answer, or of its input, may not be kept."""
+    return refuses is not None and any(map(refuses, _texts(unpacked(body, ""))))
 
 
 def _texts(value: Any) -> list[str]:
-    """All strings of a JSON value, and the neighbouring ones of an array joined: a text may be in several parts."""
+    """All strings of a JSON value, names included, and the neighbouring ones of an array joined: a text may be in
+    several parts. Arguments of calls are JSON in a string, whose strings are among them.
+    """
     found, waiting = [], [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, str):
             found.append(one)
+            if one.lstrip()[:1] in ("{", "["):
+                with suppress(ValueError, RecursionError):
+                    waiting.append(json.loads(one))
         elif isinstance(one, dict):
-            waiting.extend(one.values())
+            waiting.extend((*one, *one.values()))
         elif isinstance(one, list):
             waiting.extend(one)
             found.append("".join(str(part.get("text", "")) for part in one if isinstance(part, dict)))

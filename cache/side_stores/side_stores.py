@@ -37,12 +37,13 @@ class SideStores:
     ) -> SideStores:
         """The stores in the database of `store`, whose deletions reach them too; in memory without a store.
 
-        Turns older than `retention` seconds go, and those that `content_filter` matches never come in; they take at
-        most half of the room of responses. Usage is kept for `usage_days` days.
+        What `content_filter` matches never comes in. Turns older than `retention` seconds go; they take at most half of
+        the room of responses. Usage is kept for `usage_days` days.
         """
         refuses = content_filter.matches if content_filter else None
         if store is None:
-            return cls(MemoryResponses(responses), MemoryToolTurns(refuses, retention), MemoryUsage(usage_days))
+            answers = MemoryResponses(responses, refuses)
+            return cls(answers, MemoryToolTurns(refuses, retention), MemoryUsage(usage_days))
         # These need SQLAlchemy, which a cache in memory does not load.
         from agentspec.cache.responses.table import DatabaseResponses
         from agentspec.cache.tool_turns.table import DatabaseToolTurns
@@ -51,7 +52,7 @@ class SideStores:
         database = store.database
         most = min(_TOOL_TURN_BYTES, responses.total // 2)
         tables = (
-            DatabaseResponses(database, responses),
+            DatabaseResponses(database, responses, refuses),
             DatabaseToolTurns(database, refuses, retention, most, min(most, responses.tenant or most)),
             DatabaseUsage(database, usage_days),
         )
