@@ -158,7 +158,17 @@ class StoreSync:
         return size <= room and reserve(size) >= size
 
     def _holds_deleted(self, segment: Segment) -> bool:
+        """Whether a deletion may have taken rows of it along. Only where some are gone are the deletions looked at: to
+        know whose they were takes a hash for each session of the segment and each deletion.
+        """
+        if self._has_all_rows(segment):
+            return False
         return any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion))
+
+    def _has_all_rows(self, segment: Segment) -> bool:
+        """Whether the database still holds every row that a segment covers."""
+        cover = segment.coverage
+        return self._store.extent(segment.namespace, until=cover.row) == (cover.rows, cover.newest)
 
     def _adopt(self, loaded: LoadedSegment, partition: Partition) -> bool:
         """Use a segment, less the sequences deleted from the store. Returns whether it has all rows that it covers."""
@@ -166,7 +176,7 @@ class StoreSync:
         meta = dict(zip(loaded.sequences, segment.meta, strict=True))
         partition.adopt(loaded.index, meta)
         partition.saved = partition.added
-        if self._store.extent(segment.namespace, until=cover.row) != (cover.rows, cover.newest):
+        if not self._has_all_rows(segment):
             partition.forget(meta.keys() - self._store.numbers(segment.namespace, until=cover.row))
             if not partition.shared.sequence_count:
                 self._segments.delete(segment.namespace.key)

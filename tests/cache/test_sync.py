@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 
-from agentspec.cache import SuffixCache
+from agentspec.cache import SuffixCache, deletion
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sqlite import DATABASE
@@ -263,6 +264,29 @@ def test_a_segment_from_before_a_forget(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path, mode="follower") as cache:
         assert known(cache, range(40)) == [number for number in range(40) if number != 7]
         assert not file.exists()
+
+
+def test_many_deletions_of_others_cost_no_look_at_each_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of sessions in a segment, times thousands that were forgotten, took minutes at opening."""
+    fill(tmp_path)
+    with SuffixCache.open(tmp_path) as cache:
+        for number in range(20):
+            cache.forget(session=f"nobody{number}")
+    hashed: Counter[str] = Counter()
+
+    def digest(salt: str, name: str) -> str:
+        hashed[name] += 1
+        return original(salt, name)
+
+    original = deletion._digest
+    monkeypatch.setattr(deletion, "_digest", digest)
+    with SuffixCache.open(tmp_path) as cache:
+        assert known(cache, range(40)) == list(range(40)) and cache.stats().segment_bytes > 0
+    assert hashed.total() == 0
+    execute(tmp_path, "DELETE FROM sequences WHERE session = 's3'")  # as for room: no deletion is logged
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 39 and cache.stats().segment_bytes > 0
+    assert hashed["s5"] == 20
 
 
 def test_no_forgotten_byte_comes_back_while_it_compacts(tmp_path: Path) -> None:
