@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
-from agentspec.cache.deletion import Decode, seconds_of, select
+from agentspec.cache.deletion import Decode, PartlyForgottenError, seconds_of, select
 from agentspec.cache.memory.limits import CacheLimits
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
@@ -235,7 +235,8 @@ class SuffixCache(BatchCalls):
         database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin anew from their
         next prompt, and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
         conditions, and `CacheError` when the database cannot be changed: then nothing is deleted, but with
-        `PartlyForgottenError`, all but what a damaged page of a database server holds.
+        `PartlyForgottenError`, all but what a damaged page of a database server holds, or a database that could not be
+        opened.
         """
         self._pool.require_open()
         places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
@@ -243,6 +244,13 @@ class SuffixCache(BatchCalls):
         count = self._deleter.forget(selection)
         if self._store is None:
             self._beside.forget(selection)
+        if self._store_error:
+            raise PartlyForgottenError(
+                f"{count} sequences were forgotten in memory alone: the database could not be opened, and may hold more"
+                f" ({self._store_error}); forget again once it answers, with `agentspec cache forget` or a cache opened"
+                " anew",
+                count,
+            )
         return count
 
     def flush(self) -> None:
