@@ -55,6 +55,7 @@ class PostgresDatabase(Database):
     """A PostgreSQL database. Raises `ConfigurationError` for an invalid address. Connects at first use."""
 
     folder = None
+    overwrites = False
 
     def __init__(self, address: str) -> None:
         url = _url(address)
