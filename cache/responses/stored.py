@@ -15,7 +15,6 @@ from agentspec.errors import CacheFormatError, InvalidRequestError
 
 ROW = 512  # bytes that an answer takes besides its content
 MOST_UNPACKED = 64 << 20
-_EXPIRY_SHARE, _EXPIRY_SECONDS = 1 / 24, 600.0
 
 Refuses = Callable[[str], bool]
 """Whether a text may not be kept."""
@@ -49,11 +48,6 @@ class ResponseLimits:
     def oldest(self) -> float:
         """The time, in seconds since 1970, before which answers are too old."""
         return 0.0 if self.seconds is None else time.time() - self.seconds
-
-    @property
-    def expiry_seconds(self) -> float:
-        """How long what is too old may stay until it is looked for."""
-        return _EXPIRY_SECONDS if self.seconds is None else min(_EXPIRY_SECONDS, max(1.0, _EXPIRY_SHARE * self.seconds))
 
     @property
     def largest(self) -> int:

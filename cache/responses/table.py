@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agentspec.cache.deletion import Selection
+from agentspec.cache.deletion import Selection, pause_between_looks
 from agentspec.cache.responses.stored import (
     MOST_UNPACKED,
     ROW,
@@ -28,6 +28,7 @@ from agentspec.errors import CacheFormatError
 
 _STEP = 64  # the bounds are checked each time that a process has added 1/64 of them
 _ROOM = 16  # then 1/16 of a bound is made free, so that several processes together stay within it
+_EXPIRY_SECONDS = 600.0  # between two looks for what is too old, at most
 
 _metadata = sa.MetaData()
 responses = sa.Table(
@@ -124,7 +125,7 @@ class DatabaseResponses:
 
     def maintain(self) -> None:
         if self._limits.seconds is not None and time.monotonic() >= self._expires_at:
-            self._expires_at = time.monotonic() + self._limits.expiry_seconds
+            self._expires_at = time.monotonic() + pause_between_looks(self._limits.seconds, _EXPIRY_SECONDS)
             self._expire()
         self._table.erase()
 

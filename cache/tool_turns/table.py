@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
 
-from agentspec.cache.deletion import Selection
+from agentspec.cache.deletion import Selection, pause_between_looks
 from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.rows.side_table import SideTable
@@ -21,7 +21,7 @@ from agentspec.errors import CacheClosedError, CacheFormatError
 _log = logging.getLogger(__name__)
 
 _WAITING = 4096  # turns that may wait while the database cannot be written
-_LOOK_SECONDS = 600.0  # between two looks for what is too old or too much
+_LOOK_SECONDS = 600.0  # between two looks for what is too old or too much, at most
 
 _metadata = sa.MetaData()
 tool_turns = sa.Table(
@@ -130,7 +130,7 @@ class DatabaseToolTurns:
     def maintain(self) -> None:
         self._write()
         if time.monotonic() >= self._look_at or self._added > min(self._total, self._tenant) // 16:
-            self._look_at, self._added = time.monotonic() + _LOOK_SECONDS, 0
+            self._look_at, self._added = time.monotonic() + pause_between_looks(self._seconds, _LOOK_SECONDS), 0
             self._keep_bounds()
         self._table.erase()
 

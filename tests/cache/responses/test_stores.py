@@ -190,11 +190,6 @@ def test_what_a_damaged_name_owns_keeps_no_bound_waiting(tmp_path: Path, monkeyp
     database.close()
 
 
-def test_a_short_term_is_looked_after_often() -> None:
-    spans = {None: 600.0, 86400.0: 600.0, 240.0: 10.0, 1.0: 1.0}
-    assert {seconds: ResponseLimits(seconds=seconds).expiry_seconds for seconds in spans} == spans
-
-
 def test_a_cache_forgets_and_bounds_its_responses(tmp_path: Path) -> None:
     secret = "zq" * 40
     with SuffixCache.open(tmp_path, responses_bytes=1 << 20, disk_bytes=8 << 20) as cache:

@@ -90,6 +90,17 @@ def test_turns_age(store: Open) -> None:
     assert kept(opened) == [young]
 
 
+def test_a_short_term_is_kept(store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = store(seconds=60.0)
+    opened.maintain()
+    opened.put(made(age=30.0))
+    opened.maintain()
+    for name in ("time", "monotonic"):
+        monkeypatch.setattr(time, name, lambda clock=getattr(time, name): clock() + 40.0)
+    opened.maintain()
+    assert kept(opened) == []
+
+
 def test_refused_and_huge_turns_are_not_kept(store: Open) -> None:
     opened = store(refuses=lambda text: "sk-" in text)
     assert not opened.put(made(body="sk-1")) and not opened.put(made(body="x" * 70_000)) and kept(opened) == []
