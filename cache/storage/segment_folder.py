@@ -136,9 +136,10 @@ class SegmentFolder:
         """Size of all files."""
         total = 0
         with self._counting:
-            with contextlib.suppress(OSError):  # other processes may delete files meanwhile
+            with contextlib.suppress(OSError):
                 for name in self._named(_SUFFIX, _NEW, _CORRUPT):
-                    total += self._files.size(name)
+                    with contextlib.suppress(OSError):  # another process may just have deleted it
+                        total += self._files.size(name)
             self._known = total
         return total
 
