@@ -203,6 +203,8 @@ class SuffixCache(BatchCalls):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
         chosen = self._namespace if namespace is None else namespace_of(namespace)
+        if self._store and store:
+            self._store.numbering.claim(anyhow=True)  # a follower's first: `close` waits for no disk
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
         try:
@@ -323,7 +325,7 @@ class SuffixCache(BatchCalls):
         self.tool_turns.leave_behind()
         self._pool.leave_behind(reason)
         if self._store:
-            self._store.leave_behind()
+            self._store.leave_behind(reason)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

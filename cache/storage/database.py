@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
 
-from agentspec.errors import CacheDamagedError
+from agentspec.errors import CacheClosedError, CacheDamagedError
 
 Result = TypeVar("Result")
 
@@ -41,6 +41,15 @@ class Database(ABC):
     engine: sa.Engine
     overwrites = True
     """Whether rows are overwritten as they are deleted; else they are gone only once what held them is rewritten."""
+    _closed_because: str | None = None
+
+    def _refuse_when_closed(self) -> None:
+        """Let no connection of the engine be made after `close` or `leave_behind`: it would make itself anew."""
+        event.listen(self.engine, "do_connect", self._require_open)
+
+    def _require_open(self, *_: object) -> None:
+        if self._closed_because is not None:
+            raise CacheClosedError(self._closed_because)
 
     @abstractmethod
     def acquire_writer(self) -> None:
@@ -140,14 +149,17 @@ class Database(ABC):
         refused = isinstance(error, exc.DataError | exc.IntegrityError)
         return refused or isinstance(getattr(error, "orig", error), ValueError | TypeError | OverflowError)
 
-    def leave_behind(self) -> None:
-        """Called in a forked process: neither use nor close the parent's connections."""
+    def leave_behind(self, reason: str) -> None:
+        """Called in a forked process: neither use nor close the parent's connections, and make none, for `reason`."""
+        self._closed_because = reason
         _LEFT.append(self.engine.pool)  # closing a copy of a connection would end the parent's
         self.engine.dispose(close=False)
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections and stop being the writer. Idempotent."""
+        """Close the connections and stop being the writer; what comes later raises `CacheClosedError`. Idempotent."""
+        self._closed_because = self._closed_because or "this cache is closed"
+        self.engine.dispose()
 
 
 class PendingErasure:

@@ -339,9 +339,9 @@ class SequenceStore(SequenceReader):
             self._disk_bytes = self._database.disk_bytes()
         return self._disk_bytes
 
-    def leave_behind(self) -> None:
+    def leave_behind(self, reason: str) -> None:
         """Called in a forked process, which shares the connections with its parent: leave them as they are."""
-        self._database.leave_behind()
+        self._database.leave_behind(reason)
 
     def close(self) -> None:
         """Write the waiting sequences and release the database. Idempotent."""

@@ -95,8 +95,9 @@ def test_a_short_term_is_kept(store: Open, monkeypatch: pytest.MonkeyPatch) -> N
     opened.maintain()
     opened.put(made(age=30.0))
     opened.maintain()
-    for name in ("time", "monotonic"):
-        monkeypatch.setattr(time, name, lambda clock=getattr(time, name): clock() + 40.0)
+    wall, ticks = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: wall() + 40.0)
+    monkeypatch.setattr(time, "monotonic", lambda: ticks() + 40.0)
     opened.maintain()
     assert kept(opened) == []
 
