@@ -13,9 +13,8 @@ from agentspec.cache.responses.stored import (
     Refuses,
     ResponseLimits,
     StoredResponse,
+    admitted,
     covers,
-    packed,
-    refused,
     unpacked,
 )
 
@@ -46,9 +45,10 @@ class MemoryResponses:
         self._bytes: Counter[str] = Counter()
 
     def put(self, stored: StoredResponse) -> bool:
-        entry = _Entry(replace(stored, response={}, items=(), begun=None), packed(stored))
-        if entry.size > self._limits.largest or refused(self._refuses, entry.body):
+        body = admitted(stored, self._limits, self._refuses)
+        if body is None:
             return False
+        entry = _Entry(replace(stored, response={}, items=(), begun=None), body)
         with self._lock:
             present = self._entries.get(stored.id)
             if present is not None and present.stored.tenant != stored.tenant:

@@ -122,12 +122,15 @@ class ResponseStore(KeepsResponses, Protocol):
         ...
 
 
-def packed(stored: StoredResponse) -> bytes:
-    """The content of an answer, compressed; empty for one that an upstream keeps."""
+def packed(stored: StoredResponse) -> bytes | None:
+    """The content of an answer, compressed; empty for one that an upstream keeps, None for one that is too large to be
+    unpacked again.
+    """
     if stored.backend is not None:
         return b""
     content = {"response": stored.response, "items": list(stored.items)}
-    return zlib.compress(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"), 3)
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return zlib.compress(data, 3) if len(data) <= MOST_UNPACKED else None
 
 
 def unpacked(body: bytes, id: str) -> dict[str, Any]:
@@ -166,9 +169,12 @@ def _holds(selection: Selection, content: bytes) -> bool:
     return all(any(form in one for form in json_forms(text) for one in texts) for text in wanted)
 
 
-def refused(refuses: Refuses | None, body: bytes) -> bool:
-    """Whether a text of a packed answer, or of its input, may not be kept."""
-    return refuses is not None and any(map(refuses, _texts(unpacked(body, ""))))
+def admitted(stored: StoredResponse, limits: ResponseLimits, refuses: Refuses | None) -> bytes | None:
+    """The content of an answer, `packed`; None where it is too large, or `refuses` a text of it or of its input."""
+    body = packed(stored)
+    if body is None or ROW + len(body) > limits.largest:
+        return None
+    return None if refuses is not None and any(map(refuses, _texts(unpacked(body, "")))) else body
 
 
 def _texts(value: Any) -> list[str]:

@@ -15,9 +15,8 @@ from agentspec.cache.responses.stored import (
     Refuses,
     ResponseLimits,
     StoredResponse,
+    admitted,
     covers,
-    packed,
-    refused,
     unpacked,
 )
 from agentspec.cache.storage import deletion_log
@@ -53,6 +52,7 @@ _KINDS: Kinds = (
     ("created_at", float | int),
     ("body", bytes),
 )
+_FURTHER: Kinds = (("previous", str | None), ("backend", str | None))
 
 
 class DatabaseResponses:
@@ -67,8 +67,8 @@ class DatabaseResponses:
         self._expires_at = time.monotonic()
 
     def put(self, stored: StoredResponse) -> bool:
-        body = packed(stored)
-        if len(body) + ROW > self._limits.largest or refused(self._refuses, body):
+        body = admitted(stored, self._limits, self._refuses)
+        if body is None:
             return False
         with self._table.writing() as connection:
             # What another process, or this one, deleted while the answer waited here must not come back.
@@ -92,7 +92,7 @@ class DatabaseResponses:
             )
         if row is None:
             return None
-        if not is_sound(row, _KINDS):
+        if not is_sound(row, (*_KINDS, *_FURTHER)):
             raise CacheFormatError(f"the stored response {id} is damaged")
         head = (row.id, row.tenant, row.created_at, row.session, row.previous, row.backend)
         return StoredResponse(*head, **unpacked(row.body, row.id))

@@ -14,6 +14,7 @@ import pytest
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
 from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore, StoredResponse
+from agentspec.cache.responses import stored as stored_module
 from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migration import prepare
@@ -74,6 +75,14 @@ def test_the_oldest_of_the_largest_tenant_go(store: Open) -> None:
     assert 10 < len(found) < 100 and found == [f"a{number}" for number in range(100 - len(found), 100)]
     assert kept(opened, ["b0"], "b") == ["b0"]
     assert not opened.put(make("large", os.urandom(50_000).hex())), "one of an eighth of the bound is not stored"
+
+
+def test_what_could_not_be_read_again_is_not_stored(store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is small, compressed, and large again when it is read."""
+    monkeypatch.setattr(stored_module, "MOST_UNPACKED", 100_000)
+    opened = store()
+    assert opened.put(make("fits", "a" * 90_000)) and not opened.put(make("large", "a" * 100_001))
+    assert kept(opened, ["fits", "large"]) == ["fits"]
 
 
 def test_a_tenants_bound_takes_only_its_own(store: Open) -> None:
