@@ -29,7 +29,7 @@ _GROWN_SHARE = 1 / 4  # if they are at least this share of the namespace's token
 _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly read from the database
 _CLOSING_SHARE = 1 / 128
 _RETRY = 1.0  # seconds until loading is tried again after a failure
-_PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
+_PAUSE = 60.0  # seconds between two attempts to save a namespace's segment, and between two looks at all of them
 _PUBLISHING_SECONDS = 0.5  # how often the publisher looks
 
 
@@ -47,8 +47,9 @@ class StoreSync:
         self._started = False
         self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
         self._load_at = 0.0  # when loading is tried again after the database did not answer
-        # Published segments hold nothing that deletions up to this number deleted, unless some came late since.
+        # Segments hold nothing that deletions up to this number deleted, unless some were published late since.
         self._checked = (0, 0)
+        self._checks_at = 0.0  # the earliest that they are looked at again; those that are published, at once
         self._swept = True
         self._publisher: MaintenanceThread | None = None
 
@@ -234,14 +235,18 @@ class StoreSync:
                 self._try_to_save(partition)
 
     def _withdraw(self) -> None:
-        """Delete published segments that hold what was deleted meanwhile, or by a process that knows of no remote."""
+        """Delete segments that hold what was deleted by a process that was killed before it came to them, or that knows
+        of no remote; and published ones that hold what was deleted meanwhile.
+        """
         now = self._store.last_deletion, self._segments.late()
-        if self._segments.published and now != self._checked:
-            try:
-                self._segments.withdraw(self._holds_deleted)
-                self._checked = now
-            except (OSError, CacheError) as error:  # tried again with the next call
-                self._segments.failed("what is forgotten may still be published", error)
+        if now == self._checked or (not self._segments.published and time.monotonic() < self._checks_at):
+            return
+        self._checks_at = time.monotonic() + _PAUSE
+        try:
+            self._segments.withdraw(self._holds_deleted)
+            self._checked = now
+        except (OSError, CacheError) as error:  # tried again with the next call
+            self._segments.failed("segments may still hold what is forgotten", error)
 
     def publish(self) -> int:
         """Publish the segment of each namespace, whichever process writes; returns how many. Raises `CacheError`."""

@@ -255,7 +255,16 @@ class SegmentFolder:
     def withdraw(
         self, unwanted: Callable[[Segment], bool], concerns: Callable[[str], bool] = lambda tenant: True
     ) -> None:
-        """For published segments: delete those that are `unwanted`, of tenants that it `concerns`."""
+        """Delete the segments that are `unwanted`, of tenants that it `concerns`. One that cannot be read stays: `load`
+        sets it aside. Raises what `unwanted` raises, and `OSError`.
+        """
+        for name in self._named(_SUFFIX):
+            key, segment = name.removesuffix(_SUFFIX), None
+            with contextlib.suppress(OSError, CacheFormatError), self._files.open(name) as file:
+                segment = read_segment(file, key)
+            if segment is not None and concerns(segment.namespace.tenant) and unwanted(segment):
+                self._known = None
+                self._files.unlink(name)
 
 
 class NoSegmentFolder(SegmentFolder):

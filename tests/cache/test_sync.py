@@ -266,6 +266,38 @@ def test_a_segment_from_before_a_forget(tmp_path: Path) -> None:
         assert not file.exists()
 
 
+def test_the_writer_deletes_what_a_killed_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a namespace that nobody may ever load, at the start and while it runs."""
+    monkeypatch.setattr("agentspec.cache.namespaces._AT_ONCE", 0)
+    monkeypatch.setattr("agentspec.cache.sync._PAUSE", 0.0)
+    with SuffixCache.open(tmp_path) as cache:
+        for number in range(3):
+            record(cache, text(number, 100), f"t{number}", f"s{number}")
+        cache.compact()
+    saved = {file: file.read_bytes() for file in segments(tmp_path)}
+
+    def forget(number: int) -> None:
+        with SuffixCache.open(tmp_path, mode="follower") as follower:
+            follower.forget(session=f"s{number}")
+        for file, data in saved.items():
+            file.write_bytes(data)
+
+    def left() -> list[int]:
+        data = b"".join(file.read_bytes() for file in segments(tmp_path))
+        return [number for number in range(3) if text(number, 100)[20:60].tobytes() in data]
+
+    forget(0)
+    assert left() == [0, 1, 2]
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache._maintenance is not None and cache._sync is not None
+        cache._maintenance.close()
+        cache._maintain()
+        assert left() == [1, 2] and cache.stats().namespaces == 0
+        forget(1)
+        cache._maintain()
+        assert left() == [2] and cache.stats().segment_error is None
+
+
 def test_many_deletions_of_others_cost_no_look_at_each_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of sessions in a segment, times thousands that were forgotten, took minutes at opening."""
     fill(tmp_path)

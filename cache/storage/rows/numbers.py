@@ -35,8 +35,8 @@ class SequenceNumbers:
         return next(self._numbers)
 
     def claim(self, *, anyhow: bool = False) -> None:
-        """Get the upper half now, unless it is there; this may wait for the disk. Raises `DBAPIError` or `CacheError` where
-        trying later would not help, but with `anyhow`.
+        """Get the upper half now, unless it is there; which may wait for the disk. Raises `DBAPIError` or `CacheError`
+        where trying later would not help, unless `anyhow`.
         """
         if self._numbers is not None:
             return
