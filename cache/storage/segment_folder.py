@@ -118,7 +118,10 @@ class SegmentFolder:
         except OSError as error:
             raise CacheError(f"segments in {self._folder} cannot be changed: {error}") from error
         if not acquired:
-            raise CacheError(f"another process has been writing segments in {self._folder} for too long")
+            raise CacheError(
+                f"another process has been forgetting, or writing segments, in {self._folder} for more than"
+                f" {_PATIENCE:.0f} seconds: try again when it has ended"
+            )
         try:
             yield
         finally:

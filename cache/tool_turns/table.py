@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
@@ -180,18 +181,20 @@ class DatabaseToolTurns:
             for tenant, agent, count, size in connection.execute(query).all():
                 freed = self._delete_older_half(connection, tenant, agent) if count > MOST else 0
                 sizes[tenant, agent] = int(size) - freed
-            while sizes and self._is_too_much(sizes):
-                largest = max(sizes, key=lambda key: sizes[key])
+            while sizes and (tenant := self._tenant_with_too_much(sizes)) is not None:
+                largest = max((key for key in sizes if key[0] == tenant), key=lambda key: sizes[key])
                 freed = self._delete_older_half(connection, *largest)
                 sizes[largest] -= freed
                 if not freed:
                     del sizes[largest]
 
-    def _is_too_much(self, sizes: dict[tuple[str, str], int]) -> bool:
-        tenants: dict[str, int] = {}
+    def _tenant_with_too_much(self, sizes: dict[tuple[str, str], int]) -> str | None:
+        """The tenant that has most, with all its agents, if that or all together is too much."""
+        tenants: Counter[str] = Counter()
         for (tenant, _), size in sizes.items():
-            tenants[tenant] = tenants.get(tenant, 0) + size
-        return sum(sizes.values()) > self._total or max(tenants.values()) > self._tenant
+            tenants[tenant] += size
+        [(largest, size)] = tenants.most_common(1)
+        return largest if tenants.total() > self._total or size > self._tenant else None
 
     def _delete_older_half(self, connection: sa.Connection, tenant: str, agent: str) -> int:
         """Delete the older half of an agent's turns; returns how many bytes."""

@@ -35,7 +35,7 @@ class SequenceNumbers:
         return next(self._numbers)
 
     def claim(self, *, anyhow: bool = False) -> None:
-        """Get the upper half now, unless it is there; which may wait for the disk. Raises `DBAPIError` or `CacheError`
+        """Get the upper half now, unless it is there, which may wait for the disk. Raises `DBAPIError` or `CacheError`
         where trying later would not help, unless `anyhow`.
         """
         if self._numbers is not None:

@@ -132,6 +132,24 @@ def test_a_tenant_with_much_loses_its_own(tmp_path: Path) -> None:
     database.close()
 
 
+@pytest.mark.parametrize("limits", [{"total": 40_000}, {"tenant": 20_000}])
+def test_a_tenant_with_many_agents_loses_its_own(
+    store: Open, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+) -> None:
+    """Each of them is smaller than the one agent of another tenant."""
+    monkeypatch.setattr(memory_module, "_MOST_BYTES", 40_000)
+    opened = store(**limits)
+    theirs = [made("b", age=100.0 - n) for n in range(20)]
+    for turn in theirs:
+        opened.put(turn)
+    for n in range(60):
+        noise = "".join(chr(0x4E00 + (n * 31 + place * 7919) % 20000) for place in range(400))
+        opened.put(made(agent=f"x{n}", body=noise))
+    opened.maintain()
+    assert kept(opened, "b") == theirs
+    assert 0 < sum(len(kept(opened, agent=f"x{n}")) for n in range(60)) < 60
+
+
 def test_a_damaged_row_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     database = SqliteDatabase(tmp_path)
     database.connect()
