@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ class SideStores:
             one.forget(selection)
 
     def maintain(self) -> None:
-        """Delete what is too old or too much. To be called now and then."""
-        for one in (self.responses, self.tool_turns, self.usage):
-            one.maintain()
+        """Delete what is too old or too much, in each store whatever fails in others. To be called now and then."""
+        with ExitStack() as done:
+            for one in (self.responses, self.tool_turns, self.usage):
+                done.callback(one.maintain)

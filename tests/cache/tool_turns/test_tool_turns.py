@@ -11,6 +11,7 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
+from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import SqliteDatabase
@@ -18,6 +19,7 @@ from agentspec.cache.tool_turns import MemoryToolTurns, StoredTurn, ToolTurnStor
 from agentspec.cache.tool_turns import memory as memory_module
 from agentspec.cache.tool_turns import table as table_module
 from agentspec.cache.tool_turns.table import DatabaseToolTurns
+from agentspec.cache.usage.table import DatabaseUsage
 from agentspec.errors import CacheClosedError, CacheUnavailableError
 
 Open = Callable[..., Any]
@@ -234,3 +236,17 @@ def stop(cache: SuffixCache) -> None:
     """Write only what is asked for."""
     assert cache._maintenance is not None
     cache._maintenance.close()
+
+
+def test_what_fails_beside_it_keeps_no_turn_from_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise CacheUnavailableError("a damaged table")
+
+    for one in (DatabaseResponses, DatabaseUsage):
+        monkeypatch.setattr(one, "maintain", fail)
+    with SuffixCache.open(tmp_path) as cache:
+        assert isinstance(cache.tool_turns, DatabaseToolTurns)
+        cache.tool_turns.put(made())
+        with pytest.raises(CacheUnavailableError):
+            cache._beside.maintain()
+        assert not cache.tool_turns._waiting
