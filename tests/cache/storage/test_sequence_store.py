@@ -355,14 +355,15 @@ def test_what_is_forgotten_during_an_erasure_is_erased_by_the_next(
     store.close()
 
 
+def locked(_: object = None) -> None:
+    """Instead of `writing`, for as long as another process writes."""
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    raise exc.OperationalError("begin", None, error)
+
+
 def test_what_was_learned_waits_within_the_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `flush` of an outage puts the states of all namespaces there, thousands of them."""
-
-    def locked(self: SqliteDatabase) -> None:
-        error = sqlite3.OperationalError("database is locked")
-        error.sqlite_errorcode = sqlite3.SQLITE_BUSY
-        raise exc.OperationalError("begin", None, error)
-
     monkeypatch.setattr(sequence_store, "_ROOM", 100_000)
     store = opened(tmp_path)
     monkeypatch.setattr(SqliteDatabase, "writing", locked)
@@ -372,3 +373,23 @@ def test_what_was_learned_waits_within_the_room_too(tmp_path: Path, monkeypatch:
             store.flush()
     assert 1 <= len(store._writer.waiting()) <= 5
     store.close()
+
+
+def test_what_waits_while_nothing_can_be_written_is_forgotten_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once this process knows of a deletion, it writes what comes later of the same session: nothing of before may."""
+    with contextlib.closing(opened(tmp_path)) as store, contextlib.closing(opened(tmp_path)) as other:
+        other.put(row(1, [5, 6]))
+        other.flush()
+        monkeypatch.setattr(store._database, "writing", locked)
+        store.put(row(2, [7, 8]))
+        with pytest.raises(CacheError, match="locked"):
+            store.flush()
+        assert other.forget(select(session="s")) == 1
+        [(number, scope)] = store.pending_deletions()
+        store.finish_deletion(number, scope)
+        monkeypatch.undo()
+        store.put(row(3, [9]))
+        store.flush()
+        assert [one.sequence for one in other.records()] == [3]
