@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection, select
+from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection, pause_between_looks, select
 from agentspec.cache.pool import CachePool
 from agentspec.errors import CacheError
 from agentspec.telemetry.safe_errors import error_location
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SELDOM, _OFTEN, _SHARE = 3600.0, 1.0, 1 / 24  # old sequences are looked for after this share of the retention
+_SELDOM, _OFTEN = 3600.0, 1.0  # seconds between two looks for old sequences, at most, and where one failed
 _SETTLED, _DAY = 600.0, 86400.0  # the database's structure is checked when it was open for so long, and then daily
 
 
@@ -77,7 +77,7 @@ class Deleter:
             self._expire_in_memory(selection.scope)
         if not (self._store and self._store.mode == "follower"):
             self.forget(selection, expiring=True)
-        self._expires_at = time.monotonic() + min(_SELDOM, max(_OFTEN, _SHARE * self._retention))
+        self._expires_at = time.monotonic() + pause_between_looks(self._retention, _SELDOM)
 
     def _expire_in_memory(self, scope: Scope) -> None:
         """Of what the store never got, or cannot be asked about, no deletion in the store would tell."""

@@ -7,6 +7,7 @@ no patterns, since otherwise it would preserve the text that was to be deleted.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -137,8 +138,16 @@ class Selection:
         return tuple(self.text[-size:] for size in sizes), tuple(self.text[:size] for size in sizes)
 
 
+def json_forms(text: str) -> set[str]:
+    """How a text stands in a JSON text: as it is, inside a string, and inside a string of JSON in a string."""
+    forms = {text}
+    for _ in range(2):
+        forms |= {json.dumps(one, ensure_ascii=ascii_only)[1:-1] for one in forms for ascii_only in (False, True)}
+    return forms
+
+
 class PartlyForgottenError(CacheError):
-    """A deletion is done, of `count` sequences, but not of what lies where the database cannot be read."""
+    """A deletion is done, of `count` sequences, but not of what lies where the database cannot be read or opened."""
 
     def __init__(self, message: str, count: int) -> None:
         super().__init__(message)
@@ -178,6 +187,13 @@ def seconds_of(span: float | timedelta, name: str) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float | np.number) or not 0 <= seconds < 1e12:
         raise InvalidRequestError(f"{name} must be seconds or a timedelta, 0 or more, not {span!r}", param=name)
     return float(seconds)
+
+
+def pause_between_looks(term: float | None, most: float) -> float:
+    """Seconds until what is older than `term` (None: nothing is too old) is looked for again: a 24th of the term, at
+    least one and `most` at most.
+    """
+    return most if term is None else min(most, max(1.0, term / 24))
 
 
 def _piece_sizes(length: int, least: int) -> range:

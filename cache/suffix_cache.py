@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
-from agentspec.cache.deletion import Decode, seconds_of, select
+from agentspec.cache.deletion import Decode, PartlyForgottenError, seconds_of, select
 from agentspec.cache.memory.limits import CacheLimits
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
@@ -203,6 +203,8 @@ class SuffixCache(BatchCalls):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
         chosen = self._namespace if namespace is None else namespace_of(namespace)
+        if self._store and store:
+            self._store.numbering.claim(anyhow=True)  # a follower's first: `close` waits for no disk
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
         try:
@@ -235,7 +237,8 @@ class SuffixCache(BatchCalls):
         database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin anew from their
         next prompt, and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
         conditions, and `CacheError` when the database cannot be changed: then nothing is deleted, but with
-        `PartlyForgottenError`, all but what a damaged page of a database server holds.
+        `PartlyForgottenError`, all but what a damaged page of a database server holds, or a database that could not be
+        opened.
         """
         self._pool.require_open()
         places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
@@ -243,6 +246,13 @@ class SuffixCache(BatchCalls):
         count = self._deleter.forget(selection)
         if self._store is None:
             self._beside.forget(selection)
+        if self._store_error:
+            raise PartlyForgottenError(
+                f"{count} sequences were forgotten in memory alone: the database could not be opened, and may hold more"
+                f" ({self._store_error}); forget again once it answers, with `agentspec cache forget` or a cache opened"
+                " anew",
+                count,
+            )
         return count
 
     def flush(self) -> None:
@@ -315,7 +325,7 @@ class SuffixCache(BatchCalls):
         self.tool_turns.leave_behind()
         self._pool.leave_behind(reason)
         if self._store:
-            self._store.leave_behind()
+            self._store.leave_behind(reason)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -29,7 +29,7 @@ _GROWN_SHARE = 1 / 4  # if they are at least this share of the namespace's token
 _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly read from the database
 _CLOSING_SHARE = 1 / 128
 _RETRY = 1.0  # seconds until loading is tried again after a failure
-_PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
+_PAUSE = 60.0  # seconds between two attempts to save a namespace's segment, and between two looks at all of them
 _PUBLISHING_SECONDS = 0.5  # how often the publisher looks
 
 
@@ -47,8 +47,9 @@ class StoreSync:
         self._started = False
         self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
         self._load_at = 0.0  # when loading is tried again after the database did not answer
-        # Published segments hold nothing that deletions up to this number deleted, unless some came late since.
+        # Segments hold nothing that deletions up to this number deleted, unless some were published late since.
         self._checked = (0, 0)
+        self._checks_at = 0.0  # the earliest that they are looked at again; those that are published, at once
         self._swept = True
         self._publisher: MaintenanceThread | None = None
 
@@ -158,7 +159,17 @@ class StoreSync:
         return size <= room and reserve(size) >= size
 
     def _holds_deleted(self, segment: Segment) -> bool:
+        """Whether a deletion may have taken rows of it along. Only where some are gone are the deletions looked at: to
+        know whose they were takes a hash for each session of the segment and each deletion.
+        """
+        if self._has_all_rows(segment):
+            return False
         return any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion))
+
+    def _has_all_rows(self, segment: Segment) -> bool:
+        """Whether the database still holds every row that a segment covers."""
+        cover = segment.coverage
+        return self._store.extent(segment.namespace, until=cover.row) == (cover.rows, cover.newest)
 
     def _adopt(self, loaded: LoadedSegment, partition: Partition) -> bool:
         """Use a segment, less the sequences deleted from the store. Returns whether it has all rows that it covers."""
@@ -166,7 +177,7 @@ class StoreSync:
         meta = dict(zip(loaded.sequences, segment.meta, strict=True))
         partition.adopt(loaded.index, meta)
         partition.saved = partition.added
-        if self._store.extent(segment.namespace, until=cover.row) != (cover.rows, cover.newest):
+        if not self._has_all_rows(segment):
             partition.forget(meta.keys() - self._store.numbers(segment.namespace, until=cover.row))
             if not partition.shared.sequence_count:
                 self._segments.delete(segment.namespace.key)
@@ -224,14 +235,18 @@ class StoreSync:
                 self._try_to_save(partition)
 
     def _withdraw(self) -> None:
-        """Delete published segments that hold what was deleted meanwhile, or by a process that knows of no remote."""
+        """Delete segments that hold what was deleted by a process that was killed before it came to them, or that knows
+        of no remote; and published ones that hold what was deleted meanwhile.
+        """
         now = self._store.last_deletion, self._segments.late()
-        if self._segments.published and now != self._checked:
-            try:
-                self._segments.withdraw(self._holds_deleted)
-                self._checked = now
-            except (OSError, CacheError) as error:  # tried again with the next call
-                self._segments.failed("what is forgotten may still be published", error)
+        if now == self._checked or (not self._segments.published and time.monotonic() < self._checks_at):
+            return
+        self._checks_at = time.monotonic() + _PAUSE
+        try:
+            self._segments.withdraw(self._holds_deleted)
+            self._checked = now
+        except (OSError, CacheError) as error:  # tried again with the next call
+            self._segments.failed("segments may still hold what is forgotten", error)
 
     def publish(self) -> int:
         """Publish the segment of each namespace, whichever process writes; returns how many. Raises `CacheError`."""

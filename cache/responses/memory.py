@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from agentspec.cache.deletion import Selection
-from agentspec.cache.responses.stored import ROW, ResponseLimits, StoredResponse, covers, packed, unpacked
+from agentspec.cache.deletion import Scope, Selection
+from agentspec.cache.responses.stored import (
+    ROW,
+    Refuses,
+    ResponseLimits,
+    StoredResponse,
+    admitted,
+    covers,
+    unpacked,
+)
+
+_LONGEST = 86400.0  # seconds that a request may have lasted whose answer is about to be stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +36,24 @@ class _Entry:
 class MemoryResponses:
     """A `ResponseStore` in memory."""
 
-    def __init__(self, limits: ResponseLimits) -> None:
+    def __init__(self, limits: ResponseLimits, refuses: Refuses | None = None) -> None:
         self._limits = limits
+        self._refuses = refuses
+        self._forgotten: list[tuple[float, Scope]] = []  # and when
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}  # oldest first
         self._bytes: Counter[str] = Counter()
 
     def put(self, stored: StoredResponse) -> bool:
-        entry = _Entry(replace(stored, response={}, items=()), packed(stored))
-        if entry.size > self._limits.largest:
+        body = admitted(stored, self._limits, self._refuses)
+        if body is None:
             return False
+        entry = _Entry(replace(stored, response={}, items=(), begun=None), body)
         with self._lock:
             present = self._entries.get(stored.id)
             if present is not None and present.stored.tenant != stored.tenant:
+                return False
+            if stored.is_forgotten(self._forgotten):
                 return False
             self._remove(stored.id)
             self._entries[stored.id] = entry
@@ -64,7 +80,10 @@ class MemoryResponses:
             return True
 
     def forget(self, selection: Selection) -> int:
+        now = time.time()
         with self._lock:
+            self._forgotten = [one for one in self._forgotten if one[0] > now - _LONGEST]
+            self._forgotten.append((now, selection.scope))
             covered = [id for id, entry in self._entries.items() if _covers(selection, entry)]
             for id in covered:
                 self._remove(id)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentspec.cache.deletion import Selection, seconds_of
+from agentspec.cache.deletion import Scope, Selection, json_forms, seconds_of
 from agentspec.errors import CacheFormatError, InvalidRequestError
 
 ROW = 512  # bytes that an answer takes besides its content
 MOST_UNPACKED = 64 << 20
+
+Refuses = Callable[[str], bool]
+"""Whether a text may not be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class ResponseLimits:
 class StoredResponse:
     """One answer. `previous` is the id of the answer that it continues; `items` are the request's own.
 
-    An answer that an upstream keeps has the name of its `backend` and no content: it tells whose it is.
+    An answer that an upstream keeps has the name of its `backend` and no content: it tells whose it is. `begun` is when
+    its request began, in seconds since 1970, for `put` alone; None: when it was created.
     """
 
     id: str
@@ -66,13 +71,34 @@ class StoredResponse:
     backend: str | None = None
     response: Mapping[str, Any] = field(default_factory=dict)
     items: Sequence[Mapping[str, Any]] = ()
+    begun: float | None = None
+
+    @property
+    def since(self) -> float:
+        """From when on a deletion concerns it though it was not stored yet."""
+        return self.created_at if self.begun is None else min(self.begun, self.created_at)
+
+    def is_forgotten(self, deletions: Iterable[tuple[float, Scope]]) -> bool:
+        """Whether one of the deletions, each after its time, takes this answer along, which is about to be stored.
+
+        One that its request lasted over does, by tenant and session. A search is in what was whole when it ran: what it
+        looked for nobody knows any more, so that all of that goes.
+        """
+        return any(
+            at >= (self.created_at if scope.searched else self.since)
+            and scope.concerns_tenant(self.tenant)
+            and scope.covers(self.session, self.created_at)
+            for at, scope in deletions
+        )
 
 
 class KeepsResponses(Protocol):
     """Stored answers. Blocking and thread-safe. All methods raise `CacheError` if the store cannot be used."""
 
     def put(self, stored: StoredResponse) -> bool:
-        """Store an answer; returns on commit. False if it is too large, or another tenant has one of that id."""
+        """Store an answer; returns on commit. False if it is too large, if a pattern refuses its text, if it was
+        forgotten meanwhile, or if another tenant has one of that id.
+        """
         ...
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:
@@ -96,12 +122,15 @@ class ResponseStore(KeepsResponses, Protocol):
         ...
 
 
-def packed(stored: StoredResponse) -> bytes:
-    """The content of an answer, compressed; empty for one that an upstream keeps."""
+def packed(stored: StoredResponse) -> bytes | None:
+    """The content of an answer, compressed; empty for one that an upstream keeps, None for one that is too large to be
+    unpacked again.
+    """
     if stored.backend is not None:
         return b""
     content = {"response": stored.response, "items": list(stored.items)}
-    return zlib.compress(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"), 3)
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return zlib.compress(data, 3) if len(data) <= MOST_UNPACKED else None
 
 
 def unpacked(body: bytes, id: str) -> dict[str, Any]:
@@ -137,18 +166,31 @@ def _holds(selection: Selection, content: bytes) -> bool:
         texts = list(_texts(unpacked(content, "")))
     except CacheFormatError:
         return True  # it cannot be searched, and is of no use
-    return all(any(text in one for one in texts) for text in wanted)
+    return all(any(form in one for form in json_forms(text) for one in texts) for text in wanted)
+
+
+def admitted(stored: StoredResponse, limits: ResponseLimits, refuses: Refuses | None) -> bytes | None:
+    """The content of an answer, `packed`; None where it is too large, or `refuses` a text of it or of its input."""
+    body = packed(stored)
+    if body is None or ROW + len(body) > limits.largest:
+        return None
+    return None if refuses is not None and any(map(refuses, _texts(unpacked(body, "")))) else body
 
 
 def _texts(value: Any) -> list[str]:
-    """All strings of a JSON value, and the neighbouring ones of an array joined: a text may be in several parts."""
+    """All strings of a JSON value, names included, and the neighbouring ones of an array joined: a text may be in
+    several parts. Arguments of calls are JSON in a string, whose strings are among them.
+    """
     found, waiting = [], [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, str):
             found.append(one)
+            if one.lstrip()[:1] in ("{", "["):
+                with suppress(ValueError, RecursionError):
+                    waiting.append(json.loads(one))
         elif isinstance(one, dict):
-            waiting.extend(one.values())
+            waiting.extend((*one, *one.values()))
         elif isinstance(one, list):
             waiting.extend(one)
             found.append("".join(str(part.get("text", "")) for part in one if isinstance(part, dict)))

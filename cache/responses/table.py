@@ -8,16 +8,18 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agentspec.cache.deletion import Selection
+from agentspec.cache.deletion import Selection, pause_between_looks
 from agentspec.cache.responses.stored import (
     MOST_UNPACKED,
     ROW,
+    Refuses,
     ResponseLimits,
     StoredResponse,
+    admitted,
     covers,
-    packed,
     unpacked,
 )
+from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.rows.side_table import SideTable
 from agentspec.cache.storage.schema import Kinds, Name, is_older, is_sound, keep_no_statistics
@@ -25,7 +27,7 @@ from agentspec.errors import CacheFormatError
 
 _STEP = 64  # the bounds are checked each time that a process has added 1/64 of them
 _ROOM = 16  # then 1/16 of a bound is made free, so that several processes together stay within it
-_EXPIRY_SECONDS = 600.0
+_EXPIRY_SECONDS = 600.0  # between two looks for what is too old, at most
 
 _metadata = sa.MetaData()
 responses = sa.Table(
@@ -50,23 +52,28 @@ _KINDS: Kinds = (
     ("created_at", float | int),
     ("body", bytes),
 )
+_FURTHER: Kinds = (("previous", str | None), ("backend", str | None))
 
 
 class DatabaseResponses:
     """A `ResponseStore` in a database."""
 
-    def __init__(self, database: Database, limits: ResponseLimits) -> None:
+    def __init__(self, database: Database, limits: ResponseLimits, refuses: Refuses | None = None) -> None:
         self._table = SideTable(database, responses, "stored responses")
         self._limits = limits
+        self._refuses = refuses
         self._lock = threading.Lock()
         self._added = limits.total  # bytes since the bounds were checked: the first answer checks them
         self._expires_at = time.monotonic()
 
     def put(self, stored: StoredResponse) -> bool:
-        body = packed(stored)
-        if len(body) + ROW > self._limits.largest:
+        body = admitted(stored, self._limits, self._refuses)
+        if body is None:
             return False
         with self._table.writing() as connection:
+            # What another process, or this one, deleted while the answer waited here must not come back.
+            if stored.is_forgotten(deletion_log.after(connection, stored.since)):
+                return False
             self._table.create(connection)
             names = ("id", "tenant", "session", "created_at", "previous", "backend")
             row = {name: getattr(stored, name) for name in names} | {"size": len(body), "body": body}
@@ -85,7 +92,7 @@ class DatabaseResponses:
             )
         if row is None:
             return None
-        if not is_sound(row, _KINDS):
+        if not is_sound(row, (*_KINDS, *_FURTHER)):
             raise CacheFormatError(f"the stored response {id} is damaged")
         head = (row.id, row.tenant, row.created_at, row.session, row.previous, row.backend)
         return StoredResponse(*head, **unpacked(row.body, row.id))
@@ -118,7 +125,7 @@ class DatabaseResponses:
 
     def maintain(self) -> None:
         if self._limits.seconds is not None and time.monotonic() >= self._expires_at:
-            self._expires_at = time.monotonic() + _EXPIRY_SECONDS
+            self._expires_at = time.monotonic() + pause_between_looks(self._limits.seconds, _EXPIRY_SECONDS)
             self._expire()
         self._table.erase()
 
@@ -165,7 +172,10 @@ class DatabaseResponses:
         while by_tenant and (excess := sum(by_tenant.values()) - limits.total + room) > 0:
             tenant = max(by_tenant, key=lambda name: by_tenant[name])
             # Half of the excess at a time: another tenant may take most by then.
-            by_tenant[tenant] -= self._delete_oldest(connection, tenant, max(excess // 2, room // 2))
+            freed = self._delete_oldest(connection, tenant, max(excess // 2, room // 2))
+            by_tenant[tenant] -= freed
+            if not freed:  # a damaged name, of which nothing is found: the others give
+                del by_tenant[tenant]
 
     def _delete_oldest(self, connection: sa.Connection, tenant: str, size: int) -> int:
         """Delete the tenant's oldest answers, of at least `size` bytes together; returns how many bytes."""

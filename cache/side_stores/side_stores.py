@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,13 @@ class SideStores:
     ) -> SideStores:
         """The stores in the database of `store`, whose deletions reach them too; in memory without a store.
 
-        Turns older than `retention` seconds go, and those that `content_filter` matches never come in; they take at
-        most half of the room of responses. Usage is kept for `usage_days` days.
+        What `content_filter` matches never comes in. Turns older than `retention` seconds go; they take at most half of
+        the room of responses. Usage is kept for `usage_days` days.
         """
         refuses = content_filter.matches if content_filter else None
         if store is None:
-            return cls(MemoryResponses(responses), MemoryToolTurns(refuses, retention), MemoryUsage(usage_days))
+            answers = MemoryResponses(responses, refuses)
+            return cls(answers, MemoryToolTurns(refuses, retention), MemoryUsage(usage_days))
         # These need SQLAlchemy, which a cache in memory does not load.
         from agentspec.cache.responses.table import DatabaseResponses
         from agentspec.cache.tool_turns.table import DatabaseToolTurns
@@ -51,7 +53,7 @@ class SideStores:
         database = store.database
         most = min(_TOOL_TURN_BYTES, responses.total // 2)
         tables = (
-            DatabaseResponses(database, responses),
+            DatabaseResponses(database, responses, refuses),
             DatabaseToolTurns(database, refuses, retention, most, min(most, responses.tenant or most)),
             DatabaseUsage(database, usage_days),
         )
@@ -64,6 +66,7 @@ class SideStores:
             one.forget(selection)
 
     def maintain(self) -> None:
-        """Delete what is too old or too much. To be called now and then."""
-        for one in (self.responses, self.tool_turns, self.usage):
-            one.maintain()
+        """Delete what is too old or too much, in each store whatever fails in others. To be called now and then."""
+        with ExitStack() as done:
+            for one in (self.responses, self.tool_turns, self.usage):
+                done.callback(one.maintain)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
@@ -10,10 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
 
-from agentspec.errors import CacheDamagedError
+from agentspec.errors import CacheClosedError, CacheDamagedError
 
 Result = TypeVar("Result")
 
@@ -23,6 +25,9 @@ FAILURES = (exc.DBAPIError, exc.TimeoutError)
 """What a database raises that does not answer; the second where all connections of this process stay in use."""
 
 _LEFT: list[sa.Pool] = []
+_AGAIN = 60.0  # seconds until what could not be rewritten is tried again
+
+_log = logging.getLogger(__name__)
 
 
 class Database(ABC):
@@ -34,6 +39,17 @@ class Database(ABC):
     name: str
     folder: Path | None
     engine: sa.Engine
+    overwrites = True
+    """Whether rows are overwritten as they are deleted; else they are gone only once what held them is rewritten."""
+    _closed_because: str | None = None
+
+    def _refuse_when_closed(self) -> None:
+        """Let no connection of the engine be made after `close` or `leave_behind`: it would make itself anew."""
+        event.listen(self.engine, "do_connect", self._require_open)
+
+    def _require_open(self, *_: object) -> None:
+        if self._closed_because is not None:
+            raise CacheClosedError(self._closed_because)
 
     @abstractmethod
     def acquire_writer(self) -> None:
@@ -133,20 +149,24 @@ class Database(ABC):
         refused = isinstance(error, exc.DataError | exc.IntegrityError)
         return refused or isinstance(getattr(error, "orig", error), ValueError | TypeError | OverflowError)
 
-    def leave_behind(self) -> None:
-        """Called in a forked process: neither use nor close the parent's connections."""
+    def leave_behind(self, reason: str) -> None:
+        """Called in a forked process: neither use nor close the parent's connections, and make none, for `reason`."""
+        self._closed_because = reason
         _LEFT.append(self.engine.pool)  # closing a copy of a connection would end the parent's
         self.engine.dispose(close=False)
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections and stop being the writer. Idempotent."""
+        """Close the connections and stop being the writer; what comes later raises `CacheClosedError`. Idempotent."""
+        self._closed_because = self._closed_because or "this cache is closed"
+        self.engine.dispose()
 
 
 class PendingErasure:
     """Whether bytes of deleted rows may be left in the files of a database. Thread-safe.
 
-    What is deleted while an erasure runs may escape it, and stays pending.
+    What is deleted while an erasure runs may escape it, and stays pending. What was to be rewritten, and could not be
+    because others use it, is tried again after a minute.
     """
 
     def __init__(self, database: Database, *, pending: bool = False) -> None:
@@ -154,9 +174,15 @@ class PendingErasure:
         self._pending = pending
         self._tenants: dict[str, object] = {}  # whose rows were deleted since they were last rewritten
         self._noting = threading.Lock()
+        self._owed = 0  # `rewrite_within` of a try that failed,
+        self._again = 0.0  # and when it is repeated
 
     def __bool__(self) -> bool:
-        return self._pending
+        return self._pending or self._overdue
+
+    @property
+    def _overdue(self) -> bool:
+        return self._owed > 0 and time.monotonic() >= self._again
 
     def mark(self, tenants: Iterable[str] = ()) -> None:
         """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them."""
@@ -170,6 +196,8 @@ class PendingErasure:
         What held the rows of the tenants is rewritten, or `everything`, if that takes no more bytes than
         `rewrite_within`.
         """
+        if self._overdue:
+            rewrite_within = max(rewrite_within, self._owed)
         self._pending = False  # first: a mark that is set meanwhile stays
         with self._noting:
             marks = dict(self._tenants)
@@ -179,11 +207,24 @@ class PendingErasure:
             rewrite = rewrite_within > 0 and self._database.rewritten_bytes(tenants) <= rewrite_within
             erased = self._database.secure_erase(rewrite=rewrite, tenants=tenants)
             if erased and rewrite_within:
+                self._owed = 0
                 with self._noting:
                     self._tenants = {one: mark for one, mark in self._tenants.items() if marks.get(one) is not mark}
         finally:
             if not erased:
                 self._pending = True
+                self._owe(rewrite_within if marks else 0)
+
+    def _owe(self, rewrite_within: int) -> None:
+        if self._database.overwrites or not rewrite_within:
+            return
+        if not self._owed:
+            _log.warning(
+                "what was forgotten is deleted from %s, but others use what held it, so that its bytes are still there:"
+                " this process tries again every minute",
+                self._database.name,
+            )
+        self._owed, self._again = rewrite_within, time.monotonic() + _AGAIN
 
 
 def mending(database: Database, operation: Callable[[], Result]) -> Result:

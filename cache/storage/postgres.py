@@ -55,6 +55,7 @@ class PostgresDatabase(Database):
     """A PostgreSQL database. Raises `ConfigurationError` for an invalid address. Connects at first use."""
 
     folder = None
+    overwrites = False
 
     def __init__(self, address: str) -> None:
         url = _url(address)
@@ -70,6 +71,7 @@ class PostgresDatabase(Database):
         self._further: set[str] = set()
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         event.listen(self.engine, "connect", lambda connection, _: self._connections.add(connection))
+        self._refuse_when_closed()
         self._lease: sa.Connection | None = None
         self._session = 0  # the server's number of the session that holds the lease
         self._is_candidate = False
@@ -231,20 +233,20 @@ class PostgresDatabase(Database):
         state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
         return state.startswith(_LIMITS) or super().is_refusal(error)
 
-    def leave_behind(self) -> None:
+    def leave_behind(self, reason: str) -> None:
         # Whenever the copies of the parent's connections are closed, nothing of it must reach the server.
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for connection in list(self._connections):
             if not connection.closed:
                 os.dup2(nowhere, connection.fileno(), inheritable=False)
         os.close(nowhere)
-        super().leave_behind()
+        super().leave_behind(reason)
 
     def close(self) -> None:
         with self._lock:
             self._is_candidate = False
             self._release_lease()
-        self.engine.dispose()
+        super().close()
 
 
 def _url(address: str) -> sa.URL:

@@ -60,7 +60,12 @@ class Segment:
 
     def covers(self, scope: Scope) -> bool:
         """Whether any sequence of the segment lies in a scope."""
-        return scope.concerns(self.namespace) and any(scope.covers(one.session, one.created_at) for one in self.meta)
+        if not scope.concerns(self.namespace):
+            return False
+        oldest: dict[str | None, float] = {}  # of each session, whose name is hashed once
+        for session, created_at, _ in self.meta:
+            oldest[session] = min(created_at, oldest.get(session, created_at))
+        return any(scope.covers(session, created_at) for session, created_at in oldest.items())
 
     def head(self) -> bytes:
         """The bytes before the index."""

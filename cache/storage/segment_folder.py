@@ -118,7 +118,10 @@ class SegmentFolder:
         except OSError as error:
             raise CacheError(f"segments in {self._folder} cannot be changed: {error}") from error
         if not acquired:
-            raise CacheError(f"another process has been writing segments in {self._folder} for too long")
+            raise CacheError(
+                f"another process has been forgetting, or writing segments, in {self._folder} for more than"
+                f" {_PATIENCE:.0f} seconds: try again when it has ended"
+            )
         try:
             yield
         finally:
@@ -136,9 +139,10 @@ class SegmentFolder:
         """Size of all files."""
         total = 0
         with self._counting:
-            with contextlib.suppress(OSError):  # other processes may delete files meanwhile
+            with contextlib.suppress(OSError):
                 for name in self._named(_SUFFIX, _NEW, _CORRUPT):
-                    total += self._files.size(name)
+                    with contextlib.suppress(OSError):  # another process may just have deleted it
+                        total += self._files.size(name)
             self._known = total
         return total
 
@@ -254,7 +258,16 @@ class SegmentFolder:
     def withdraw(
         self, unwanted: Callable[[Segment], bool], concerns: Callable[[str], bool] = lambda tenant: True
     ) -> None:
-        """For published segments: delete those that are `unwanted`, of tenants that it `concerns`."""
+        """Delete the segments that are `unwanted`, of tenants that it `concerns`. One that cannot be read stays: `load`
+        sets it aside. Raises what `unwanted` raises, and `OSError`.
+        """
+        for name in self._named(_SUFFIX):
+            key, segment = name.removesuffix(_SUFFIX), None
+            with contextlib.suppress(OSError, CacheFormatError), self._files.open(name) as file:
+                segment = read_segment(file, key)
+            if segment is not None and concerns(segment.namespace.tenant) and unwanted(segment):
+                self._known = None
+                self._files.unlink(name)
 
 
 class NoSegmentFolder(SegmentFolder):

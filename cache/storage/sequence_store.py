@@ -34,7 +34,7 @@ _REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from 
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
 _ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
 _LINGER = 0.05  # seconds that an output waits for others: a transaction of its own writes ten times its size
-_JOB_BYTES = 1024  # bytes of the Python objects around an output
+_JOB_BYTES, _HIT_BYTES = 1024, 128  # bytes of the Python objects around an output, and of one number of hits
 _log = logging.getLogger(__name__)
 
 
@@ -322,8 +322,7 @@ class SequenceStore(SequenceReader):
         try:
             self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0, everything=everything)
         except FAILURES as error:
-            message = f"deleted, but bytes of it may be left in {self._database.name}: {reason(error)}"
-            raise CacheError(message) from error
+            raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
 
     def compact(self) -> None:
         """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
@@ -340,9 +339,9 @@ class SequenceStore(SequenceReader):
             self._disk_bytes = self._database.disk_bytes()
         return self._disk_bytes
 
-    def leave_behind(self) -> None:
+    def leave_behind(self, reason: str) -> None:
         """Called in a forked process, which shares the connections with its parent: leave them as they are."""
-        self._database.leave_behind()
+        self._database.leave_behind(reason)
 
     def close(self) -> None:
         """Write the waiting sequences and release the database. Idempotent."""
@@ -391,10 +390,11 @@ def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
     return [_UsageUpdate(job.hits, {}) if isinstance(job, _UsageUpdate) else job for job in kept]
 
 
-def _covered(record: SequenceRecord, scopes: Sequence[Scope]) -> bool:
-    meta = record.meta
-    return any(scope.concerns(record.namespace) and scope.covers(meta.session, meta.created_at) for scope in scopes)
+def _covered(row: SequenceRecord, scopes: Sequence[Scope]) -> bool:
+    return any(scope.concerns(row.namespace) and scope.covers(row.labels.session, row.created_at) for scope in scopes)
 
 
 def _size(job: _Job) -> int:
-    return _JOB_BYTES + (4 * (len(job.tokens) + len(job.context)) if isinstance(job, SequenceRecord) else 0)
+    if isinstance(job, _UsageUpdate):
+        return _JOB_BYTES + _HIT_BYTES * len(job.hits) + sum(map(len, job.learned.values()))
+    return _JOB_BYTES + 4 * (len(job.tokens) + len(job.context))

@@ -91,6 +91,7 @@ class SqliteDatabase(Database):
         place = sa.URL.create("sqlite", database=str(self._path))  # a `?` in the path begins no options
         self.engine = sa.create_engine(place, connect_args={"timeout": _TIMEOUT}, hide_parameters=True)
         event.listen(self.engine, "connect", _configure)
+        self._refuse_when_closed()
 
     def acquire_writer(self) -> None:
         with self._electing:
@@ -212,12 +213,12 @@ class SqliteDatabase(Database):
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code != sqlite3.SQLITE_CONSTRAINT_TRIGGER and super().is_refusal(error)  # such a trigger is none of ours
 
-    def leave_behind(self) -> None:
+    def leave_behind(self, reason: str) -> None:
         SqliteDatabase._forked = True
-        super().leave_behind()
+        super().leave_behind(reason)
 
     def close(self) -> None:
-        self.engine.dispose()
+        super().close()
         with self._electing:
             self._is_candidate = False
             if self._lock:

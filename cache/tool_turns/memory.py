@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from agentspec.cache.deletion import Selection
@@ -70,8 +71,13 @@ class MemoryToolTurns:
         pass
 
     def _remove_oldest(self) -> None:
-        """Of the agent that has most turns, the older half."""
-        turns = max(self._turns.values(), key=len)
+        """Of the agent that has most, of the tenant that has most with all its agents, the older half."""
+        sizes = {key: sum(turn.size for turn in turns.values()) for key, turns in self._turns.items()}
+        tenants: Counter[str] = Counter()
+        for (tenant, _), size in sizes.items():
+            tenants[tenant] += size
+        largest = max((key for key in sizes if key[0] == tenants.most_common(1)[0][0]), key=lambda key: sizes[key])
+        turns = self._turns[largest]
         self._remove(list(turns.values())[: (len(turns) + 1) // 2])
 
     def _remove(self, turns: Sequence[StoredTurn]) -> None:

@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
 
-from agentspec.cache.deletion import Selection
+from agentspec.cache.deletion import Selection, pause_between_looks
 from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.rows.side_table import SideTable
@@ -21,7 +22,7 @@ from agentspec.errors import CacheClosedError, CacheFormatError
 _log = logging.getLogger(__name__)
 
 _WAITING = 4096  # turns that may wait while the database cannot be written
-_LOOK_SECONDS = 600.0  # between two looks for what is too old or too much
+_LOOK_SECONDS = 600.0  # between two looks for what is too old or too much, at most
 
 _metadata = sa.MetaData()
 tool_turns = sa.Table(
@@ -130,7 +131,7 @@ class DatabaseToolTurns:
     def maintain(self) -> None:
         self._write()
         if time.monotonic() >= self._look_at or self._added > min(self._total, self._tenant) // 16:
-            self._look_at, self._added = time.monotonic() + _LOOK_SECONDS, 0
+            self._look_at, self._added = time.monotonic() + pause_between_looks(self._seconds, _LOOK_SECONDS), 0
             self._keep_bounds()
         self._table.erase()
 
@@ -180,18 +181,20 @@ class DatabaseToolTurns:
             for tenant, agent, count, size in connection.execute(query).all():
                 freed = self._delete_older_half(connection, tenant, agent) if count > MOST else 0
                 sizes[tenant, agent] = int(size) - freed
-            while sizes and self._is_too_much(sizes):
-                largest = max(sizes, key=lambda key: sizes[key])
+            while sizes and (tenant := self._tenant_with_too_much(sizes)) is not None:
+                largest = max((key for key in sizes if key[0] == tenant), key=lambda key: sizes[key])
                 freed = self._delete_older_half(connection, *largest)
                 sizes[largest] -= freed
                 if not freed:
                     del sizes[largest]
 
-    def _is_too_much(self, sizes: dict[tuple[str, str], int]) -> bool:
-        tenants: dict[str, int] = {}
+    def _tenant_with_too_much(self, sizes: dict[tuple[str, str], int]) -> str | None:
+        """The tenant that has most, with all its agents, if that or all together is too much."""
+        tenants: Counter[str] = Counter()
         for (tenant, _), size in sizes.items():
-            tenants[tenant] = tenants.get(tenant, 0) + size
-        return sum(sizes.values()) > self._total or max(tenants.values()) > self._tenant
+            tenants[tenant] += size
+        [(largest, size)] = tenants.most_common(1)
+        return largest if tenants.total() > self._total or size > self._tenant else None
 
     def _delete_older_half(self, connection: sa.Connection, tenant: str, agent: str) -> int:
         """Delete the older half of an agent's turns; returns how many bytes."""

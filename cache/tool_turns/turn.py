@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentspec.cache.deletion import Selection
+from agentspec.cache.deletion import Selection, json_forms
 
 ROW = 256  # bytes that a turn takes besides its body
 LARGEST = 64 << 10  # bytes of a body
@@ -86,11 +85,4 @@ def is_covered(selection: Selection, turn: StoredTurn) -> bool:
     if not selection.scope.covers(turn.session, turn.created_at):
         return False
     wanted = selection.texts()
-    return wanted is not None and all(_holds(turn.body, text) for text in wanted)
-
-
-def _holds(body: str, text: str) -> bool:
-    """Whether a body, or a JSON text in it, holds `text`."""
-    once = json.dumps(text, ensure_ascii=False)[1:-1]
-    twice = json.dumps(once, ensure_ascii=False)[1:-1]
-    return any(form in body for form in (text, once, twice))
+    return wanted is not None and all(any(form in turn.body for form in json_forms(text)) for text in wanted)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.usage.row import BATCH_SECONDS, Owner, UsageRow, forgets_tenant, last_day, oldest_day
+from agentspec.cache.usage.row import BATCH_SECONDS, LOOK_SECONDS, Owner, UsageRow, forgets_tenant, last_day, oldest_day
 
 
 class MemoryUsage:
@@ -20,8 +20,11 @@ class MemoryUsage:
         self._batches: dict[str, float] = {}
         self._forgotten: list[tuple[float, Scope]] = []  # and when
         self._rows: dict[tuple[str, str, str, str], UsageRow] = {}
+        self._look_at = 0.0  # when what is too old is looked for, in seconds since 1970
 
     def add(self, rows: Sequence[UsageRow], *, since: float, day: str, batch: str | None = None) -> Mapping[Owner, int]:
+        if time.time() >= self._look_at:  # nothing else may call `maintain` of a cache in memory
+            self.maintain()
         with self._lock:
             known = batch in self._batches
             if batch is not None:
@@ -59,6 +62,7 @@ class MemoryUsage:
         return self._remove(lambda row: row.tenant == selection.tenant and row.day <= last)
 
     def maintain(self) -> None:
+        self._look_at = time.time() + LOOK_SECONDS
         oldest = oldest_day(time.time(), self._days)
         self._remove(lambda row: row.day < oldest)
         with self._lock:

@@ -53,6 +53,7 @@ class UsageRow:
 
 
 BATCH_SECONDS = 7 * 86400.0  # that the name of a batch is remembered
+LOOK_SECONDS = 3600.0  # between two looks for what is too old
 COUNTS = tuple(one.name for one in fields(UsageRow) if one.type == "int")
 
 

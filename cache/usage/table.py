@@ -12,9 +12,17 @@ from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.rows.side_table import SideTable
 from agentspec.cache.storage.schema import Kinds, Name, is_sound, keep_no_statistics
-from agentspec.cache.usage.row import BATCH_SECONDS, COUNTS, Owner, UsageRow, forgets_tenant, last_day, oldest_day
+from agentspec.cache.usage.row import (
+    BATCH_SECONDS,
+    COUNTS,
+    LOOK_SECONDS,
+    Owner,
+    UsageRow,
+    forgets_tenant,
+    last_day,
+    oldest_day,
+)
 
-_LOOK_SECONDS = 3600.0  # between two looks for what is too old
 _NAMES = ("day", "tenant", "key", "model")
 
 _metadata = sa.MetaData()
@@ -88,7 +96,7 @@ class DatabaseUsage:
 
     def maintain(self) -> None:
         if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._look_at = time.monotonic() + LOOK_SECONDS
             self._delete_old()
             with self._batches.changing() as changing:
                 if changing is not None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import deletion
-from agentspec.cache.deletion import Selection, select
+from agentspec.cache.deletion import Selection, pause_between_looks, select
 from agentspec.cache.partition import Partition
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.tokens import Tokens
@@ -127,3 +127,8 @@ def test_a_deletion_by_session_hashes_each_name_once(monkeypatch: pytest.MonkeyP
     assert sorted(hashed) == ["a", "b"]
     assert partition.covered(replace(scope, before=10.0)) == [1, 4, 7]
     assert partition.covered(replace(scope, session=None, before=3.0)) == [0, 1, 2]
+
+
+def test_a_short_term_is_looked_after_often() -> None:
+    spans = {None: 600.0, 86400.0: 600.0, 240.0: 10.0, 1.0: 1.0, 0.0: 1.0}
+    assert {term: pause_between_looks(term, 600.0) for term in spans} == spans

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.deletion import PartlyForgottenError
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheClosedError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Namespace
 
 
@@ -214,3 +216,18 @@ def test_unshared_outputs_are_not_written(tmp_path: Path) -> None:
         partial.abandon()
     with SuffixCache.open(tmp_path) as cache:
         assert cache.stats().sequences == 0
+
+
+def test_forget_says_what_a_database_that_could_not_be_opened_may_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CacheUnavailableError("no answer")
+
+    monkeypatch.setattr(SequenceStore, "open", fail)
+    with SuffixCache.open(tmp_path) as cache:
+        with cache.request([1, 2], session="s") as request:
+            request.extend([3, 4, 5])
+        with pytest.raises(PartlyForgottenError, match=r"may hold more \(no answer\); forget again") as caught:
+            cache.forget(session="s")
+        assert caught.value.count == 1 and cache.stats().sequences == 0

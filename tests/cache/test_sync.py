@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 
-from agentspec.cache import SuffixCache
+from agentspec.cache import SuffixCache, deletion
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sqlite import DATABASE
@@ -263,6 +264,61 @@ def test_a_segment_from_before_a_forget(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path, mode="follower") as cache:
         assert known(cache, range(40)) == [number for number in range(40) if number != 7]
         assert not file.exists()
+
+
+def test_the_writer_deletes_what_a_killed_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a namespace that nobody may ever load, at the start and while it runs."""
+    monkeypatch.setattr("agentspec.cache.namespaces._AT_ONCE", 0)
+    monkeypatch.setattr("agentspec.cache.sync._PAUSE", 0.0)
+    with SuffixCache.open(tmp_path) as cache:
+        for number in range(3):
+            record(cache, text(number, 100), f"t{number}", f"s{number}")
+        cache.compact()
+    saved = {file: file.read_bytes() for file in segments(tmp_path)}
+
+    def forget(number: int) -> None:
+        with SuffixCache.open(tmp_path, mode="follower") as follower:
+            follower.forget(session=f"s{number}")
+        for file, data in saved.items():
+            file.write_bytes(data)
+
+    def left() -> list[int]:
+        data = b"".join(file.read_bytes() for file in segments(tmp_path))
+        return [number for number in range(3) if text(number, 100)[20:60].tobytes() in data]
+
+    forget(0)
+    assert left() == [0, 1, 2]
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache._maintenance is not None and cache._sync is not None
+        cache._maintenance.close()
+        cache._maintain()
+        assert left() == [1, 2] and cache.stats().namespaces == 0
+        forget(1)
+        cache._maintain()
+        assert left() == [2] and cache.stats().segment_error is None
+
+
+def test_many_deletions_of_others_cost_no_look_at_each_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of sessions in a segment, times thousands that were forgotten, took minutes at opening."""
+    fill(tmp_path)
+    with SuffixCache.open(tmp_path) as cache:
+        for number in range(20):
+            cache.forget(session=f"nobody{number}")
+    hashed: Counter[str] = Counter()
+
+    def digest(salt: str, name: str) -> str:
+        hashed[name] += 1
+        return original(salt, name)
+
+    original = deletion._digest
+    monkeypatch.setattr(deletion, "_digest", digest)
+    with SuffixCache.open(tmp_path) as cache:
+        assert known(cache, range(40)) == list(range(40)) and cache.stats().segment_bytes > 0
+    assert hashed.total() == 0
+    execute(tmp_path, "DELETE FROM sequences WHERE session = 's3'")  # as for room: no deletion is logged
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 39 and cache.stats().segment_bytes > 0
+    assert hashed["s5"] == 20
 
 
 def test_no_forgotten_byte_comes_back_while_it_compacts(tmp_path: Path) -> None:

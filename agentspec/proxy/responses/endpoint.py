@@ -222,6 +222,7 @@ class ResponsesEndpoint(GenerationEndpoint):
                         previous=request.previous,
                         response=response,
                         items=request.items,
+                        begun=time.time() - (time.perf_counter() - exchange.record.started),
                     )
                 )
 

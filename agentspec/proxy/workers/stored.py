@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,12 +16,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec.backends.http import LocalServer, pieces_of
-from agentspec.cache.responses import StoredResponse
+from agentspec.cache.responses import KeepsResponses, StoredResponse
 from agentspec.errors import CacheError, EngineRestartingError, UpstreamError
 from agentspec.protocol.responses import encode
 from agentspec.runtime import Runtime
 
 _SECONDS = 30.0
+_TRAVEL = 5.0  # of them, that an answer may take to arrive
 StoreHandlers = Mapping[str, Callable[[str, Sequence[Any]], Any]]
 """What is answered to the questions of remote stores, by their routes."""
 
@@ -60,9 +62,9 @@ class RemoteResponses(RemoteStore):
     route: ClassVar[str] = "/stored-responses"
 
     def put(self, stored: StoredResponse) -> bool:
-        """As of `ResponseStore`. Raises `CacheError` if the process does not answer, too."""
+        """As of `ResponseStore`. Raises `CacheError` if the process does not answer, too: it keeps nothing then."""
         try:
-            return bool(self.ask("put", _members(stored)))
+            return bool(self.ask("put", _members(stored), time.monotonic() + _SECONDS - _TRAVEL))
         except EngineRestartingError as error:
             raise CacheError(error.message) from None
 
@@ -99,11 +101,20 @@ def answer_responses(runtime: Runtime, name: str, told: Sequence[Any]) -> Any:
     """What `RemoteResponses` is answered."""
     store = runtime.responses
     if name == "put":
-        return store.put(StoredResponse(**told[0]))
+        return _put(store, StoredResponse(**told[0]), told[1])
     if name == "delete":
         return store.delete(told[0], told[1])
     found = store.get(told[0], told[1])
     return None if found is None else _members(found)
+
+
+def _put(store: KeepsResponses, stored: StoredResponse, until: float) -> bool:
+    """Store an answer, unless the worker has given up: at `until`, by the clock that the machine's processes share."""
+    kept = store.put(stored)
+    if kept and time.monotonic() > until:
+        store.delete(stored.tenant, stored.id)
+        return False
+    return kept
 
 
 def _members(stored: StoredResponse) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from agentspec.errors import CacheError
 class SequenceNumbers:
     """An iterator over the numbers of the sequences that this process adds. Thread-safe.
 
-    The database hands out their upper half when the first is asked for, so that no other process has the same.
+    The database hands out their upper half by `claim`, or when the first is asked for, so that no other process has
+    the same.
     """
 
     def __init__(self, database: Database) -> None:
@@ -34,9 +35,11 @@ class SequenceNumbers:
         return next(self._numbers)
 
     def claim(self, *, anyhow: bool = False) -> None:
-        """Get the upper half now. Unless `anyhow`, raises `DBAPIError` or `CacheError` where trying later would not
-        help.
+        """Get the upper half now, unless it is there, which may wait for the disk. Raises `DBAPIError` or `CacheError`
+        where trying later would not help, unless `anyhow`.
         """
+        if self._numbers is not None:
+            return
         with self._lock:
             if self._numbers is None:
                 self.process = -self._hand_out(anyhow)

@@ -127,6 +127,8 @@ if child == 0:
         lambda: cache.request([1]), lambda: cache.forget(session="s"), lambda: held.draft(), lambda: held.extend([1]),
         cache.flush, cache.compact, cache.stats, cache.tenant_bytes, cache.check_integrity,
     ]
+    if location is not None:
+        uses += [lambda: cache.responses.get("a", "r"), lambda: cache.usage.read(tenant="a")]
     for use in uses:
         try:
             use()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -13,8 +14,11 @@ import pytest
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
 from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore, StoredResponse
+from agentspec.cache.responses import stored as stored_module
 from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.migration import prepare
+from agentspec.cache.storage.sqlite import SqliteDatabase
 
 Open = Callable[..., Any]
 
@@ -25,6 +29,12 @@ def store(database: Database | None) -> Open:
     if database is None:
         return lambda **limits: MemoryResponses(ResponseLimits(**limits))
     return lambda **limits: DatabaseResponses(database, ResponseLimits(**limits))
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    """Where a cache may be kept."""
+    return tmp_path if request.param == "sqlite" else None
 
 
 def make(id: str, text: str = "hello", tenant: str = "a", **fields: Any) -> StoredResponse:
@@ -67,6 +77,14 @@ def test_the_oldest_of_the_largest_tenant_go(store: Open) -> None:
     assert not opened.put(make("large", os.urandom(50_000).hex())), "one of an eighth of the bound is not stored"
 
 
+def test_what_could_not_be_read_again_is_not_stored(store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is small, compressed, and large again when it is read."""
+    monkeypatch.setattr(stored_module, "MOST_UNPACKED", 100_000)
+    opened = store()
+    assert opened.put(make("fits", "a" * 90_000)) and not opened.put(make("large", "a" * 100_001))
+    assert kept(opened, ["fits", "large"]) == ["fits"]
+
+
 def test_a_tenants_bound_takes_only_its_own(store: Open) -> None:
     opened = store(total=1 << 20, tenant=20_000)
     opened.put(make("b0", tenant="b"))
@@ -107,6 +125,78 @@ def test_forgetting(store: Open, conditions: Any, left: list[str]) -> None:
     opened.forget(select(**conditions))
     found = [*kept(opened, ["a1", "a2"]), *kept(opened, ["b1"], "b")]
     assert found == left
+
+
+@pytest.mark.parametrize("text", ['say "hi"\nthere', "café", "name"])
+def test_a_search_looks_into_arguments_and_names(store: Open, text: str) -> None:
+    opened = store()
+    arguments = json.dumps({"code": 'say "hi"\nthere café', "name": 1})
+    call = {"id": "c", "type": "function_call", "arguments": arguments}
+    for id, one in (("whole", call), ("cut", call | {"arguments": arguments[:-1]})):
+        opened.put(make(id, response={"id": id, "output": [one]}))
+    opened.put(make("other", response={"id": "other", "output": [], "metadata": {"other": "x"}}))
+    assert opened.forget(select(text=text, decode=str)) == 2
+    assert kept(opened, ["whole", "cut", "other"]) == ["other"]
+
+
+def test_what_a_pattern_refuses_is_not_stored(location: Path | None) -> None:
+    with SuffixCache.open(location, refuse_patterns=["sk-[0-9]+"]) as cache:
+        escaped = json.dumps({"key": "\u0073k-1"}, ensure_ascii=True)
+        assert not cache.responses.put(make("r1", "my sk-12 key"))
+        assert not cache.responses.put(make("r2", response={"output": [{"arguments": escaped}]}))
+        assert cache.responses.put(make("r3", "my key"))
+        assert kept(cache.responses, ["r1", "r2", "r3"]) == ["r3"]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "refused"),
+    [
+        ({"tenant": "a"}, ["whole", "under way"]),
+        ({"session": "s"}, ["whole", "under way"]),
+        ({"session": "t"}, []),
+        ({"tenant": "b"}, []),
+        ({"older_than": 50}, ["old"]),
+        ({"text": "nobody wrote it", "decode": str}, ["whole", "old"]),
+    ],
+)
+def test_what_was_forgotten_meanwhile_is_not_stored(location: Path | None, conditions: Any, refused: list[str]) -> None:
+    """A store that is slow, or has a queue, comes to an answer after the deletion that covers it."""
+    now = time.time()
+    answers = {
+        "whole": make("whole", session="s", created_at=now),
+        "old": make("old", tenant="c", created_at=now - 100),
+        "under way": make("under way", session="s", created_at=now + 1000, begun=now),
+        "later": make("later", session="s", created_at=now + 1000),
+    }
+    with SuffixCache.open(location) as cache:
+        cache.forget(**conditions)
+        assert [id for id, one in answers.items() if not cache.responses.put(one)] == refused
+        assert cache.responses.put(make("new", session="s"))
+
+
+def test_what_a_damaged_name_owns_keeps_no_bound_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = SqliteDatabase(tmp_path)
+    database.connect()
+    prepare(database)
+    opened = DatabaseResponses(database, ResponseLimits(total=100_000))
+    looked = 0
+
+    def delete_oldest(self: DatabaseResponses, *given: Any) -> int:
+        nonlocal looked
+        looked += 1
+        assert looked < 1000, "it would go on for ever"
+        return original(self, *given)
+
+    original = DatabaseResponses._delete_oldest
+    monkeypatch.setattr(DatabaseResponses, "_delete_oldest", delete_oldest)
+    for number in range(8):
+        opened.put(make(f"a{number}", os.urandom(4000).hex()))
+    with database.writing() as connection:
+        connection.exec_driver_sql("UPDATE responses SET tenant = CAST(x'61ff' AS TEXT)")
+    for number in range(40):
+        assert opened.put(make(f"b{number}", os.urandom(4000).hex(), tenant="b", created_at=time.time() + number))
+    assert 0 < len(kept(opened, (f"b{number}" for number in range(40)), "b")) < 40
+    database.close()
 
 
 def test_a_cache_forgets_and_bounds_its_responses(tmp_path: Path) -> None:

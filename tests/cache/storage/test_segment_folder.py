@@ -156,6 +156,18 @@ def test_whatever_fails_while_loading_is_told_once(tmp_path: Path, caplog: pytes
     assert 0 < len(caplog.records) <= 6
 
 
+def test_one_that_goes_while_sizes_are_added_up_hides_no_other(tmp_path: Path) -> None:
+    """Less than there is would be taken for room under `disk_bytes`."""
+
+    class Leaving(LocalFiles):
+        def names(self) -> list[str]:
+            return ["gone.segment", *super().names()]
+
+    segments = SegmentFolder(tmp_path, Leaving(tmp_path))
+    save(segments)
+    assert segments.total_bytes() == segments.known_bytes() == segments.size(SPACE.key) > 0
+
+
 def test_damage_is_set_aside_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     segments = SegmentFolder(tmp_path)
     save(segments)

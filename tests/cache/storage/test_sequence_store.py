@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -18,12 +19,14 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sqlalchemy import exc
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
 from agentspec.cache.record import SequenceRecord
+from agentspec.cache.storage import sequence_store
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
 from agentspec.types import Labels, Namespace
@@ -350,3 +353,43 @@ def test_what_is_forgotten_during_an_erasure_is_erased_by_the_next(
         store.secure_erase()
     assert erasures == 2
     store.close()
+
+
+def locked(_: object = None) -> None:
+    """Instead of `writing`, for as long as another process writes."""
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    raise exc.OperationalError("begin", None, error)
+
+
+def test_what_was_learned_waits_within_the_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `flush` of an outage puts the states of all namespaces there, thousands of them."""
+    monkeypatch.setattr(sequence_store, "_ROOM", 100_000)
+    store = opened(tmp_path)
+    monkeypatch.setattr(SqliteDatabase, "writing", locked)
+    for number in range(40):
+        store.put_usage([(number, 1)], {"a": bytes(10_000), "b": bytes(10_000)})
+        with pytest.raises(CacheError, match="locked"):
+            store.flush()
+    assert 1 <= len(store._writer.waiting()) <= 5
+    store.close()
+
+
+def test_what_waits_while_nothing_can_be_written_is_forgotten_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once this process knows of a deletion, it writes what comes later of the same session: nothing of before may."""
+    with contextlib.closing(opened(tmp_path)) as store, contextlib.closing(opened(tmp_path)) as other:
+        other.put(row(1, [5, 6]))
+        other.flush()
+        monkeypatch.setattr(store._database, "writing", locked)
+        store.put(row(2, [7, 8]))
+        with pytest.raises(CacheError, match="locked"):
+            store.flush()
+        assert other.forget(select(session="s")) == 1
+        [(number, scope)] = store.pending_deletions()
+        store.finish_deletion(number, scope)
+        monkeypatch.undo()
+        store.put(row(3, [9]))
+        store.flush()
+        assert [one.sequence for one in other.records()] == [3]

@@ -5,6 +5,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +13,16 @@ import pytest
 from sqlalchemy import event, exc
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.responses import StoredResponse
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
-from agentspec.errors import CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
+from agentspec.errors import (
+    CacheClosedError,
+    CacheFormatError,
+    CacheLockedError,
+    CacheUnavailableError,
+    ConfigurationError,
+)
 
 
 def made(folder: Path) -> SqliteDatabase:
@@ -196,3 +204,15 @@ def test_what_is_no_path_is_refused(path: object, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigurationError, match=r"path|cannot be opened"):
         SuffixCache.open(path)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_database_makes_no_connection_anew(tmp_path: Path) -> None:
+    """A thread that still stores an answer at the end would hold the files of a cache that is closed, and write."""
+    cache = SuffixCache.open(tmp_path)
+    answer = StoredResponse("r", "a", time.time())
+    assert cache.responses.put(answer)
+    cache.close()
+    for use in (lambda: cache.responses.put(answer), lambda: cache.responses.get("a", "r"), cache.usage.read):
+        with pytest.raises(CacheClosedError, match="this cache is closed"):
+            use()
+    assert not list(tmp_path.glob("*-wal"))

@@ -11,6 +11,7 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
+from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import SqliteDatabase
@@ -18,6 +19,7 @@ from agentspec.cache.tool_turns import MemoryToolTurns, StoredTurn, ToolTurnStor
 from agentspec.cache.tool_turns import memory as memory_module
 from agentspec.cache.tool_turns import table as table_module
 from agentspec.cache.tool_turns.table import DatabaseToolTurns
+from agentspec.cache.usage.table import DatabaseUsage
 from agentspec.errors import CacheClosedError, CacheUnavailableError
 
 Open = Callable[..., Any]
@@ -90,6 +92,18 @@ def test_turns_age(store: Open) -> None:
     assert kept(opened) == [young]
 
 
+def test_a_short_term_is_kept(store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = store(seconds=60.0)
+    opened.maintain()
+    opened.put(made(age=30.0))
+    opened.maintain()
+    wall, ticks = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: wall() + 40.0)
+    monkeypatch.setattr(time, "monotonic", lambda: ticks() + 40.0)
+    opened.maintain()
+    assert kept(opened) == []
+
+
 def test_refused_and_huge_turns_are_not_kept(store: Open) -> None:
     opened = store(refuses=lambda text: "sk-" in text)
     assert not opened.put(made(body="sk-1")) and not opened.put(made(body="x" * 70_000)) and kept(opened) == []
@@ -118,6 +132,24 @@ def test_a_tenant_with_much_loses_its_own(tmp_path: Path) -> None:
     opened.maintain()
     assert 0 < len(kept(opened)) <= 4000 // 256 and kept(opened, "b") == [small]
     database.close()
+
+
+@pytest.mark.parametrize("limits", [{"total": 40_000}, {"tenant": 20_000}])
+def test_a_tenant_with_many_agents_loses_its_own(
+    store: Open, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+) -> None:
+    """Each of them is smaller than the one agent of another tenant."""
+    monkeypatch.setattr(memory_module, "_MOST_BYTES", 40_000)
+    opened = store(**limits)
+    theirs = [made("b", age=100.0 - n) for n in range(20)]
+    for turn in theirs:
+        opened.put(turn)
+    for n in range(60):
+        noise = "".join(chr(0x4E00 + (n * 31 + place * 7919) % 20000) for place in range(400))
+        opened.put(made(agent=f"x{n}", body=noise))
+    opened.maintain()
+    assert kept(opened, "b") == theirs
+    assert 0 < sum(len(kept(opened, agent=f"x{n}")) for n in range(60)) < 60
 
 
 def test_a_damaged_row_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,3 +236,17 @@ def stop(cache: SuffixCache) -> None:
     """Write only what is asked for."""
     assert cache._maintenance is not None
     cache._maintenance.close()
+
+
+def test_what_fails_beside_it_keeps_no_turn_from_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise CacheUnavailableError("a damaged table")
+
+    for one in (DatabaseResponses, DatabaseUsage):
+        monkeypatch.setattr(one, "maintain", fail)
+    with SuffixCache.open(tmp_path) as cache:
+        assert isinstance(cache.tool_turns, DatabaseToolTurns)
+        cache.tool_turns.put(made())
+        with pytest.raises(CacheUnavailableError):
+            cache._beside.maintain()
+        assert not cache.tool_turns._waiting

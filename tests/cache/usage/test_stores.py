@@ -268,3 +268,16 @@ def test_a_first_addition_that_fails_leaves_nothing_that_is_looked_for(
     opened.maintain()  # its tables went with the transaction
     assert database.disk_bytes() >= before and opened.read() == []
     assert add(opened, row()) == {("a", "k"): 10}
+
+
+def test_a_cache_in_memory_drops_what_is_too_old_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else looks after it where no model draws on the cache."""
+    now = NOW
+    monkeypatch.setattr(time, "time", lambda: now)
+    with SuffixCache.open(usage_days=2) as cache:
+        assert isinstance(cache.usage, MemoryUsage)
+        for day in range(20):
+            now = NOW + day * 86400.0
+            cache.usage.add([row(day=day_of(now))], since=now, day=day_of(now), batch=str(day))
+        assert [one.day for one in cache.usage.read()] == [day_of(now - 86400.0), day_of(now)]
+        assert 7 <= len(cache.usage._batches) <= 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,3 +43,13 @@ async def test_what_a_worker_stores_is_what_it_reads(monkeypatch: pytest.MonkeyP
     assert (found.id, found.tenant, found.session, found.previous) == ("resp_1", "alice", "s", "resp_0")
     assert await anyio.to_thread.run_sync(store.delete, "alice", "resp_1")
     assert await anyio.to_thread.run_sync(store.get, "alice", "resp_1") is None
+
+
+def test_what_is_stored_too_late_for_its_worker_is_deleted_again() -> None:
+    """The worker has told its client that nothing is stored, and asks no more."""
+    runtime: Any = SimpleNamespace(responses=MemoryResponses(ResponseLimits()))
+    told = {"id": "resp_1", "tenant": "alice", "created_at": 1e12}
+    assert not answer_responses(runtime, "put", [told, time.monotonic() - 1.0])
+    assert runtime.responses.get("alice", "resp_1") is None
+    assert answer_responses(runtime, "put", [told, time.monotonic() + 100.0])
+    assert runtime.responses.get("alice", "resp_1") is not None
