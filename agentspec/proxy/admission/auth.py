@@ -47,6 +47,7 @@ class Caller:
             priority=request.priority or asked.priority or 0,
             latency_target_ms_per_token=asked.latency_ms_per_token if target is None else target,
             deadline_s=asked.deadline_s,
+            strategy=asked.strategy,
         )
 
 
