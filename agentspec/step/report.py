@@ -170,8 +170,8 @@ _COLUMNS = (
     ("model s", "model_seconds"),
     ("prompt", "prompt_tokens"),
     ("tokens", "completion_tokens"),
-    ("verify steps", "verify_steps"),
-    ("tokens/step", "tokens_per_step"),
+    ("forwards", "verify_steps"),  # in words that no step of a workflow is meant by
+    ("tokens/forward", "tokens_per_step"),
     ("drafted", "drafted"),
     ("accepted", "accepted"),
     ("est. s saved", "estimated_seconds_saved"),

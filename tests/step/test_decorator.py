@@ -84,7 +84,7 @@ def test_calls_outside_any_step_have_a_row() -> None:
     observe(Usage(1, 1), None, 0.1)
     assert row(None).calls == 1
     text = str(report())
-    assert "(no step)" in text and "tokens/step" in text
+    assert "(no step)" in text and "tokens/forward" in text
     report().reset()
     assert report().rows == ()
 
