@@ -42,6 +42,12 @@ def test_a_wrong_value_is_refused(gateway: Any, header: str) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["param"] == header
 
 
+def test_a_misspelt_header_is_refused(gateway: Any) -> None:
+    answer = ask(gateway({"fake": FakeBackend("hi")}), {"X-Agentspec-Stor": "off"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-agentspec-stor"
+    assert "did you mean 'x-agentspec-store'?" in answer.json()["error"]["message"]
+
+
 def test_a_strategy_that_is_not_here_is_refused(gateway: Any) -> None:
     answer = ask(gateway({"fake": FakeBackend("hi")}), {"x-agentspec-strategy": "specreason"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-agentspec-strategy"
