@@ -42,6 +42,7 @@ AgentSpecError
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -283,6 +284,12 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "dns": ("dns",),
     "remote": ("fsspec",),
 }
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """A hint at the known name that was probably meant; empty if none is near."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def extra_of(module: str | None, extras: Iterable[str] = EXTRAS) -> str | None:

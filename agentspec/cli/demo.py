@@ -216,7 +216,7 @@ def _table(rows: dict[tuple[str, str], StepRow]) -> Table:
     table = Table(
         title="self-refinement, speculation off and on", caption="tok/s: answer tokens per second of model time"
     )
-    for name in ("step", "tokens", "verify\nsteps", "tokens/\nstep", "tok/s\noff", "tok/s\non", "speedup"):
+    for name in ("step", "tokens", "forwards", "tokens/\nforward", "tok/s\noff", "tok/s\non", "speedup"):
         table.add_column(name, justify="left" if name == "step" else "right")
     for name, off, on in [*_pairs(rows), ("all", _sum(rows, "off"), _sum(rows, "on"))]:
         table.add_row(name, *_cells(off, on), style="bold" if name == "all" else None)

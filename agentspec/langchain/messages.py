@@ -17,6 +17,7 @@ from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, Us
 from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.deltas import UNKNOWN_TOKEN
 from agentspec.types import Delta, TokenLogprob, Usage
 
 PROVIDER = "agentspec"
@@ -144,5 +145,7 @@ def _bytes(text: str) -> list[int]:
 
 
 def _logprob(item: TokenLogprob) -> dict[str, Any]:
-    one = {"token": item.text, "token_id": item.token_id, "logprob": item.logprob, "bytes": _bytes(item.text)}
+    """One token as OpenAI describes it, with its `token_id` unless the endpoint names tokens by their text alone."""
+    known = {} if item.token_id == UNKNOWN_TOKEN else {"token_id": item.token_id}
+    one = {"token": item.text, **known, "logprob": item.logprob, "bytes": _bytes(item.text)}
     return one | {"top_logprobs": [{"token": top.text, "logprob": top.logprob} for top in item.top]}

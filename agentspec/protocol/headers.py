@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote, unquote
@@ -19,6 +20,11 @@ STRATEGY_HEADER = f"{PREFIX}strategy"
 PREFILL_HEADER = f"{PREFIX}prefill"
 SESSION_PARENT, SESSION_FINAL = "x-dynamo-parent-session-id", "x-dynamo-session-final"
 """NVIDIA Dynamo's headers for the session that began this one, and for a session's last request."""
+_REQUEST_NAMES = (
+    *("session", "workflow", "step", "speculation", "store", "prefill", "strategy"),
+    *("latency-ms-per-token", "deadline-s", "deadline-ms", "priority"),
+)
+_NEAR = 0.75  # from this ratio on difflib takes one name for a misspelt other
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
@@ -128,6 +134,19 @@ def policy_of(request: GenerateRequest) -> StepPolicy:
         deadline_s=request.deadline_s,
         priority=request.priority or None,
     )
+
+
+def refuse_misspelt(headers: Iterable[str]) -> None:
+    """Raise `InvalidRequestError` for a header (lower case) whose name is nearly one of ours, as a store that should be
+    off would be on. Other names may belong to whoever stands behind.
+    """
+    for header in headers:
+        name = header[:MAX_LABEL].removeprefix(PREFIX)
+        if name in _REQUEST_NAMES or not header.startswith(PREFIX):
+            continue
+        if meant := difflib.get_close_matches(name, _REQUEST_NAMES, n=1, cutoff=_NEAR):
+            hint = f"no header {header[:80]!r} is known; did you mean {PREFIX + meant[0]!r}?"
+            raise InvalidRequestError(hint, param=header[:80])
 
 
 def strategy_headers(summary: str, *, lossy: bool, speculation: bool) -> dict[str, str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, suggestion
 
 T = TypeVar("T")
 
@@ -150,14 +150,18 @@ class Body(Model):
         """Raise `InvalidRequestError` for a field of `body` that is neither declared nor known to be inert."""
         for name, value in body.items():
             if name not in cls.model_fields and name not in INERT and value is not None:
-                shown = shown_name(name)
-                raise InvalidRequestError(
-                    f"the field {shown!r} is not known or not supported by this model", param=shown
-                )
+                raise unknown_field(name, (*cls.model_fields, *INERT))
 
     def given(self, *names: str) -> dict[str, Any]:
         """The fields among `names` that the request sets."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def unknown_field(name: str, known: Iterable[str]) -> InvalidRequestError:
+    """The error for a field that nobody acts on, with the one of the `known` names that was probably meant."""
+    shown = shown_name(name)
+    message = f"the field {shown!r} is not known or not supported by this model{suggestion(shown, known)}"
+    return InvalidRequestError(message, param=shown)
 
 
 def wrong_type(name: str, expected: str, value: Any) -> InvalidRequestError:

@@ -135,7 +135,8 @@ def _headers(error: Exception) -> dict[str, str]:
 def _http(error: HTTPException) -> ErrorResponse:
     """The response for an unknown route or a method that the route does not allow."""
     message = {
-        404: "no such route; OpenAI's begin with /v1, as in /v1/chat/completions",
+        404: "no such route: there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,"
+        " /v1/embeddings and /v1/models; what an upstream has besides can be listed in server.extra_routes",
         405: "method not allowed here",
     }.get(error.status_code, HTTPStatus(error.status_code).phrase)
     code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)

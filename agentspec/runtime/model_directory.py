@@ -78,7 +78,7 @@ class ModelDirectory:
             return named[0]
         if set(kinds.values()) <= {"plain"} and self.is_upstream(base[0]):
             return model
-        known = ", ".join(sorted({*kinds, *kinds.values()}))
+        known = ", ".join(sorted({kind if kind == "plain" else f"{kind} ({name})" for name, kind in kinds.items()}))
         raise InvalidRequestError(f"{model!r} has no strategy {strategy!r} here; there is {known}", param="strategy")
 
     def _kinds_on(self, base: tuple[str, str]) -> dict[str, str]:

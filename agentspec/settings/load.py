@@ -27,12 +27,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, suggestion
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
-from agentspec.settings.models import ModelSettings, suggestion
+from agentspec.settings.models import ModelSettings
 from agentspec.settings.pools import fallback_cycle
 from agentspec.settings.rate_limits import RateLimits
 from agentspec.settings.server import ServerSettings, TenantLimits

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from agentspec.errors import suggestion
 from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.settings_model import SettingsModel
 
@@ -50,9 +49,3 @@ class ModelSettings(SettingsModel):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"{key} names {twice[0]!r} twice")
         return self
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that was probably meant; empty if none is near."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""

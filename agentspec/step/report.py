@@ -145,7 +145,8 @@ class Report:
     def _steps(self) -> Table:
         from rich.table import Table
 
-        table = Table(title="agentspec: model calls by step")
+        counted = any(row.calls for row in self.rows)
+        table = Table(title="agentspec: model calls by step", caption=None if counted else _UNCOUNTED)
         columns = self._columns()
         for name, column in columns:
             table.add_column(name, justify="left" if column in ("workflow", "step") else "right", no_wrap=True)
@@ -159,6 +160,7 @@ class Report:
         return [(name, column) for name, column in _COLUMNS if ran or column not in ("runs", "errors", "seconds")]
 
 
+_UNCOUNTED = "no model call was counted: ChatAgentSpec counts its own; give other clients httpx_hooks()"
 _COLUMNS = (
     ("workflow", "workflow"),
     ("step", "step"),
@@ -170,8 +172,8 @@ _COLUMNS = (
     ("model s", "model_seconds"),
     ("prompt", "prompt_tokens"),
     ("tokens", "completion_tokens"),
-    ("verify steps", "verify_steps"),
-    ("tokens/step", "tokens_per_step"),
+    ("forwards", "verify_steps"),  # in words that no step of a workflow is meant by
+    ("tokens/forward", "tokens_per_step"),
     ("drafted", "drafted"),
     ("accepted", "accepted"),
     ("est. s saved", "estimated_seconds_saved"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from agentspec.errors import ConfigurationError
 _log = logging.getLogger(__name__)
 
 DEFAULT_AGE = 30.0
+_NEAR = 0.8  # from this ratio on difflib takes one name for a misspelt other
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class ToolPolicy:
         self._age = _age(max_age, "max_age")
         self._ages = {tool: _age(age, "max_ages") for tool, age in (max_ages or {}).items()}
         self._warned: set[str] = set()
+        self._offered: frozenset[str] = frozenset()
 
     def changes_nothing(self, spec: ToolSpec | None) -> bool:
         """Whether a call of the tool leaves the results of others valid. An unknown tool, None, does not."""
@@ -69,6 +72,19 @@ class ToolPolicy:
             why = "needs approval" if spec.needs_approval else "may depend on more than its arguments"
             _log.warning("the tool %s is read-only but %s: it does not run early", spec.name, why)
         return False
+
+    def offered(self, names: Collection[str]) -> None:
+        """Warn once of each read-only tool that an agent lacks where one that is not listed has nearly its name.
+
+        Others may belong to another agent with the same policy.
+        """
+        if (offered := frozenset(names)) == self._offered:
+            return
+        self._offered = offered
+        for name in self.read_only - offered - self._warned:
+            if meant := difflib.get_close_matches(name, offered - self.read_only, n=1, cutoff=_NEAR):
+                self._warned.add(name)
+                _log.warning("no tool %s is offered, which is listed as read-only; did you mean %s?", name, meant[0])
 
     def max_age(self, tool: str) -> float:
         """The most seconds that a result of the tool may have waited for its call."""

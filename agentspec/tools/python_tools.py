@@ -249,7 +249,11 @@ def _calls(message: Message, *, strict: bool = True) -> Iterator[tuple[str, Tool
         if isinstance(arguments, dict):
             yield str(call.get("id")), ToolCall(str(function.get("name")), arguments)
         elif strict:
-            raise InvalidRequestError(f"the model called {function.get('name')} with arguments that are no JSON object")
+            shown = str(function.get("arguments"))[:80]
+            raise InvalidRequestError(
+                f"the model called {function.get('name')} with arguments that are no JSON object: {shown!r};"
+                " an answer that was cut off needs more max_tokens"
+            )
 
 
 def _text(content: Any) -> str:

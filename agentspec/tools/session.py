@@ -59,6 +59,7 @@ class ToolSession:
 
         `functions` are what runs for each name: what was started of a tool that runs another object now is dropped.
         """
+        self._policy.offered([tool.name for tool in tools])
         with self._lock:
             self._tools = {tool.name: tool for tool in tools}
             before, self._functions = self._functions, dict(functions or {})

@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from agentspec.backends.base import MESSAGES, NONE
 from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, open_connections
@@ -76,12 +77,14 @@ class Endpoint:
         timeout: float | None = None,
         above: bool = False,
         told: Mapping[str, str] = NONE,
+        probing: bool = False,
     ) -> AsyncIterator[UpstreamResponse]:
         """Send `body` and yield the answer once its headers have arrived; leaving the block closes the stream.
 
         Headers outside the allow-list are dropped, save those in `told`; the endpoint's own key replaces a given
         Authorization. `timeout`
-        in seconds replaces the configured one for each phase; `above` means a path beside `/v1`, not below. Raises
+        in seconds replaces the configured one for each phase; `above` means a path beside `/v1`, not below. Failures
+        are logged, of a request that is `probing` at level DEBUG. Raises
         `UpstreamError` when nothing answers, and for a redirect, which would carry the key elsewhere.
         """
         sent = {"accept": "*/*", "user-agent": "agentspec"}
@@ -90,7 +93,7 @@ class Endpoint:
             sent = {key: value for key, value in sent.items() if key not in ACCOUNT_HEADERS}
             sent |= self._own_key(path, self._authorization)
         sent |= told
-        with self._logged_errors():
+        with self._logged_errors(logging.DEBUG if probing else logging.INFO):
             url = self._url_of(path, query, above=above)
             given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
             timeouts = self._timeouts if timeout is None else (timeout, timeout)
@@ -121,10 +124,12 @@ class Endpoint:
         timeout: float | None = None,
         above: bool = False,
         limit: int = MAX_ANSWER_BYTES,
+        probing: bool = False,
     ) -> bytes:
         """Send a JSON `body`; returns the whole answer. Raises as `send`, and `UpstreamStatusError` for an error."""
         headers = {"content-type": "application/json"} if body else {}
-        async with self.send(method, path, headers=headers, body=body, timeout=timeout, above=above) as response:
+        options: dict[str, Any] = {"timeout": timeout, "above": above, "probing": probing}
+        async with self.send(method, path, headers=headers, body=body, **options) as response:
             content = await response.aread(limit)
             if response.status >= 400:
                 raise status_error(self.name, response.status, content, response.headers)
@@ -142,13 +147,13 @@ class Endpoint:
             await pool.aclose()
 
     @contextmanager
-    def _logged_errors(self) -> Iterator[None]:
+    def _logged_errors(self, level: int) -> Iterator[None]:
         """Map errors, and log them with the address."""
         try:
             with mapped_errors(self.name):
                 yield
         except UpstreamError as error:
-            logger.info("%s: %s", self._shown, error.message)
+            logger.log(level, "%s: %s", self._shown, error.message)
             raise
 
     def _connections(self) -> ServerConnections:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeout
 from agentspec.protocol.upstream_errors import MAX_ERROR_BYTES, error_message
 
 _NOTHING_SENT = (httpx.ConnectError, httpcore.ConnectError, httpx.ConnectTimeout, httpcore.ConnectTimeout)
+_CERTIFICATE = "its certificate is not trusted, or for another name; SSL_CERT_FILE can name authorities to trust"
 _LATE = (httpx.TimeoutException, httpcore.TimeoutException)
 _BROKEN = (
     httpx.HTTPError,
@@ -40,13 +42,18 @@ def _mapped(name: str, error: Exception) -> UpstreamError:
     if isinstance(error, _LATE):
         mapped: UpstreamError = UpstreamTimeoutError(f"upstream {name} did not answer in time ({type(error).__name__})")
     elif isinstance(error, _NOTHING_SENT):
-        mapped = UpstreamError(
-            f"upstream {name} could not be reached ({type(error).__name__}): check its address, and that it runs"
-        )
+        check = _CERTIFICATE if _is_untrusted(error) else "check its address, and that it runs"
+        mapped = UpstreamError(f"upstream {name} could not be reached ({type(error).__name__}): {check}")
     else:
         mapped = UpstreamError(f"upstream {name} broke off ({type(error).__name__})")
     mapped.retryable = isinstance(error, (*_NOTHING_SENT, NothingAnsweredError))
     return mapped
+
+
+def _is_untrusted(error: BaseException) -> bool:
+    """Whether the server was left because of its certificate. What ssl says of it would tell clients the address."""
+    causes = (error.__cause__, error.__cause__ and error.__cause__.__cause__)
+    return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes)
 
 
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from agentspec.backends.model_store.convert import is_prepared, prepare
 from agentspec.backends.model_store.download import download
 from agentspec.backends.model_store.hub import is_hub_id, snapshot
 from agentspec.backends.model_store.store import compute_sha256, file_sha256, fingerprint, locked, store_folder
-from agentspec.errors import ModelUnavailableError
+from agentspec.errors import ModelUnavailableError, suggestion
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -66,9 +65,8 @@ def _resolve(ref: str, *, show: bool, fresh: bool) -> ModelFiles:
         return _checked_folder(ref, path) if gguf is None else _gguf(ref, gguf, show=show, fresh=fresh)
     if is_hub_id(ref):
         return _checked_folder(ref, snapshot(ref, show=show))
-    nearest = difflib.get_close_matches(ref, BUILTIN, n=1)
     raise ModelUnavailableError(
-        f"no model {ref!r}{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Give a built-in name"
+        f"no model {ref!r}{suggestion(ref, BUILTIN) or '.'} Give a built-in name"
         f" ({', '.join(BUILTIN)}), an existing folder or .gguf file, or a model-hub id such as 'org/name'"
     )
 

@@ -19,7 +19,9 @@ def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:
     """
     choices = request.extra.get("n", request.sampling.n)
     if choices not in (None, 1):
-        raise InvalidRequestError(f"n must be 1, not {choices!r}", param="n")
+        raise InvalidRequestError(
+            f"n must be 1, not {choices!r}: an endpoint is asked for one answer at a time", param="n"
+        )
     chat = request.messages is not None
     body = dict(request.extra)
     body |= _sampling(request.sampling, chat=chat)

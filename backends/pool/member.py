@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,6 +14,8 @@ from agentspec.backends.pool.outliers import ejection_time
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.placement import Member
 from agentspec.telemetry.samples import MemberSample
+
+logger = logging.getLogger(__name__)
 
 MemberState = Literal["ready", "busy", "unhealthy", "ejected", "half_open", "open", "draining"]
 FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
@@ -157,11 +160,14 @@ class PoolMember:
 
     def probed(self, now: float, *, alive: bool) -> None:
         """Take in what a look at its health has shown."""
+        if alive and self._failed_probes >= FAILED_PROBES:
+            logger.info("%s answers /health again", self.name)
         self._failed_probes = 0 if alive else self._failed_probes + 1
         self._well = False
         if alive and self._unreachable:
             self._breaker.reached(now)
         if self._failed_probes == FAILED_PROBES:
+            logger.warning("%s does not answer /health: it gets calls only if no other server takes them", self.name)
             self._lost(self.name)
 
     def measured(self, load: ServerLoad | None) -> None:

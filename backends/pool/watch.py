@@ -117,7 +117,9 @@ class Watch:
         timeout = self._settings.probe_timeout
         try:
             async with asyncio.timeout(timeout):
-                content = await member.backend.endpoint.fetch("GET", "/metrics", above=True, limit=MAX_LIST_BYTES)
+                content = await member.backend.endpoint.fetch(
+                    "GET", "/metrics", above=True, limit=MAX_LIST_BYTES, probing=True
+                )
         except (UpstreamError, TimeoutError) as error:
             member.measured(None)
             if isinstance(error, UpstreamStatusError):
@@ -128,9 +130,9 @@ class Watch:
 
 async def is_alive(member: PoolMember, timeout: float) -> bool:
     """Whether the server answers `GET /health` in time: vLLM says 503 there once its engine is dead."""
-    endpoint = member.backend.endpoint
+    asked = member.backend.endpoint.send("GET", "/health", headers={}, above=True, probing=True)
     try:
-        async with asyncio.timeout(timeout), endpoint.send("GET", "/health", headers={}, above=True) as response:
+        async with asyncio.timeout(timeout), asked as response:
             return response.status < 500
     except (UpstreamError, TimeoutError):
         return False

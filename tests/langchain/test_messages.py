@@ -9,6 +9,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Sys
 
 from agentspec.errors import InvalidRequestError
 from agentspec.langchain.messages import to_chunk, to_openai, to_tool_choice, usage_of
+from agentspec.protocol.deltas import UNKNOWN_TOKEN
 from agentspec.types import Delta, TokenLogprob, Usage
 
 
@@ -28,6 +29,12 @@ def test_messages_as_openai_takes_them() -> None:
     assert converted[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert converted[3]["tool_call_id"] == "c1"
     assert "hmm" not in str(converted) and "said" in str(converted[4]["content"])
+
+
+def test_a_token_that_an_endpoint_names_by_its_text_alone_has_no_id() -> None:
+    delta = Delta("a", logprobs=(TokenLogprob(UNKNOWN_TOKEN, "a", -0.5), TokenLogprob(7, "b", -1.0)))
+    without, with_id = to_chunk(delta, "m").response_metadata["logprobs"]["content"]
+    assert "token_id" not in without and with_id["token_id"] == 7
 
 
 def test_calls_whose_arguments_are_no_json_go_back_as_they_came() -> None:

@@ -14,11 +14,30 @@ from agentspec.protocol.headers import (
     read_labels,
     read_policy,
     read_switch,
+    refuse_misspelt,
     strategy_headers,
 )
 from agentspec.types import Labels
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("sesion", "session"), ("stor", "store"), ("speculaton", "speculation"), ("work-flow", "workflow"),
+     ("latency-ms-per-tokens", "latency-ms-per-token"), ("deadline", "deadline-s"), ("startegy", "strategy")],
+)  # fmt: skip
+def test_a_name_that_is_nearly_one_of_ours_is_refused(given: str, meant: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"did you mean 'x-agentspec-{meant}'") as caught:
+        refuse_misspelt(["accept", f"x-agentspec-{given}"])
+    assert caught.value.param == f"x-agentspec-{given}"
+
+
+def test_other_names_are_for_others() -> None:
+    ours = "lossy lossless member translated unenforced fallback auto-prediction relayed-tenant tenant backend".split()
+    known = [*label_headers(Labels("s", "w", "p"), speculation=False, store=False, prefill=False)]
+    policy = StepPolicy(strategy="x", latency_ms_per_token=1, deadline_s=1, priority=1).headers()
+    refuse_misspelt([*(f"x-agentspec-{name}" for name in ours), *known, *policy, "x-agentspec-deadline-ms", "session"])
 
 
 @pytest.mark.parametrize("label", [" ", " Ann Lee  ", "é "])

@@ -82,3 +82,6 @@ def test_unknown_fields_are_refused_at_the_end() -> None:
     with pytest.raises(InvalidRequestError, match=r"the field 'caf\?' is not known") as caught:
         Sample.finish({"café": 1})
     assert caught.value.param == "caf?"
+    with pytest.raises(InvalidRequestError, match=r"by this model; did you mean 'size'\?$") as caught:
+        Sample.finish({"sise": 1})
+    assert caught.value.param == "sise"

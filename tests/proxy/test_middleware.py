@@ -131,6 +131,7 @@ def test_other_paths_and_methods_answer_in_the_same_shape(opened: Any, method: s
     assert response.status_code == status and set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert response.headers["x-request-id"].startswith("req-")
     assert (status == 405) == ("allow" in response.headers)
+    assert (status == 404) == ("there are /v1/chat/completions" in response.json()["error"]["message"])
 
 
 def test_probes_send_no_key_and_learn_no_more_than_whether_it_is_ready(keyed: Any) -> None:

@@ -84,9 +84,14 @@ def test_calls_outside_any_step_have_a_row() -> None:
     observe(Usage(1, 1), None, 0.1)
     assert row(None).calls == 1
     text = str(report())
-    assert "(no step)" in text and "tokens/step" in text
+    assert "(no step)" in text and "tokens/forward" in text and "httpx_hooks" not in text
     report().reset()
     assert report().rows == ()
+
+
+def test_a_report_without_calls_says_how_they_are_counted() -> None:
+    step("plan")(lambda: None)()
+    assert row("plan").runs == 1 and "give other clients httpx_hooks()" in str(report())
 
 
 async def test_coroutines_and_concurrent_tasks() -> None:

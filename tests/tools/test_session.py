@@ -742,3 +742,16 @@ def test_a_write_in_one_branch_voids_what_was_read_in_another(expect: Any) -> No
     writing.run(ToolCall("write", {"id": "A1"}), world.run)
     reading.end_turn([CALL])
     assert json.loads(reading.run(CALL, world.run))["value"] == 11
+
+
+def test_a_misspelt_name_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    policy = ToolPolicy(["get_wether", "elsewhere"])  # the second may belong to another agent
+    session = ToolSession(ToolSpeculator(policy), AgentCaller(session="s"), policy)
+    for _ in range(2):
+        session.offers([ToolSpec("get_weather"), ToolSpec("buy")])
+        session.offers([ToolSpec("buy")])
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "no tool get_wether is offered" in said and said.endswith("did you mean get_weather?")
+    listed = ToolPolicy(["get_order", "get_orders"])
+    ToolSession(ToolSpeculator(listed), AgentCaller(session="s"), listed).offers([ToolSpec("get_orders")])
+    assert len(caplog.records) == 1  # what is listed itself was not misspelt

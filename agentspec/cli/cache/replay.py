@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentspec.cli.cache.folder import adapter_of, reference_of
-from agentspec.cli.common import ConfigOption, JsonOption, load, print_json, require_plot
+from agentspec.cli.common import ConfigOption, JsonOption, load, plural, print_json, require_plot
 from agentspec.cli.recorded_files import (
     Files,
     FormatOption,
@@ -63,8 +63,10 @@ def replay(
         encoded = list(islice(_encoded(recorded, encode, on_bad), calls))
         if not encoded:
             raise ConfigurationError(f"no model calls in {', '.join(map(str, files))}")
-        advance(f"replaying {len(encoded)} calls", 0)
+        what = f"replaying {plural(len(encoded), 'call')}"
+        advance(what, 0)
         savings = measure(replay_cache(encoded, budget))
+        advance(what, len(encoded))
     if json:
         print_json(asdict(savings) | {"budget": budget, "bad": len(bad)})
     else:

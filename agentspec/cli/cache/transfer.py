@@ -75,8 +75,10 @@ def import_files(
                 console.print(f"{file}: no answers in it", markup=False, highlight=False, soft_wrap=True)
             rows += read
         kept = _admitted(rows, settings, text)
-        advance(f"storing {len(kept)} sequences in {shown(folder)}", 0)
+        what = f"storing {plural(len(kept), 'sequence')} in {shown(folder)}"
+        advance(what, 0)
         added, known = _store(folder, kept)
+        advance(what, len(kept))
     counts = {"added": added, "known": known, "refused": len(rows) - len(kept), "bad": len(bad)}
     if json:
         print_json(counts | {"tokens": sum(len(row.tokens) for row in kept)})

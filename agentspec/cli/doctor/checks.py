@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
@@ -53,11 +53,12 @@ def all_checks(settings: Settings) -> Iterator[Check]:
         yield check_database(settings.cache)
     if local := _local(settings):
         yield check_store()
-    for name, torch_settings in local.items():
-        yield check_device(name, torch_settings)
-        yield check_model(name, torch_settings)
-        yield from check_adapter(name, torch_settings)
-        yield from check_drafters(name, torch_settings)
+    for name, run_here in local.items():
+        yield check_device(name, run_here)
+        yield check_model(name, run_here)
+        if isinstance(run_here, TorchSettings):
+            yield from check_adapter(name, run_here)
+            yield from check_drafters(name, run_here)
     yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
@@ -138,13 +139,14 @@ def check_store() -> Check:
     return check_folder("model store", store_folder(), STORE_VARIABLE, room=_ROOM)
 
 
-def check_device(name: str, settings: TorchSettings) -> Check:
-    """The device and the number format that the backend's model would use."""
+def check_device(name: str, settings: TorchSettings | EncoderSettings) -> Check:
+    """The device and the number format that the backend's model would use; an encoder's is always float32."""
     try:
         from agentspec.backends.torch.model.device import choose_device, choose_dtype
 
         device = choose_device(settings.device)
-        dtype = str(choose_dtype(settings.dtype, device)).removeprefix("torch.")
+        wanted = settings.dtype if isinstance(settings, TorchSettings) else "float32"
+        dtype = str(choose_dtype(wanted, device)).removeprefix("torch.")
     except ConfigurationError as error:
         return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.{error.param or 'device'}")
     except (ImportError, AgentSpecError) as error:
@@ -180,7 +182,7 @@ def check_drafters(name: str, settings: TorchSettings) -> Iterator[Check]:
         yield check_model(name, settings.model_copy(update={"model": settings.draft_model}), setting="draft_model")
 
 
-def check_model(name: str, settings: TorchSettings, *, setting: str = "model") -> Check:
+def check_model(name: str, settings: TorchSettings | EncoderSettings, *, setting: str = "model") -> Check:
     """Whether the backend's model is ready or can be fetched; `setting` is the setting that names it."""
     from agentspec.backends.model_store import BUILTIN, hub, locate
     from agentspec.backends.model_store.download import can_fetch
@@ -335,5 +337,7 @@ def _counted(acceptance: DraftCounts) -> str:
     return f"kept {kept:.0f} of {drafted:.0f} tokens in {acceptance.drafts:.0f} drafts"
 
 
-def _local(settings: Settings) -> dict[str, TorchSettings]:
-    return {name: backend for name, backend in settings.backends.items() if isinstance(backend, TorchSettings)}
+def _local(settings: Settings) -> dict[str, TorchSettings | EncoderSettings]:
+    """The backends that this process runs with torch, by name."""
+    run_here = (TorchSettings, EncoderSettings)
+    return {name: backend for name, backend in settings.backends.items() if isinstance(backend, run_here)}

@@ -16,7 +16,17 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.content import chat_messages, system_text
 from agentspec.protocol.anthropic.tools import chat_tool_choice, chat_tools, limited_names
 from agentspec.protocol.openai_responses.tool_names import ToolNames
-from agentspec.protocol.validation import Body, Count, Number, Texts, must, shown_name, validated, wrong_type
+from agentspec.protocol.validation import (
+    Body,
+    Count,
+    Number,
+    Texts,
+    must,
+    shown_name,
+    unknown_field,
+    validated,
+    wrong_type,
+)
 
 # Settings of Anthropic's service: billing, regions, its own cache, what it trims by itself. The answer is the same.
 INERT = frozenset(
@@ -206,5 +216,4 @@ def _refuse_unknown(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if value in (None, []) or name in INERT or name in PASSED or name in _MessagesBody.model_fields:
             continue
-        shown = shown_name(name)
-        raise InvalidRequestError(f"the field {shown!r} is not known or not supported by this model", param=shown)
+        raise unknown_field(name, (*_MessagesBody.model_fields, *PASSED, *INERT))

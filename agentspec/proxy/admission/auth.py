@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from starlette.datastructures import Headers
 
 from agentspec.errors import AuthenticationError
-from agentspec.protocol.headers import ANY, StepPolicy, read_labels, read_policy, read_switch
+from agentspec.protocol.headers import ANY, StepPolicy, read_labels, read_policy, read_switch, refuse_misspelt
 from agentspec.proxy.admission.identity import identified
 from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
@@ -47,6 +47,7 @@ class Caller:
             priority=request.priority or asked.priority or 0,
             latency_target_ms_per_token=asked.latency_ms_per_token if target is None else target,
             deadline_s=asked.deadline_s,
+            strategy=asked.strategy,
         )
 
 
@@ -118,6 +119,7 @@ def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FI
 
     Raises `InvalidRequestError` that names the wrong header of ours.
     """
+    refuse_misspelt(headers.keys())
     labels = identified(read_labels(headers), headers, fields)
     speculation, store = read_switch(headers, "speculation"), read_switch(headers, "store")
     prefill, policy = read_switch(headers, "prefill"), read_policy(headers)

@@ -196,9 +196,11 @@ class UpstreamFields:
 
 def _refused(place: _Place) -> InvalidRequestError:
     path = _path(place)
-    return InvalidRequestError(
-        f"{path} is refused: upstreams are configured, not requested (allow_fields of the backend)", param=path
-    )
+    if path == "priority":
+        why = "it would go before others' requests (priority of the backend lets clients stand back)"
+    else:
+        why = "upstreams are configured, not requested (allow_fields of the backend)"
+    return InvalidRequestError(f"{path} is refused: {why}", param=path)
 
 
 def _path(place: _Place) -> str:

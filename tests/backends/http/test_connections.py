@@ -351,8 +351,9 @@ async def test_a_server_whose_certificate_nobody_trusts_and_one_that_is_trusted(
     server = await asyncio.start_server(handler, "localhost", 0, ssl=context)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}/v1"
     stranger = Endpoint(OpenAISettings(base_url=url))  # type: ignore[arg-type]
-    with pytest.raises(UpstreamError, match="ConnectError"):
+    with pytest.raises(UpstreamError, match=r"ConnectError\): its certificate is not trusted") as raised:
         await stranger.fetch("GET", "/models")
+    assert raised.value.retryable
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     known = Endpoint(OpenAISettings(base_url=url))  # type: ignore[arg-type]
     assert [await known.fetch("GET", "/models") for _ in range(3)] == [b"{}"] * 3

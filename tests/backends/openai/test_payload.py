@@ -122,7 +122,7 @@ def test_more_choices_than_one_are_refused() -> None:
     for asked in (request(extra={"n": 2}), request(sampling=SamplingParams(n=2))):
         with pytest.raises(InvalidRequestError) as caught:
             payload(asked, "m")
-        assert caught.value.param == "n"
+        assert caught.value.param == "n" and "one answer at a time" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from itertools import pairwise
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -158,8 +160,10 @@ def test_hosted_apis_are_left_alone(in_virtual_time: Any, make_pool: Any, server
 
 
 def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
-    in_virtual_time: Any, make_pool: Any, server: Any
+    in_virtual_time: Any, make_pool: Any, server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "agentspec")
+
     async def work() -> None:
         one = server("a", 503)
         made = make_pool(one, probe=True)
@@ -172,12 +176,15 @@ def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
         assert member.state(0.0) == "ready" and not lost
         await asyncio.sleep(2)
         assert member.state(0.0) == "unhealthy" and lost == ["a"]
+        await asyncio.sleep(20)
         one.status = 404  # it has no such route, but it answers
         await asyncio.sleep(2)
         assert member.state(0.0) == "ready"
         await watch.aclose()
 
     in_virtual_time(work())
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told == ["a does not answer /health", "a answers /health again"]  # once each, and not at each look
 
 
 def test_a_server_that_is_back_need_not_wait_for_its_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:

@@ -40,8 +40,10 @@ def test_what_a_log_would_have_saved(program, log, default_model, tmp_path):
         program("cache", "replay", log, log, "--tokenizer", default_model.folder, "--calls", "13", "--json").stdout
     )
     assert short["calls"] == 13
-    shown = program("cache", "replay", log, "--tokenizer", default_model.folder).stdout
-    assert "steps with a hit" in shown and "of its steps saved" in shown
+    result = program("cache", "replay", log, "--tokenizer", default_model.folder)
+    assert "steps with a hit" in result.stdout and "of its steps saved" in result.stdout
+    (done,) = [line for line in result.stderr.splitlines() if "replaying 12 calls" in line]
+    assert " 12 " in done.partition("calls")[2]  # the bar ends at what was replayed
 
 
 @pytest.mark.model

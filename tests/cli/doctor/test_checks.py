@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cli.doctor import checks
 from agentspec.cli.doctor.checks import (
     all_checks,
@@ -204,6 +204,17 @@ def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
     assert "cache folder" in names
     assert "model store" not in names
     assert "local: model" in [check.name for check in all_checks(load_settings())]
+
+
+def test_an_encoder_is_checked_like_other_local_models(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
+    monkeypatch.setattr(checks, "EXTRAS", {"torch": ("nowhere",)})
+    settings = Settings(backends={"texts": EncoderSettings(model="./absent", device="cpu")})
+    found = {check.name: check for check in all_checks(settings)}
+    assert found["texts: model"].state == "fail" and "backends.texts.model" in found["texts: model"].advice
+    assert found["texts: device"].detail.startswith("cpu in float32")
+    assert found["[torch]"].state == "fail" and "model store" in found
+    assert "texts: drafters" not in found
 
 
 def test_a_backend_that_no_name_leads_to():

@@ -98,6 +98,7 @@ def test_a_priority_reaches_servers_that_schedule_by_it(gateway: Any, upstream: 
     asking = {**BODY, "priority": 4}
     refused = post(gateway({}, through(server.url)), body=asking)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+    assert "priority of the backend lets clients stand back" in refused.json()["error"]["message"]
     running = gateway({}, through(server.url, priority="auto"))
     assert post(running, body=asking).status_code == 200 and asked(server).json["priority"] == sent
     assert post(running, body={**BODY, "priority": -1}).status_code == 400

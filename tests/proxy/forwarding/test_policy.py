@@ -10,7 +10,8 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.models import ModelSettings
 from agentspec.testing import FakeBackend
 
 CHAT = "/v1/chat/completions"
@@ -41,25 +42,45 @@ def test_a_wrong_value_is_refused(gateway: Any, header: str) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["param"] == header
 
 
+def test_a_misspelt_header_is_refused(gateway: Any) -> None:
+    answer = ask(gateway({"fake": FakeBackend("hi")}), {"X-Agentspec-Stor": "off"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-agentspec-stor"
+    assert "did you mean 'x-agentspec-store'?" in answer.json()["error"]["message"]
+
+
 def test_a_strategy_that_is_not_here_is_refused(gateway: Any) -> None:
     answer = ask(gateway({"fake": FakeBackend("hi")}), {"x-agentspec-strategy": "specreason"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-agentspec-strategy"
 
 
-def test_a_strategy_is_taken_by_its_kind(gateway: Any) -> None:
-    settings = Settings(
+def with_thinking() -> Settings:
+    """A plain model `fake`, and `thinks`, which has it as its base."""
+    return Settings(
         backends={"fake": TorchSettings(model="fake"), "small": TorchSettings(model="small")},
-        models={
-            "fake": ModelSettings(backend="fake"),
-            "thinks": SpecReasonSettings(base="fake", small="small"),
-        },
+        models={"fake": ModelSettings(backend="fake"), "thinks": SpecReasonSettings(base="fake", small="small")},
     )
-    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, settings)
+
+
+def test_a_strategy_is_taken_by_its_kind(gateway: Any) -> None:
+    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, with_thinking())
     assert "x-agentspec-lossy" not in ask(running, {}).headers
     taken = ask(running, {"x-agentspec-strategy": "specreason"})
     assert taken.status_code == 200 and taken.headers["x-agentspec-lossy"].startswith("specreason")
+    assert taken.json()["speculation"]["strategy"] == "specreason"  # what the header names has answered
+    assert taken.json()["model"] == "fake"
     back = ask(running, {"x-agentspec-strategy": "plain"}, model="thinks")
     assert back.json()["choices"][0]["message"]["content"] == "hi" and "x-agentspec-lossy" not in back.headers
+    assert "strategy" not in back.json().get("speculation", {})
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])
+def test_a_strategy_is_taken_on_the_other_routes(gateway: Any, route: str) -> None:
+    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, with_thinking())
+    body: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 50}
+    if route == "/v1/responses":
+        body = {"model": "fake", "input": "hi"}
+    taken = httpx.post(f"{running.url}{route}", json=body, headers={"x-agentspec-strategy": "specreason"}, timeout=60)
+    assert taken.json()["speculation"]["strategy"] == "specreason"
 
 
 def upstream_settings(url: str, **options: Any) -> Settings:
