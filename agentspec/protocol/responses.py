@@ -106,29 +106,6 @@ class Accumulator:
         return sorted(self.choices.items()) or [(0, Choice())]
 
 
-def _joined(pieces: list[Any]) -> Any:
-    return "".join(pieces) if isinstance(pieces[0], str) else pieces[-1]
-
-
-def _whole_calls(pieces: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Whole tool calls of their pieces: each begins a new call or continues the arguments of one."""
-    calls: list[dict[str, Any]] = []
-    arguments: list[list[str]] = []
-    for told in pieces:
-        for position, piece in enumerate(told):
-            index, function = piece.get("index", position), piece.get("function") or {}
-            if index >= len(calls):
-                index = len(calls)
-                head = {name: value for name, value in piece.items() if name != "index"}
-                calls.append({**head, "function": dict(function)})
-                arguments.append([])
-            arguments[index].append(function.get("arguments") or "")
-    for call, parts in zip(calls, arguments, strict=True):
-        if any(parts):
-            call["function"]["arguments"] = "".join(parts)
-    return calls
-
-
 class ResponseWriter(Protocol):
     """Writes one answer in the form of its route."""
 
