@@ -98,6 +98,11 @@ def test_upstreams_are_asked_for_no_more_than_the_gateway_allows(gateway: Any) -
     ):
         refused = httpx.post(url, json={**BODY, field: value})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+        if field in ("max_tokens", "chat_template_kwargs"):  # the same of Anthropic's API, by which nothing is bypassed
+            for path in ("messages", "messages/count_tokens"):
+                refused = httpx.post(f"{running.url}/v1/{path}", json={"max_tokens": 5, **BODY, field: value})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+    assert not any(request.template_arguments for model in behind.values() for request in model.requests)
     for most in (100, 50):
         running.app.apply(ServerSettings(max_output_tokens=most), Authenticator(()))
         for model in behind.values():
