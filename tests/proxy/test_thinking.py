@@ -73,6 +73,9 @@ def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any, closing: 
     message = client.chat.completions.create(model="fast", messages=BODY["messages"]).choices[0].message  # type: ignore[arg-type]
     assert message.content == "The answer is four."
     assert message.model_dump()["reasoning_content"] == message.model_dump()["reasoning"] == THINKING
+    answer = client.chat.completions.create(model="fast", messages=BODY["messages"])  # type: ignore[arg-type]
+    kept = sum(answer.model_dump()["speculation"]["kept_tokens"].values())
+    assert answer.usage.completion_tokens_details.reasoning_tokens == kept  # type: ignore[union-attr]
     refused = httpx.post(f"{running.url}/v1/completions", json={"model": "fast", "prompt": "two"})
     assert refused.status_code == 400 and "chat completions" in refused.json()["error"]["message"]
 
