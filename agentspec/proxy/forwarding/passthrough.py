@@ -52,7 +52,7 @@ async def added_fields(
     backend: Forwards, path: str, fields: Mapping[str, Any], caller: Caller, model: str
 ) -> dict[str, Any]:
     """What a body with `fields` gets on its way to the upstream: see `upstream_body`."""
-    asked = await with_policy(backend, path, fields, caller.policy)
+    asked = await with_policy(backend, path, fields, caller)
     added = await backend.body_fields(path, caller.tenant, caller.labels, asked)
     return added if model == fields["model"] else {**added, "model": model}
 
