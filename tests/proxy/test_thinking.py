@@ -67,6 +67,16 @@ def test_the_gateway_streams_thinking_then_the_answer(gateway: Any) -> None:
     assert "x-agentspec-lossy" not in plain.headers
 
 
+def test_every_call_of_a_strategy_is_asked_for_its_time(gateway: Any) -> None:
+    """Clients read the thoughts as they read the answer: what a stream should keep holds for both."""
+    behind = models()
+    running = gateway(behind, settings())
+    asked = {"x-agentspec-latency-ms-per-token": "20", "x-agentspec-priority": "3"}
+    assert httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers=asked).status_code == 200
+    requests = [request for model in behind.values() for request in model.requests]
+    assert {(one.latency_target_ms_per_token, one.priority) for one in requests} == {(20, 3)}
+
+
 def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any, closing: Any) -> None:
     running = gateway(models(), settings())
     client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
