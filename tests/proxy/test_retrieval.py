@@ -99,6 +99,12 @@ def test_raw_completions_are_answered_too(gateway: Any, corpus: Path, closing: A
         ({"n": 2}, "n"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"presence_penalty": 1}, "presence_penalty"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            {"messages": [{"role": "assistant", "content": "So"}], "continue_final_message": True},
+            "continue_final_message",
+        ),
     ],
 )
 def test_what_rounds_cannot_honour_is_refused(gateway: Any, corpus: Path, fields: dict[str, Any], param: str) -> None:
