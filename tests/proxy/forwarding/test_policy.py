@@ -111,6 +111,14 @@ def test_what_an_upstream_cannot_do_is_said_once(gateway: Any, upstream: Any, ca
     assert posted[0].headers["x-agentspec-strategy"] == "specreason"
 
 
+def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url))
+    for headers in ({"x-agentspec-store": "off"}, {}):
+        assert ask(running, headers, store=True).status_code == 200
+    assert [request.json["store"] for request in server.requests if request.method == "POST"] == [False, True]
+
+
 def test_switches_that_an_upstream_does_not_know_are_said_once(
     gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
