@@ -25,10 +25,15 @@ _KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation, LossyAcceptance
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage` object. It has prediction counts only if the request carried a prediction."""
+    """OpenAI's `usage` object. It has prediction counts only if the request carried a prediction, and those of thoughts
+    only if somebody counted them.
+    """
     accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
-    counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-    details = {} if accepted is None else {"completion_tokens_details": counts}
+    thoughts = usage.reasoning_tokens
+    counts: dict[str, int | None] = {} if thoughts is None else {"reasoning_tokens": thoughts}
+    if accepted is not None:
+        counts |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    details = {"completion_tokens_details": counts} if counts else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

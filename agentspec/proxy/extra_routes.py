@@ -14,6 +14,7 @@ from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
 from agentspec.placement import Call
+from agentspec.proxy.admission.auth import read_caller
 from agentspec.proxy.admission.limits import Deadline, until_disconnect
 from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.body.head import check_head
@@ -55,6 +56,7 @@ class ExtraRoute(GenerationEndpoint):
         backend = self.ready().backends()[self.upstream]
         record.model = OTHER
         check_head(scope)
+        read_caller(Headers(scope=scope), record.tenant)  # they pass as they are, but none that is wrong
         await self._check_tenants(backend)
         async with await self._within_limits(record, body, fields), until_disconnect(receive) as client:
             if isinstance(backend, PoolBackend):

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from agentspec.backends.base import is_forwarding
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.protocol.completion_response import CompletionWriter
 from agentspec.protocol.usage import summed
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
@@ -20,6 +20,7 @@ from agentspec.types import MAX_CHOICES, Delta, Speculation, Usage
 
 AT_ONCE = 4  # prompts of one request that are generated together: others' requests keep their turns
 HELD = 64  # deltas that wait to be sent
+PLACE_SECONDS = 0.05  # between two attempts of an answer to find a place in its engine
 
 Answer = Callable[[], AsyncGenerator[Delta]]
 
@@ -66,11 +67,13 @@ def _several(prompt: Any) -> list[Any] | None:
 async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[Delta]:
     """The deltas of all answers as they come, with the indices of their choices in all; the last carries the totals.
 
-    Raises what the first answer that fails raises; the others are then cancelled, as on closing.
+    Raises what the first answer that fails raises; the others are then cancelled, as on closing. The request has one
+    place in its engine, so that further answers wait where that is full.
     """
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(HELD)
-    left = iter(enumerate(answers))
-    workers = [asyncio.create_task(_work(left, queue, per_prompt)) for _ in range(min(AT_ONCE, len(answers)))]
+    left, places = iter(enumerate(answers)), _Places()
+    work = [_work(left, queue, per_prompt, places) for _ in range(min(AT_ONCE, len(answers)))]
+    workers = [asyncio.create_task(one) for one in work]
     totals, ended, working = _Totals(), 0, len(workers)
     try:
         while working:
@@ -91,13 +94,61 @@ async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[D
             await asyncio.wait(workers)
 
 
+@dataclass(slots=True)
+class _Places:
+    """How the answers of one request find places: `running` of them, refused by none; `begun`: one had a place."""
+
+    running: int = 0
+    begun: bool = False
+
+    async def answer(self, answer: Answer) -> AsyncGenerator[Delta]:
+        """The deltas of `answer`, which waits while its engine is full and others of the request run, or have run.
+
+        Raises what it raises.
+        """
+        while (deltas := await self._first(answer)) is None:
+            await asyncio.sleep(PLACE_SECONDS)
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.running -= 1
+
+    async def _first(self, answer: Answer) -> AsyncGenerator[Delta] | None:
+        """The deltas of `answer` once it has begun; None if it has to come again."""
+        deltas = answer()
+        self.running += 1
+        try:
+            first = await anext(deltas, None)
+        except BaseException as error:
+            self.running -= 1
+            await deltas.aclose()
+            if isinstance(error, OverloadedError) and (self.running or self.begun):
+                return None
+            raise
+        self.begun = True
+        return _behind(first, deltas)
+
+
+async def _behind(first: Delta | None, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    async with aclosing(deltas):
+        if first is not None:
+            yield first
+        async for delta in deltas:
+            yield delta
+
+
 async def _work(
-    left: Iterator[tuple[int, Answer]], queue: asyncio.Queue[Delta | Exception | None], per_prompt: int
+    left: Iterator[tuple[int, Answer]],
+    queue: asyncio.Queue[Delta | Exception | None],
+    per_prompt: int,
+    places: _Places,
 ) -> None:
     """Generate one of the answers that are left after the other. None on the queue says that none is."""
     try:
         for number, answer in left:
-            async with aclosing(answer()) as deltas:
+            async with aclosing(places.answer(answer)) as deltas:
                 async for delta in deltas:
                     await queue.put(replace(delta, index=number * per_prompt + delta.index))
         await queue.put(None)

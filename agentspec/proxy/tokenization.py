@@ -27,10 +27,9 @@ from agentspec.proxy.forwarding.inspection import StreamInspector
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.streaming.sending import respond
 
-# Fields of a chat that shape its prompt.
-_OF_CHAT = (
-    "model messages tools chat_template_kwargs add_generation_prompt continue_final_message reasoning_effort".split()
-)
+# Fields of a chat that shape its prompt, beside its messages.
+_SHAPING = "tools chat_template_kwargs add_generation_prompt continue_final_message reasoning_effort".split()
+_OF_CHAT = ("model", "messages", *_SHAPING)
 
 
 MAX_STRINGS = 8192
@@ -97,6 +96,7 @@ class TokenizationEndpoint(GenerationEndpoint):
             raise InvalidRequestError("send either prompt or messages", param="prompt")
         _TokenizeBody.finish(fields)
         if body.prompt is not None:
+            _refuse_of_chat(body)
             check_characters(len(body.prompt), length, "prompt")
             tokens = await side.tokenize(body.prompt, begins=body.add_special_tokens is not False)
         else:
@@ -125,6 +125,13 @@ class TokenizationEndpoint(GenerationEndpoint):
             return {"prompt": await _spelled(side, list(body.tokens))}
         except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up
             raise InvalidRequestError("tokens holds an id that the model has not", param="tokens") from None
+
+
+def _refuse_of_chat(body: _TokenizeBody) -> None:
+    """Raise `InvalidRequestError` for a field that shapes a chat's prompt beside a prompt that is whole already."""
+    for name in _SHAPING:
+        if getattr(body, name) not in (None, []):
+            raise InvalidRequestError(f"{name} needs messages: a prompt is read as it is", param=name)
 
 
 async def _spelled(side: Tokenization, tokens: list[int]) -> str:

@@ -87,6 +87,7 @@ class Thinking:
             speculation=asked.speculation,
             store=asked.store,
             priority=asked.priority,
+            latency_target_ms_per_token=asked.latency_target_ms_per_token,  # clients read the thoughts as they come
             split_reasoning=False,
         )
 

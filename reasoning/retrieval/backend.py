@@ -108,14 +108,14 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         asked = replace(request, model=self.base.model)
         if not request.speculation:
             return sequential(asked, **given)
-        return ralmspec(asked, **given, measured=self.measured, cache=self._cache(request.tenant))
+        return ralmspec(asked, **given, measured=self.measured, cache=self._cache(request))
 
-    def _cache(self, tenant: str) -> RetrievedDocuments | None:
-        """The tenant's document cache; None if each request has its own."""
-        if self.settings.cache == "request":
+    def _cache(self, request: GenerateRequest) -> RetrievedDocuments | None:
+        """The tenant's document cache; None if the request has its own, as one of which nothing may be kept."""
+        if self.settings.cache == "request" or not request.store:
             return None
-        cache = self._caches.setdefault(tenant, RetrievedDocuments(self.settings.cache_bytes))
-        self._caches.move_to_end(tenant)
+        cache = self._caches.setdefault(request.tenant, RetrievedDocuments(self.settings.cache_bytes))
+        self._caches.move_to_end(request.tenant)
         if len(self._caches) > MOST_TENANTS:
             self._caches.popitem(last=False)
         return cache

@@ -196,9 +196,16 @@ def _check(request: GenerateRequest) -> None:
         if _sampled(request, name) or _asked(request.extra, name):
             raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
     defaults = {field.name: field.default for field in fields(GenerateRequest)}
-    for name in ("continue_final", "start_answer", "return_prompt", "prediction"):
+    shows = "echo" if request.messages is None else "return_token_ids"
+    asked = {
+        "continue_final": "continue_final_message",
+        "start_answer": "add_generation_prompt",
+        "return_prompt": shows,
+    }
+    for name in (*asked, "prediction"):
         if getattr(request, name) != defaults[name]:
-            raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
+            param = asked.get(name, name)  # as clients call it
+            raise InvalidRequestError(f"a model with retrieval answers without {param}", param=param)
     if set(request.template_arguments) - _EFFORT:
         raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")
 

@@ -30,7 +30,7 @@ COUNTS = st.integers(0, 2**53)
 @given(st.builds(Usage, COUNTS, COUNTS, COUNTS))
 @pytest.mark.parametrize("predicted", [None, 3])
 def test_usage_is_read_as_it_was_written(predicted: int | None, usage: Usage) -> None:
-    usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, predicted, predicted)
+    usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, predicted, predicted, predicted)
     written = json.loads(json.dumps(usage_object(usage)))
     assert read_usage(written) == usage and written["total_tokens"] == usage.prompt_tokens + usage.completion_tokens
 

@@ -59,6 +59,8 @@ def test_all_limits_hold(gateway: Any, upstream: Any) -> None:
     assert post(url, b'{"documents":["' + b"x" * 1000 + b'"]}').status_code == 413
     assert post(url, b"[]").status_code == 400 and post(url, b'{"model":"no"}').status_code == 404
     assert post(url, b"{}", **{"content-type": "text/plain"}).status_code == 400
+    for name, value in (("x-agentspec-stor", "off"), ("x-agentspec-store", "no")):
+        assert post(url, b"{}", **{name: value}).json()["error"]["param"] == name
     assert not server.requests
 
 

@@ -76,6 +76,15 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     assert "x-agentspec-lossless" in off.headers and "x-agentspec-lossy" not in off.headers
 
 
+def test_documents_of_requests_that_keep_nothing_are_not_kept(gateway: Any, corpus: Path) -> None:
+    """They would tell other requests of the tenant, by their time, what was asked."""
+    running = gateway({"large": Reader()}, settings(corpus, cache="tenant"))
+    kept = running.runtime.route("read").backend._caches
+    for headers, count in (({"x-agentspec-store": "off"}, 0), ({}, 1)):
+        assert httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers=headers).status_code == 200
+        assert len(kept) == count
+
+
 def test_raw_completions_are_answered_too(gateway: Any, corpus: Path, closing: Any) -> None:
     running = gateway({"large": Reader()}, settings(corpus))
     client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
@@ -90,6 +99,12 @@ def test_raw_completions_are_answered_too(gateway: Any, corpus: Path, closing: A
         ({"n": 2}, "n"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"presence_penalty": 1}, "presence_penalty"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            {"messages": [{"role": "assistant", "content": "So"}], "continue_final_message": True},
+            "continue_final_message",
+        ),
     ],
 )
 def test_what_rounds_cannot_honour_is_refused(gateway: Any, corpus: Path, fields: dict[str, Any], param: str) -> None:

@@ -67,12 +67,25 @@ def test_the_gateway_streams_thinking_then_the_answer(gateway: Any) -> None:
     assert "x-agentspec-lossy" not in plain.headers
 
 
+def test_every_call_of_a_strategy_is_asked_for_its_time(gateway: Any) -> None:
+    """Clients read the thoughts as they read the answer: what a stream should keep holds for both."""
+    behind = models()
+    running = gateway(behind, settings())
+    asked = {"x-agentspec-latency-ms-per-token": "20", "x-agentspec-priority": "3"}
+    assert httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers=asked).status_code == 200
+    requests = [request for model in behind.values() for request in model.requests]
+    assert {(one.latency_target_ms_per_token, one.priority) for one in requests} == {(20, 3)}
+
+
 def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any, closing: Any) -> None:
     running = gateway(models(), settings())
     client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
     message = client.chat.completions.create(model="fast", messages=BODY["messages"]).choices[0].message  # type: ignore[arg-type]
     assert message.content == "The answer is four."
     assert message.model_dump()["reasoning_content"] == message.model_dump()["reasoning"] == THINKING
+    answer = client.chat.completions.create(model="fast", messages=BODY["messages"])  # type: ignore[arg-type]
+    kept = sum(answer.model_dump()["speculation"]["kept_tokens"].values())
+    assert answer.usage.completion_tokens_details.reasoning_tokens == kept  # type: ignore[union-attr]
     refused = httpx.post(f"{running.url}/v1/completions", json={"model": "fast", "prompt": "two"})
     assert refused.status_code == 400 and "chat completions" in refused.json()["error"]["message"]
 
@@ -98,6 +111,11 @@ def test_upstreams_are_asked_for_no_more_than_the_gateway_allows(gateway: Any) -
     ):
         refused = httpx.post(url, json={**BODY, field: value})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+        if field in ("max_tokens", "chat_template_kwargs"):  # the same of Anthropic's API, by which nothing is bypassed
+            for path in ("messages", "messages/count_tokens"):
+                refused = httpx.post(f"{running.url}/v1/{path}", json={"max_tokens": 5, **BODY, field: value})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+    assert not any(request.template_arguments for model in behind.values() for request in model.requests)
     for most in (100, 50):
         running.app.apply(ServerSettings(max_output_tokens=most), Authenticator(()))
         for model in behind.values():

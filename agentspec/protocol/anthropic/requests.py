@@ -131,7 +131,7 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
         thoughts=thinking.get("type") != "disabled",
         omitted=thinking.get("display") == "omitted",
         prefilled=prefilled,
-        thinking_budget=thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None,
+        thinking_budget=None if thinking.get("type") == "disabled" else thinking.get("budget_tokens") or None,
     )
 
 
@@ -193,7 +193,8 @@ def _thinking(value: Any) -> Mapping[str, Any]:
         known = ", ".join(_THINKING)
         raise InvalidRequestError(f"thinking.type must be one of {known}", param="thinking.type")
     budget = thinking.get("budget_tokens")
-    if thinking["type"] == "enabled" and (type(budget) is not int or budget < 1):
+    bounded = thinking["type"] == "enabled" or budget not in (None, 0)  # Claude Code sends 0 for none
+    if bounded and (type(budget) is not int or budget < 1):
         raise InvalidRequestError(
             "thinking.budget_tokens must be a whole number above 0", param="thinking.budget_tokens"
         )

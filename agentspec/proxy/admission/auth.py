@@ -123,6 +123,8 @@ def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FI
     labels = identified(read_labels(headers), headers, fields)
     speculation, store = read_switch(headers, "speculation"), read_switch(headers, "store")
     prefill, policy = read_switch(headers, "prefill"), read_policy(headers)
+    if fields.get("priority") is not None:  # 0 too is a priority, and that of the body counts
+        policy = replace(policy, priority=None)
     return Caller(tenant, labels, speculation=speculation, store=store, policy=policy, prefill=prefill)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import Scope, Send
 
-from agentspec.backends.base import Forwards
+from agentspec.backends.base import CHAT, Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.anthropic.errors import anthropic_error
 from agentspec.protocol.headers import PREFIX, label_headers
@@ -52,8 +52,10 @@ async def added_fields(
     backend: Forwards, path: str, fields: Mapping[str, Any], caller: Caller, model: str
 ) -> dict[str, Any]:
     """What a body with `fields` gets on its way to the upstream: see `upstream_body`."""
-    asked = await with_policy(backend, path, fields, caller.policy)
+    asked = await with_policy(backend, path, fields, caller)
     added = await backend.body_fields(path, caller.tenant, caller.labels, asked)
+    if path == CHAT and fields.get("store") and not caller.store:  # off holds wherever it stands
+        added = {**added, "store": False}
     return added if model == fields["model"] else {**added, "model": model}
 
 

@@ -1,4 +1,4 @@
-"""What an upstream makes of the policy that a client's headers ask for."""
+"""What an upstream makes of the policy and the switches that a client's headers ask for."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from agentspec.backends.base import Forwards
+from agentspec.backends.base import RESPONSES, Forwards
 from agentspec.backends.openai.hints import PRIORITY
 from agentspec.backends.openai.latency import GOAL
-from agentspec.protocol.headers import StepPolicy
+from agentspec.proxy.admission.auth import Caller
 
 logger = logging.getLogger(__name__)
 
 
-async def with_policy(backend: Forwards, path: str, fields: Mapping[str, Any], policy: StepPolicy) -> Mapping[str, Any]:
-    """The `fields` of a body for `path` with what `policy` says and the body does not: the priority, if the upstream
-    schedules by it, and the latency goal, if its drafts serve one first.
+async def with_policy(backend: Forwards, path: str, fields: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+    """The `fields` of a body for `path` with what the `caller`'s policy says and the body does not: the priority, if
+    the upstream schedules by it, and the latency goal, if its drafts serve one first.
 
     The headers go on as they are, since another gateway may follow them; what no other upstream does is logged once.
     """
+    policy = caller.policy
     goal = policy.latency_ms_per_token
     heeded = {
         PRIORITY: policy.priority if backend.settings.priority != "off" else None,
@@ -31,6 +32,8 @@ async def with_policy(backend: Forwards, path: str, fields: Mapping[str, Any], p
         "latency-ms-per-token": goal if heeded[GOAL] is None else None,
         "priority": policy.priority if heeded[PRIORITY] is None else None,
         "strategy": policy.strategy,
+        "speculation": None if caller.speculation else "off",
+        "store": None if caller.store or path == RESPONSES else "off",  # a field of theirs says it
     }
     for name, value in unheeded.items():
         if value is not None:

@@ -89,7 +89,8 @@ class MessagesEndpoint(GenerationEndpoint):
     def _local(
         self, fields: Mapping[str, Any], backend: Backend, record: RequestRecord, *, count: bool = False
     ) -> MessagesRequest:
-        """The request as a chat for a model of this process."""
+        """The request as a chat for a model of this process, or for the models that a strategy asks."""
         if CHAT not in backend.capabilities.routes:
             raise InvalidRequestError(f"the model {record.model!r} does not answer {MESSAGES}", param="model")
+        self._check_roles(fields, backend)
         return parse_messages(fields, MessagesLimits(self.settings.max_messages, MAX_TOOLS), count=count)

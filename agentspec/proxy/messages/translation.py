@@ -40,7 +40,7 @@ async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Calle
     name_bound(backend, chat)
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    asked = await with_policy(backend, CHAT, chat, caller.policy)
+    asked = await with_policy(backend, CHAT, chat, caller)
     return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked)
 
 

@@ -132,7 +132,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
             name_bound(backend, chat)
-            asked = await with_policy(backend, CHAT, chat, exchange.caller.policy)
+            asked = await with_policy(backend, CHAT, chat, exchange.caller)
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
             predicted = await self._predicted(exchange, backend, chat)
             encoded, model = partial(self._run_on, exchange, history, encode), exchange.route.upstream_model

@@ -194,6 +194,7 @@ def test_what_changes_nothing_is_left_out() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": "9"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"output_config": {"more": 1}}, "output_config.more"),

@@ -32,6 +32,7 @@ def test_a_local_model_serves_by_the_policy(gateway: Any) -> None:
     first, second = fake.requests
     assert (first.priority, first.latency_target_ms_per_token, first.deadline_s) == (2, 20, 3)
     assert (second.priority, second.latency_target_ms_per_token) == (7, 5)  # the body comes first
+    assert ask(running, asked, priority=0).status_code == 200 and fake.requests[-1].priority == 0
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,26 @@ def test_what_an_upstream_cannot_do_is_said_once(gateway: Any, upstream: Any, ca
     posted = [request for request in server.requests if request.method == "POST"]
     assert all("priority" not in request.json for request in posted)
     assert posted[0].headers["x-agentspec-strategy"] == "specreason"
+
+
+def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url))
+    for headers in ({"x-agentspec-store": "off"}, {}):
+        assert ask(running, headers, store=True).status_code == 200
+    assert [request.json["store"] for request in server.requests if request.method == "POST"] == [False, True]
+
+
+def test_switches_that_an_upstream_does_not_know_are_said_once(
+    gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url))
+    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding.policy"):
+        for name in ("speculation", "store", "store"):
+            assert ask(running, {f"x-agentspec-{name}": "off"}).status_code == 200
+    said = [record.getMessage() for record in caplog.records if record.name == "agentspec.proxy.forwarding.policy"]
+    assert [line.split()[-2] for line in said] == ["x-agentspec-speculation", "x-agentspec-store"]
 
 
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])

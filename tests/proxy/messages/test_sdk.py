@@ -89,7 +89,7 @@ def test_a_tool_is_called_and_its_result_comes_back(scripted: Any, stream: bool)
 def test_thoughts_are_blocks_and_may_come_back(scripted: Any) -> None:
     thought = {"reasoning_content": "Hm.", "reasoning": "Hm."}
     client, backend = scripted(lambda request: Answer("Yes.", extra=thought))
-    for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):
+    for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive", "budget_tokens": 9}):
         message = ask(client, thinking=thinking)
         assert [block.type for block in message.content] == ["thinking", "text"]
         assert message.content[0].thinking == "Hm." and message.content[0].signature
@@ -98,7 +98,7 @@ def test_thoughts_are_blocks_and_may_come_back(scripted: Any) -> None:
     assert [block.type for block in ask(client, thinking={"type": "disabled"}).content] == ["text"]
     assert backend.requests[0].template_arguments == {"enable_thinking": True}
     assert backend.requests[-1].template_arguments == {"enable_thinking": False}
-    assert [request.thinking_budget for request in backend.requests] == [1024, None, None, None]
+    assert [request.thinking_budget for request in backend.requests] == [1024, 9, None, None]
 
 
 @pytest.mark.parametrize("stream", [False, True])
