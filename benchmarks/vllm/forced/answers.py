@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
     return made
 
 
-class AnswerComparison:
+class GreedyComparison:
     """The engine without drafts is asked first: its answers are to be equalled, and second turns go on from them."""
 
     def __init__(self, seconds: float) -> None:

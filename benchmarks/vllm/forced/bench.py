@@ -20,8 +20,8 @@ import numpy as np
 
 from agentspec.benchmarks.engines.variants import OFF, Variant
 from agentspec.benchmarks.report import Progress, rotated
-from agentspec.benchmarks.vllm.forced.answers import AnswerComparison
-from agentspec.benchmarks.vllm.forced.calls import NamedCall, PreparedCalls, prepare_calls
+from agentspec.benchmarks.vllm.forced.answers import GreedyComparison
+from agentspec.benchmarks.vllm.forced.calls import PreparedCalls, TimedCall, prepare_calls
 from agentspec.benchmarks.vllm.forced.engine import EngineFailedError, EngineProcess, started
 from agentspec.benchmarks.vllm.forced.report import AnswerTurn, ForcedCall, ForcedReport, ForcedRun
 from agentspec.benchmarks.vllm.forced.shapes import GIB, answering_model, compared, engine_options, scripted_model
@@ -137,7 +137,7 @@ class ForcedBench:
 
     def _compare_answers(self, folder: Path) -> None:
         model = answering_model(folder / "small", self._plan.device)
-        comparison = AnswerComparison(self._plan.patience)
+        comparison = GreedyComparison(self._plan.patience)
 
         def compare(engine: EngineProcess) -> None:
             if engine.name == OFF or OFF in self._report.answers:
@@ -215,7 +215,7 @@ class ForcedBench:
             if counted := calls[1:]:
                 self._report.copied[context] = {name: [call.runs[name] for call in counted] for name in engines}
 
-    def _replay(self, engines: Engines, timed: Sequence[NamedCall]) -> None:
+    def _replay(self, engines: Engines, timed: Sequence[TimedCall]) -> None:
         for number, named in enumerate(timed):
             if self._late or not engines:
                 self._report.left_out.append(f"{len(timed) - number} of {len(timed)} calls")

@@ -15,7 +15,7 @@ from agentspec.recordings.traces import EncodedCall, load_encoder, read_calls
 
 
 @dataclass(frozen=True, slots=True)
-class NamedCall:
+class TimedCall:
     """A call and the name of its file."""
 
     file: str
@@ -27,7 +27,7 @@ class PreparedCalls:
     """What is learned, what is timed, file by file in turn, and the least vocabulary that holds all tokens."""
 
     learned: Sequence[EncodedCall]
-    timed: Sequence[NamedCall]
+    timed: Sequence[TimedCall]
     vocabulary: int
 
     def write_learned(self, path: Path) -> Path:
@@ -47,7 +47,7 @@ def prepare_calls(traces: Sequence[Path], tokenizer: Path, learned: int) -> Prep
     encode = load_encoder(tokenizer)
     files = {path: [call for call in read_calls(path, encode) if _fits(call)] for path in traces}
     count = {path: min(learned, len(calls) // 2) for path, calls in files.items()}
-    named = ([NamedCall(_name(path), call) for call in calls[count[path] :]] for path, calls in files.items())
+    named = ([TimedCall(_name(path), call) for call in calls[count[path] :]] for path, calls in files.items())
     timed = [call for turn in zip_longest(*named) for call in turn if call is not None]
     if not timed:
         raise ConfigurationError(f"no recorded call has fewer than {CONTEXT} tokens with its answer")

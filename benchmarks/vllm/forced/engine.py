@@ -110,19 +110,25 @@ class EngineProcess:
         raise EngineFailedError(f"{reason}; the end of its log:\n{self._log_end()}")
 
     def _spoken(self, asked: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            return None
+        """The engine's answer; None if its process ended."""
         try:
-            if asked is not None:
-                process.stdin.write(json.dumps(asked).encode() + b"\n")
-                process.stdin.flush()
-            line = process.stdout.readline()
-            return dict(json.loads(line)) if line else None
+            line = self._sent(asked)
         except OSError:
             return None
-        except ValueError:
-            return {"failed": f"its answer is no JSON: {line[:200]!r}"}
+        try:
+            return dict(json.loads(line)) if line else None
+        except (TypeError, ValueError):
+            return {"failed": f"its answer is no JSON object: {line[:200]!r}"}
+
+    def _sent(self, asked: Mapping[str, Any] | None) -> bytes:
+        """Write a command, if any, and read one line."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            return b""
+        if asked is not None:
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.flush()
+        return process.stdout.readline()
 
     @contextmanager
     def _watched(self, seconds: float) -> Iterator[threading.Event]:

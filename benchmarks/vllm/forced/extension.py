@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
+from vllm import ModelRegistry  # pyright: ignore[reportAttributeAccessIssue]
 
 from agentspec.backends.engine_plugin.request_state import RequestInfo
-from agentspec.benchmarks.vllm.forced.worker import SCRIPTED
+from agentspec.benchmarks.vllm.forced import SCRIPTED
 from agentspec.types import Labels
 
 FLUSH_SECONDS = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentspec.benchmarks.engines.variants import EngineName, Variant, variants
 from agentspec.benchmarks.gpu.random_model import CONTEXT, SHAPES
-from agentspec.benchmarks.vllm.forced.worker import SCRIPTED
+from agentspec.benchmarks.vllm.forced import SCRIPTED
 
 WIDTH = 7  # drafted tokens of a chain
 TIED = ("1b", "3b")  # Llama 3.2 shares the table of its inputs with its head

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SCRIPTED = "ScriptedLlamaForCausalLM"  # in `model.py` beside this file
 EXTENSION = f"{__package__}.extension.BenchmarkExtension"
 
 Reply = Callable[[dict[str, Any]], None]
@@ -24,7 +23,7 @@ class EngineWorker:
     """The engine, and what it answers to commands."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from vllm import LLM  # pyright: ignore[reportMissingImports]
+        from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
         device = options.pop("device")
@@ -45,7 +44,7 @@ class EngineWorker:
 
     def _generate(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Greedy answers of exactly `max_tokens` each; seconds are from the call to its return."""
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
 
         told = {"agentspec_session": asked["session"]} if asked["session"] else None
         sampling = SamplingParams(
