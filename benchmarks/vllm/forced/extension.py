@@ -10,15 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import ModelRegistry  # pyright: ignore[reportAttributeAccessIssue]
 
-from agentspec.backends.engine_plugin.request_state import RequestInfo
 from agentspec.benchmarks.vllm.forced import SCRIPTED
-from agentspec.types import Labels
+from agentspec.benchmarks.vllm.forced.learning import learn_call
 
-FLUSH_SECONDS = 60.0
 NEIGHBOURS = 32  # each token is likely to be followed by the next of so many
 
 ModelRegistry.register_model(SCRIPTED, f"{__package__}.model:{SCRIPTED}")
@@ -71,7 +68,7 @@ class BenchmarkExtension:
         if ours is None:
             raise RuntimeError(f"this engine drafts by {type(drafter).__name__}, which is not agentspec's")
         with gzip.open(path, "rt") as lines:
-            return sum(_learned(ours, json.loads(line)) for line in lines)
+            return sum(learn_call(ours, json.loads(line)) for line in lines)
 
     def bench_count(self) -> list[int]:
         """The number of tokens of each step since the last call; the first call begins to count."""
@@ -93,20 +90,6 @@ def _draw(weight: torch.Tensor, generator: torch.Generator, name: str, spread: f
         return
     drawn = torch.randn(weight.shape, generator=generator, device=weight.device)
     weight.copy_(drawn * (1.0 if "embed" in name else spread))
-
-
-def _learned(ours: Any, call: dict[str, Any]) -> int:
-    """Let a `ServerDrafter` or a `PassageRetriever` learn one call, as if a request had made it."""
-    prompt, answer = (np.array(call[part], dtype=np.int32) for part in ("prompt", "response"))
-    request = ours.begin(prompt, RequestInfo(Labels(call["session"])))
-    if hasattr(ours, "record"):
-        ours.record(request, answer)
-    else:
-        ours.advance([(request, answer)])
-    ours.end(request)
-    if not ours.flush(FLUSH_SECONDS):
-        raise RuntimeError(f"the cache did not take a call in within {FLUSH_SECONDS:g} s")
-    return 1
 
 
 def _counting(runner: Any, execute_model: Any) -> Any:

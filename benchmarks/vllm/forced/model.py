@@ -9,21 +9,9 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.llama import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
-BASE = 256  # a token stands as three digits, each of which is exact in bfloat16
-DIGITS = 3
+from agentspec.benchmarks.vllm.forced.digits import BASE, DIGITS, digits, tokens_of
+
 SURE = 30_000.0  # above all logits, and within float16
-
-
-def digits(tokens: Sequence[int]) -> Tensor:
-    """The tokens as rows of their digits, the highest first: (tokens, DIGITS)."""
-    values = torch.tensor(tokens, dtype=torch.long)
-    return torch.stack([values // BASE**place % BASE for place in reversed(range(DIGITS))], 1)
-
-
-def tokens_of(rows: Tensor) -> Tensor:
-    """The tokens whose digits begin the rows."""
-    places = torch.tensor([BASE**place for place in reversed(range(DIGITS))], device=rows.device)
-    return (rows[:, :DIGITS].long() * places).sum(1)
 
 
 class ScriptedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
