@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -15,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-LOG_END = 2000  # characters of the log that are told of an engine that failed
+LOG_END = 1000  # characters of the log that are told of an engine that failed,
+MOST_ERRORS = 5  # and errors that it names: the first cause stands far above the end of vLLM's logs
+ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 
 
 class EngineFailedError(RuntimeError):
-    """An engine that did not start or answer, with the reason and the end of its log. Its processes are killed."""
+    """An engine that did not start or answer, with the reason, the errors in its log and its end. It is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class EngineProcess:
         reason = f"{late} within {seconds:.0f} s" if expired.is_set() else "its process ended"
         reason = answer["failed"] if answer else reason
         self.kill()
-        raise EngineFailedError(f"{reason}; the end of its log:\n{self._log_end()}")
+        raise EngineFailedError(f"{reason}; {_told(self.log.read_text(errors='replace'))}")
 
     def _spoken(self, asked: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """The engine's answer; None if its process ended."""
@@ -152,8 +155,12 @@ class EngineProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _log_end(self) -> str:
-        return self.log.read_text(errors="replace")[-LOG_END:].strip() or "(empty)"
+
+def _told(log: str) -> str:
+    """The first errors that a log names, each once, and its end."""
+    errors = list(dict.fromkeys(ERROR.findall(log)))[:MOST_ERRORS]
+    end = ["the end of its log:", log[-LOG_END:].strip() or "(empty)"]
+    return "\n".join(["errors in its log:", *errors, *end] if errors else end)
 
 
 @contextmanager

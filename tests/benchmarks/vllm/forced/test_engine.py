@@ -40,7 +40,8 @@ def test_an_engine_that_neither_reads_nor_answers_is_killed(tmp_path: Path, wait
 
 def test_children_are_killed_with_their_engine(tmp_path: Path) -> None:
     told = "print(child.pid, file=sys.stderr, flush=True)"
-    with started([engine(tmp_path, f"{CHILD}; {told}; {READY}; time.sleep(600)")], LONG, failed := {}) as ready:
+    failed: dict[str, str] = {}
+    with started([engine(tmp_path, f"{CHILD}; {told}; {READY}; time.sleep(600)")], LONG, failed) as ready:
         assert [found.name for found in ready] == ["off"] and failed == {}
         child = int((tmp_path / "off.log").read_text())
         os.kill(child, 0)
@@ -66,6 +67,16 @@ def test_engines_that_do_not_start_are_told_and_others_go_on(tmp_path: Path) -> 
         assert [found.name for found in ready] == ["good"]
     assert "its process ended; the end of its log:\nno memory" in failed["poor"]
     assert "its program cannot be started" in failed["none"]
+
+
+def test_the_cause_is_told_though_it_stands_far_above_the_end(tmp_path: Path) -> None:
+    failed: dict[str, str] = {}
+    prints = "[print(line, file=sys.stderr) for line in ('worker: ValueError: too few blocks', *['at'] * 999)]"
+    with started([engine(tmp_path, f"import sys; {prints}; raise RuntimeError('see above')")], LONG, failed):
+        pass
+    first, *_, last = failed["off"].splitlines()
+    assert first == "its process ended; errors in its log:" and last == "RuntimeError: see above"
+    assert failed["off"].splitlines()[1:3] == ["ValueError: too few blocks", "RuntimeError: see above"]
 
 
 def test_an_engine_gets_no_settings_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
