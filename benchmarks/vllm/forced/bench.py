@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -216,14 +217,17 @@ class ForcedBench:
                 self._report.copied[context] = {name: [call.runs[name] for call in counted] for name in engines}
 
     def _replay(self, engines: Engines, timed: Sequence[TimedCall]) -> None:
+        """Time the calls, with an order of the engines that rotates within each file."""
+        turns: Counter[str] = Counter()
         for number, named in enumerate(timed):
             if self._late or not engines:
                 self._report.left_out.append(f"{len(timed) - number} of {len(timed)} calls")
                 return
             self._progress(f"call {number + 1} of {len(timed)}: {named.file}")
             prompt, answer = named.call.prompt.tolist(), named.call.response.tolist()
-            call = self._force(engines, named.file, prompt, answer, number, named.call.session)
+            call = self._force(engines, named.file, prompt, answer, turns[named.file], named.call.session)
             self._report.calls.append(call)
+            turns[named.file] += 1
 
     def _force(
         self, engines: Engines, file: str, prompt: list[int], answer: list[int], turn: int, session: str = ""

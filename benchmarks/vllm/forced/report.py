@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.engines.variants import OFF
@@ -95,7 +96,7 @@ class ForcedReport:
         yield from (self._call_table(file, calls) for file, calls in self._files().items())
         if self.copied:
             yield self._step_table()
-        yield from (f"  did not run: {name}: {reason}" for name, reason in self.failed.items())
+        yield from (Text(f"  did not run: {name}: {reason}") for name, reason in self.failed.items())
         yield from (f"  left out: {name}" for name in self.left_out)
 
     def _files(self) -> dict[str, list[ForcedCall]]:

@@ -68,7 +68,7 @@ def spoken(prompt: list[int], count: int) -> list[int]:
 
 
 script: list[int] = []
-print("a line of the log", file=sys.stderr, flush=True)
+print("[/x] a line of the log", file=sys.stderr, flush=True)
 if WRONG == "fails":
     print(json.dumps({"failed": "RuntimeError('no such method')"}), flush=True)
     sys.exit(1)
