@@ -49,6 +49,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128_256,
     },
+    "3b": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
     "8b": {
         "hidden_size": 4096,
         "intermediate_size": 14_336,
@@ -58,7 +66,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 128_256,
     },
 }
-"""Shapes of Llama 3 by size (`config.json` of meta-llama/Llama-3.2-1B and Llama-3.1-8B), and one for tests."""
+"""Shapes of Llama 3 by size (`config.json` of meta-llama/Llama-3.2-1B and -3B, Llama-3.1-8B), and one for tests."""
 
 
 def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> LoadedModel:

@@ -1,0 +1,258 @@
+"""Times recorded calls on vLLM engines with several drafters, side by side on one device, without model files.
+
+Each engine is a process with random weights. Answers of small models are compared first. Then the caches learn some
+calls, and the answers of others are forced token by token: the model does all of its work, but what it says is the
+record. The engines take turns call by call, in rotating order, and none works while another does.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from agentspec.benchmarks.engines.variants import OFF, Variant
+from agentspec.benchmarks.report import Progress, rotated
+from agentspec.benchmarks.vllm.forced.answers import GreedyComparison
+from agentspec.benchmarks.vllm.forced.calls import PreparedCalls, TimedCall, prepare_calls
+from agentspec.benchmarks.vllm.forced.engine import EngineFailedError, EngineProcess, started
+from agentspec.benchmarks.vllm.forced.report import AnswerTurn, ForcedCall, ForcedReport, ForcedRun
+from agentspec.benchmarks.vllm.forced.shapes import GIB, answering_model, compared, engine_options, scripted_model
+from agentspec.benchmarks.vllm.server import FIXED
+from agentspec.errors import ConfigurationError
+
+WORKER = "agentspec.benchmarks.vllm.forced.worker"
+CONTEXTS = (1500, 7000)
+COPIED, LEAD = 96, 24  # tokens of an answer that copies, and those before them that end the prompt
+COPIES = 4  # of each length; the first is not counted
+SHORT = 2048  # tokens of the longest text of the comparison of answers
+ROOM = {"cpu": GIB, "cuda": 3 * GIB}  # bytes of KV slots for the calls
+LACKING = """\
+import sys
+from importlib.util import find_spec
+names = [name for name in ("vllm", "agentspec") if find_spec(name) is None]
+if not names and find_spec("agentspec.benchmarks.vllm.forced") is None: names = ["agentspec of this version"]
+sys.exit(f"has no {' and no '.join(names)}" if names else 0)
+"""
+
+Engines = dict[str, EngineProcess]
+
+
+class ForcedPart(StrEnum):
+    answers = "answers"
+    calls = "calls"
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedPlan:
+    """What to compare, and the most seconds to spend: no call begins after `seconds`. `traces` need a `tokenizer`.
+
+    `start` bounds the seconds until all engines of a part are ready, `patience` those of one command.
+    """
+
+    python: Path
+    device: str = "cuda"
+    shape: str = "3b"
+    variants: Sequence[str] = ()
+    parts: Sequence[ForcedPart] = tuple(ForcedPart)
+    traces: Sequence[Path] = ()
+    tokenizer: Path | None = None
+    learned: int = 0
+    seconds: float = 570.0
+    start: float = 300.0
+    patience: float = 120.0
+    worker: Sequence[str] = ("-m", WORKER)
+
+    def chosen(self) -> list[Variant]:
+        """The variants to compare, with the one without drafts first. Raises `ConfigurationError` for other names."""
+        known = compared()
+        if unknown := [name for name in self.variants if name not in known]:
+            raise ConfigurationError(f"there is no drafter {unknown[0]!r}: choose from {', '.join(known)}")
+        names = dict.fromkeys([OFF, *(self.variants or known)])
+        return [known[name] for name in names]
+
+
+def run_forced(plan: ForcedPlan, progress: Progress = lambda message: None) -> ForcedReport:
+    """Run the plan. Raises `ConfigurationError` for a file, a drafter or an interpreter that cannot be used."""
+    return ForcedBench(plan, progress).run()
+
+
+def require_vllm(python: Path) -> None:
+    """Raise `ConfigurationError` unless the interpreter has vLLM and this benchmark."""
+    command = [str(python), "-P", "-c", LACKING]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    except subprocess.CalledProcessError as error:
+        told = error.stderr.strip().splitlines()[-1:]
+        raise ConfigurationError(
+            f"{python} {' '.join(told)}: make an environment by .ci/vllm-env, or install agentspec[vllm] there"
+        ) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(f"{python} cannot be run: {error}") from error
+
+
+class ForcedBench:
+    """Runs a plan part by part."""
+
+    def __init__(self, plan: ForcedPlan, progress: Progress) -> None:
+        self._plan, self._progress = plan, progress
+        self._variants = plan.chosen()
+        if ForcedPart.calls in plan.parts and not (plan.traces and plan.tokenizer):
+            raise ConfigurationError("the part calls needs recorded calls and a tokenizer")
+        require_vllm(plan.python)
+        self._began = time.monotonic()
+        self._report = ForcedReport(plan.shape, plan.device, copied_tokens=COPIED)
+
+    def run(self) -> ForcedReport:
+        prepared = self._prepared()
+        with tempfile.TemporaryDirectory(prefix="agentspec-bench-") as folder:
+            if ForcedPart.answers in self._plan.parts and self._in_time(ForcedPart.answers):
+                self._compare_answers(Path(folder))
+            if prepared is not None and self._in_time(ForcedPart.calls):
+                self._time_calls(Path(folder), prepared)
+        self._report.seconds = time.monotonic() - self._began
+        return self._report
+
+    def _prepared(self) -> PreparedCalls | None:
+        if ForcedPart.calls not in self._plan.parts or self._plan.tokenizer is None:
+            return None
+        self._progress("reading calls")
+        return prepare_calls(self._plan.traces, self._plan.tokenizer, self._plan.learned)
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() - self._began > self._plan.seconds
+
+    def _in_time(self, part: ForcedPart) -> bool:
+        if late := self._late:
+            self._report.left_out.append(part)
+        return not late
+
+    def _compare_answers(self, folder: Path) -> None:
+        model = answering_model(folder / "small", self._plan.device)
+        comparison = GreedyComparison(self._plan.patience)
+
+        def compare(engine: EngineProcess) -> None:
+            if engine.name == OFF or OFF in self._report.answers:
+                self._progress(f"answers: {engine.name}")
+                self._note(engine.name, comparison.run(engine))
+
+        with ExitStack() as stack:
+            engines = self._start(stack, ForcedPart.answers, folder, model, length=SHORT)
+            self._each(engines, ForcedPart.answers, 0, compare)
+        self._report.checks[f"{ForcedPart.answers}: the engine without drafts answered"] = OFF in self._report.answers
+
+    def _note(self, name: str, found: dict[str, AnswerTurn]) -> None:
+        self._report.answers[name] = found
+        for turn, answers in found.items():
+            self._report.checks[f"{name}: answers equal those of {OFF}, {turn}"] = answers.same == answers.answers
+
+    def _time_calls(self, folder: Path, prepared: PreparedCalls) -> None:
+        model = scripted_model(folder / "scripted", self._plan.shape, prepared.vocabulary)
+        learned = prepared.write_learned(folder / "learned.jsonl.gz")
+        with ExitStack() as stack:
+            engines = self._start(stack, ForcedPart.calls, folder, model, room=ROOM[self._plan.device])
+            self._each(engines, ForcedPart.calls, 0, lambda engine: self._learn(engine, learned))
+            self._copy(engines, prepared.vocabulary)
+            self._replay(engines, prepared.timed)
+            self._report.checks[f"{ForcedPart.calls}: the engine without drafts answered"] = OFF in engines
+
+    def _start(self, stack: ExitStack, part: ForcedPart, folder: Path, model: Path, **sizes: int) -> Engines:
+        """Start an engine for each variant, and note those that do not start."""
+        self._progress(f"{part}: starting {len(self._variants)} engines")
+        failed: dict[str, str] = {}
+        engines = [self._engine(variant, part, folder, model, **sizes) for variant in self._variants]
+        ready = stack.enter_context(started(engines, self._plan.start, failed))
+        self._report.failed |= {f"{name}, {part}": reason for name, reason in failed.items()}
+        self._report.engines |= {engine.name: engine.info for engine in ready}
+        self._report.device = next((str(e.info["device"]) for e in ready if "device" in e.info), self._report.device)
+        return {engine.name: engine for engine in ready}
+
+    def _engine(self, variant: Variant, part: ForcedPart, folder: Path, model: Path, **sizes: int) -> EngineProcess:
+        kind = self._plan.device
+        options = engine_options(model, kind, variant, **sizes)
+        common = FIXED if kind == "cpu" else {"VLLM_NO_USAGE_STATS": "1"}
+        return EngineProcess(
+            variant.drafter,
+            [str(self._plan.python), *self._plan.worker, options],
+            folder / f"{part}-{variant.drafter.replace(' ', '-')}.log",
+            # Without the last, the processes of vLLM would take the current folder's agentspec.
+            {**common, **variant.variables, "PYTHONSAFEPATH": "1"},
+        )
+
+    def _each(self, engines: Engines, part: ForcedPart, turn: int, act: Callable[[EngineProcess], None]) -> None:
+        """Let the engines act one after another, in an order that rotates with `turn`; drop those that fail."""
+        for name, engine in rotated(engines, turn) if engines else ():
+            try:
+                act(engine)
+            except EngineFailedError as error:
+                self._report.failed[f"{name}, {part}"] = str(error)
+                del engines[name]
+
+    def _learn(self, engine: EngineProcess, learned: Path) -> None:
+        if compared()[engine.name].cached:
+            self._progress(f"{engine.name} learns")
+            engine.call("bench_learn", str(learned), seconds=self._plan.patience)
+
+    def _copy(self, engines: Engines, vocabulary: int) -> None:
+        """Time steps by the length of the text, with an answer that every drafter finds in it."""
+        rng = np.random.default_rng(0)
+        for context in CONTEXTS:
+            calls = []
+            for turn in range(COPIES):
+                if self._late:
+                    self._report.left_out.append(f"copying after {context} tokens, {COPIES - turn} of {COPIES}")
+                    break
+                self._progress(f"copying after {context} tokens, {turn + 1} of {COPIES}")
+                calls.append(self._force(engines, f"{context} tokens", *_copying(rng, context, vocabulary), turn))
+            if counted := calls[1:]:
+                self._report.copied[context] = {name: [call.runs[name] for call in counted] for name in engines}
+
+    def _replay(self, engines: Engines, timed: Sequence[TimedCall]) -> None:
+        """Time the calls, with an order of the engines that rotates within each file."""
+        turns: Counter[str] = Counter()
+        for number, named in enumerate(timed):
+            if self._late or not engines:
+                self._report.left_out.append(f"{len(timed) - number} of {len(timed)} calls")
+                return
+            self._progress(f"call {number + 1} of {len(timed)}: {named.file}")
+            prompt, answer = named.call.prompt.tolist(), named.call.response.tolist()
+            call = self._force(engines, named.file, prompt, answer, turns[named.file], named.call.session)
+            self._report.calls.append(call)
+            turns[named.file] += 1
+
+    def _force(
+        self, engines: Engines, file: str, prompt: list[int], answer: list[int], turn: int, session: str = ""
+    ) -> ForcedCall:
+        """Let each engine give the answer."""
+        call = ForcedCall(file, len(prompt), len(answer))
+
+        def run(engine: EngineProcess) -> None:
+            call.runs[engine.name] = found = self._forced(engine, prompt, answer, session)
+            name = f"{engine.name}: forced answers are the records"
+            self._report.checks[name] = found.equal and self._report.checks.get(name, True)
+
+        self._each(engines, ForcedPart.calls, turn, run)
+        return call
+
+    def _forced(self, engine: EngineProcess, prompt: list[int], answer: list[int], session: str) -> ForcedRun:
+        patience = self._plan.patience
+        engine.call("bench_script", [*prompt, *answer], seconds=patience)
+        found = engine.generate([prompt], len(answer), seconds=patience, session=session)
+        steps = found.steps_after(len(prompt))
+        return ForcedRun(found.seconds, found.decode[0], steps, found.tokens == [answer])
+
+
+def _copying(rng: np.random.Generator, context: int, vocabulary: int) -> tuple[list[int], list[int]]:
+    """A random text that ends with a passage of its middle, and how that goes on."""
+    text: list[int] = rng.integers(0, vocabulary, context).tolist()
+    middle = context // 2
+    return [*text, *text[middle - LEAD : middle]], text[middle : middle + COPIED]

@@ -1,0 +1,109 @@
+"""The models that the engines run, as folders with a `config.json` and no weights, and the options of vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentspec.benchmarks.engines.variants import EngineName, Variant, variants
+from agentspec.benchmarks.gpu.random_model import CONTEXT, SHAPES
+from agentspec.benchmarks.vllm.forced import SCRIPTED
+
+WIDTH = 7  # drafted tokens of a chain
+TIED = ("1b", "3b")  # Llama 3.2 shares the table of its inputs with its head
+HEAD = 64  # the least width of a head that vLLM's attention has on all devices
+PLAIN = "LlamaForCausalLM"
+WORDS = 512  # tokens of the small models that answer
+GIB = 1 << 30
+STEP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens of the steps that are recorded as CUDA graphs
+
+ANSWERING = {
+    "cuda": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": WORDS,
+    },
+    "cpu": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": WORDS,
+    },
+}
+"""Shapes of the models of the comparison of answers, by the kind of device."""
+
+
+def compared() -> dict[str, Variant]:
+    """What can be compared, by name: no drafts first, then each drafter with chains of `WIDTH`."""
+    return {found.drafter: found for found in variants(EngineName.vllm) if found.width in (0, WIDTH)}
+
+
+def speculative_config(variant: Variant) -> Mapping[str, Any] | None:
+    """vLLM's `speculative_config` of a variant, which has it as an argument of its server."""
+    return json.loads(variant.arguments[1]) if variant.arguments else None
+
+
+def scripted_model(folder: Path, shape: str, vocabulary: int) -> Path:
+    """A model of a shape in `SHAPES`, with at least `vocabulary` tokens, whose answers are told to it."""
+    sizes = SHAPES[shape] | {"vocab_size": max(SHAPES[shape]["vocab_size"], vocabulary)}
+    return _written(folder, SCRIPTED, sizes, tied=shape in TIED)
+
+
+def answering_model(folder: Path, kind: str) -> Path:
+    """A small model whose answers are its own. `kind` is cuda or cpu."""
+    return _written(folder, PLAIN, ANSWERING[kind], tied=False)
+
+
+def _written(folder: Path, architecture: str, sizes: Mapping[str, int], *, tied: bool) -> Path:
+    folder.mkdir(parents=True)
+    config = {
+        **sizes,
+        "architectures": [architecture],
+        "model_type": "llama",
+        "head_dim": max(HEAD, sizes["hidden_size"] // sizes["num_attention_heads"]),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine_options(model: Path, kind: str, variant: Variant, *, length: int = CONTEXT, room: int = GIB) -> str:
+    """The options of vLLM's `LLM` as JSON, with `device`, for texts of at most `length` tokens and `room` bytes of KV
+    slots. Engines share a device, so none takes what is free.
+    """
+    options: dict[str, Any] = {
+        "device": kind,
+        "model": str(model),
+        "dtype": "float32" if kind == "cpu" else "bfloat16",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "enable_prefix_caching": True,
+        "seed": 0,
+        "max_model_len": length,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": room,
+        "speculative_config": speculative_config(variant),
+    }
+    return json.dumps(options | _device_options(kind))
+
+
+def _device_options(kind: str) -> dict[str, Any]:
+    """On a CPU models are not compiled, which takes vLLM minutes there."""
+    if kind == "cpu":
+        return {"enforce_eager": True}
+    return {"gpu_memory_utilization": 0.05, "compilation_config": {"cudagraph_capture_sizes": list(STEP_SIZES)}}

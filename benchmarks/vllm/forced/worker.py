@@ -1,0 +1,96 @@
+"""One vLLM engine as a process: takes commands as lines of JSON, answers each with one line, and logs to stderr.
+
+It runs in vLLM's environment, as `python -m agentspec.benchmarks.vllm.forced.worker OPTIONS`, with the options of
+vLLM's `LLM` and `device` as JSON. The first line says {"ready": seconds, "info"} or {"failed": why}; then answer
+{"op": "generate", "prompts", "max_tokens", "session"} and {"op": "call", "name", "arguments"} of `BenchmarkExtension`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+EXTENSION = f"{__package__}.extension.BenchmarkExtension"
+
+Reply = Callable[[dict[str, Any]], None]
+
+
+class EngineWorker:
+    """The engine, and what it answers to commands."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+        device = options.pop("device")
+        if current_platform.device_type != device:
+            raise RuntimeError(f"this vLLM runs on {current_platform.device_type}, not on {device}")
+        import agentspec.benchmarks.vllm.forced.extension  # noqa: F401  # makes the scripted model known here too
+
+        self._llm = LLM(**options, worker_extension_cls=EXTENSION)
+        self.call("bench_count")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return self._llm.collective_rpc(name, args=arguments)[0]
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["op"] == "call":
+            return {"value": self.call(asked["name"], *asked["arguments"])}
+        return self._generate(asked)
+
+    def _generate(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Greedy answers of exactly `max_tokens` each; seconds are from the call to its return."""
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+
+        told = {"agentspec_session": asked["session"]} if asked["session"] else None
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False, extra_args=told
+        )
+        self.call("bench_count")
+        started = time.perf_counter()
+        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return {
+            "seconds": seconds,
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens or 0 for output in outputs],
+            "decode": [output.metrics.last_token_ts - output.metrics.first_token_ts for output in outputs],
+            "steps": self.call("bench_count"),
+        }
+
+
+def own_output() -> Reply:
+    """Keep stdout for answers alone: whatever else writes there goes to the log from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    return reply
+
+
+def main() -> None:
+    reply, started = own_output(), time.perf_counter()
+    try:
+        worker = EngineWorker(json.loads(sys.argv[1]))
+        reply({"ready": time.perf_counter() - started, "info": worker.call("bench_info")})
+    except Exception as error:
+        reply({"failed": repr(error)})
+        raise
+    for line in sys.stdin:
+        try:
+            reply(worker.answer(json.loads(line)))
+        except Exception as error:
+            reply({"failed": repr(error)})
+            raise
+
+
+if __name__ == "__main__":
+    main()
