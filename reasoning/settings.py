@@ -321,6 +321,11 @@ class KnnLmSettings(KnnSettings, StrategySettings):
     strategy: Literal["knnlm"] = "knnlm"
     datastore: Path = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
 
+    @field_validator("datastore")
+    @classmethod
+    def _of_user(cls, given: Path) -> Path:
+        return given.expanduser()
+
     @property
     def answer_settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("neighbours", "weight", "temperature")}
@@ -348,6 +353,11 @@ class LossyAcceptanceSettings(StrategySettings):
     judge_head: Path | None = Field(
         default=None, description="judge: a file that `agentspec reasoning train-judge` wrote for the base model"
     )
+
+    @field_validator("judge_head")
+    @classmethod
+    def _of_user(cls, given: Path | None) -> Path | None:
+        return None if given is None else given.expanduser()
 
     @model_validator(mode="after")
     def _belongs_to_its_rule(self) -> Self:
