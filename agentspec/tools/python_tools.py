@@ -31,13 +31,13 @@ class PythonTool(Generic[P, R]):
     """A function that a model may call; it can be called as before. `schema` is the JSON schema of its arguments."""
 
     def __init__(self, function: Callable[P, R], *, read_only: bool, max_age: float | None) -> None:
+        self._arguments = _arguments(function)
         update_wrapper(self, function)
         self.function = function
         self.read_only = read_only
         self.max_age = max_age
         self.name = function.__name__
         self.description = inspect.getdoc(function) or ""
-        self._arguments = _arguments(function)
         self.schema = _schema(self._arguments)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -74,8 +74,14 @@ def tool(function: Any = None, /, *, read_only: bool = False, max_age: float | N
     """Mark a function as a tool. `read_only=True` says that it changes nothing, so that it may be started early.
 
     Its result may wait `max_age` seconds for the model's call, by default 30. The function may be a coroutine function.
-    Raises `TypeError` for a generator, which would run when its result is read, and for what takes unnamed arguments.
+    Raises `TypeError` for a generator, which would run when its result is read, for what takes unnamed arguments and
+    for what is no function, and `ConfigurationError` for a `max_age` that means nothing.
     """
+    if max_age is not None:
+        if not read_only:
+            message = "max_age is for results of early starts: set read_only=True besides, or leave it out"
+            raise ConfigurationError(message, param="max_age")
+        ToolPolicy(max_age=max_age)  # refuses what is no age
 
     def decorate(function: Callable[P, R]) -> PythonTool[P, R]:
         return PythonTool(function, read_only=read_only, max_age=max_age)
@@ -243,6 +249,8 @@ def _arguments(function: Callable[..., Any]) -> TypeAdapter[Any]:
     """Reads a function's arguments, and returns them as (args, kwargs). Raises `TypeError` for a function that a model
     cannot call.
     """
+    if not callable(function) or not hasattr(function, "__name__"):
+        raise TypeError(f"a tool is a function with a name, not {function!r}: write @agentspec.tool above its def")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"a tool returns its result, and {function.__name__} is a generator")
     for one in inspect.signature(function).parameters.values():

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -388,3 +389,13 @@ def test_an_answer_that_cannot_be_read_ends_its_turn() -> None:
         with pytest.raises(InvalidRequestError, match="needs more max_tokens"):
             tools.after_model(cut)
         assert tools._session._turn is None
+
+
+def test_what_would_mean_nothing_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ConfigurationError, match="set read_only=True besides"):
+        tool(max_age=5)
+    with pytest.raises(ConfigurationError, match="seconds above 0"):
+        tool(read_only=True, max_age=-1)
+    for wrong in ("look", partial(lambda order: order)):
+        with pytest.raises(TypeError, match=r"a tool is a function with a name, .* above its def"):
+            tool(wrong)  # type: ignore[arg-type]
