@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
@@ -131,7 +132,8 @@ def call_sync(function: Callable[..., Awaitable[T]], *args: Any) -> T:
 def iterate_sync(make: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
     """Iterate `make()` on the background loop from a synchronous caller. Closing the iterator cancels the work."""
     items: queue.SimpleQueue[_Item[T]] = queue.SimpleQueue()
-    pump = _loop.get().start_task_soon(_pump, make, items.put)
+    pump = _Pump(make, items.put)
+    _loop.get().start_task_soon(pump.run)
     ended = False
     try:
         while not (ended := (item := items.get()).last):
@@ -151,7 +153,8 @@ async def iterate_async(make: Callable[[], AsyncIterator[T]]) -> AsyncGenerator[
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[_Item[T]] = asyncio.Queue()
-    pump = _loop.get().start_task_soon(_pump, make, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+    pump = _Pump(make, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+    _loop.get().start_task_soon(pump.run)
     ended = False
     try:
         while not (ended := (item := await items.get()).last):
@@ -172,21 +175,45 @@ class _Item(Generic[T]):
     last: bool = False
 
 
-async def _pump(make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], object]) -> None:
-    """Iterate within a single task from start to end, as cancel scopes inside generators require."""
-    error: BaseException | None = None
-    try:
-        iterator = make()
-        async with closing_items(iterator):
-            async for value in iterator:
-                put(_Item(value))
-    except Exception as raised:
-        error = raised
-    except BaseException:
-        error = ShuttingDownError("the generation was cancelled")  # only a consumer that did not cancel sees it
-        raise
-    finally:
-        put(_Item(error=error, last=True))
+class _Pump(Generic[T]):
+    """Iterates `make()` on the background loop. Any thread may call `cancel`, and `put` gets a last item in any case.
+
+    The future of `start_task_soon` is not cancelled for it: anyio's callback fails where the task ends just then.
+    """
+
+    def __init__(self, make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], object]) -> None:
+        self._make, self._put = make, put
+        self._cancelled = False
+        self._cancel: Callable[[], object] | None = None
+
+    def cancel(self) -> None:
+        self._cancelled = True  # seen by `run` if it has not begun
+        if self._cancel is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._cancel()
+
+    async def run(self) -> None:
+        """Iterate within a single task from start to end, as cancel scopes inside generators require."""
+        with anyio.CancelScope() as scope:
+            self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, scope.cancel)
+            if self._cancelled:
+                scope.cancel()
+            await self._iterate()
+
+    async def _iterate(self) -> None:
+        error: BaseException | None = None
+        try:
+            iterator = self._make()
+            async with closing_items(iterator):
+                async for value in iterator:
+                    self._put(_Item(value))
+        except Exception as raised:
+            error = raised
+        except BaseException:
+            error = ShuttingDownError("the generation was cancelled")  # only a consumer that did not cancel sees it
+            raise
+        finally:
+            self._put(_Item(error=error, last=True))
 
 
 def _unconfigured(settings: Settings) -> bool:

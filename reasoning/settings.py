@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import AfterValidator, ByteSize, Field, field_validator, model_validator
 
 from agentspec.settings_model import SettingsModel
 from agentspec.types import LossyAcceptance
 
 Words = tuple[Annotated[str, Field(min_length=1)], ...]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class StrategySettings(SettingsModel):
@@ -319,7 +320,7 @@ class KnnLmSettings(KnnSettings, StrategySettings):
     lossy = False
     implementation = "agentspec.reasoning.retrieval.knn.backend:KnnStrategy"
     strategy: Literal["knnlm"] = "knnlm"
-    datastore: Path = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
+    datastore: UserPath = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
 
     @property
     def answer_settings(self) -> dict[str, Any]:
@@ -345,7 +346,7 @@ class LossyAcceptanceSettings(StrategySettings):
         default=0.3, gt=0, le=1, description="typical: less is enough where the model is unsure, delta * exp(-entropy)"
     )
     threshold: float = Field(default=0.5, gt=0, lt=1, description="judge: the probability to be right that is enough")
-    judge_head: Path | None = Field(
+    judge_head: UserPath | None = Field(
         default=None, description="judge: a file that `agentspec reasoning train-judge` wrote for the base model"
     )
 

@@ -13,6 +13,7 @@ import typer
 
 from agentspec.cli.common import JsonOption, print_json
 from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
+from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.reasoning.retrieval.knowledge.base import Hit
@@ -35,7 +36,9 @@ def build(
     kind: Annotated[
         KindName, typer.Option(help="Embeddings, all compared; the same by a graph, approximate; or words")
     ] = KindName.dense,
-    model: Annotated[str, typer.Option(help="Embedding model: built-in name, folder or model-hub id")] = "minilm",
+    model: Annotated[
+        str | None, typer.Option(help="Embedding model: built-in name, folder or model-hub id", show_default="minilm")
+    ] = None,
     skip_bad: SkipOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -47,6 +50,9 @@ def build(
     from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
     from agentspec.recordings.corpus import read_corpus
 
+    if kind is KindName.bm25 and model is not None:
+        raise ConfigurationError("--kind bm25 searches by words: leave --model out", param="model")
+    model = model or "minilm"
     import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is reported before the encoding
     with progress(sized=True) as (console, advance):
         on_bad, bad = choose(skip_bad, console)

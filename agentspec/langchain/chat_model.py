@@ -131,7 +131,7 @@ class ChatAgentSpec(BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = PROVIDER
-        params["ls_model_name"] = kwargs.get("model") or self.model
+        params["ls_model_name"] = kwargs.get("model") or current_policy().model or self.model
         return params
 
     def _generate(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -14,6 +16,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
+from agentspec.errors import ConfigurationError
 from agentspec.langchain.chat_model import ChatAgentSpec
 from agentspec.langchain.early_tools import EarlyTools
 from agentspec.langchain.labels import is_replayed, labels_of_agent
@@ -25,7 +28,10 @@ from agentspec.tools import ToolSession
 from agentspec.types import Usage
 
 R = TypeVar("R")
+_log = logging.getLogger(__name__)
 
+_MOST_STEPS = 1024  # that are compared with the names of policies
+_NEAR = 0.8  # from this ratio on difflib takes one name for a misspelt other
 _TAKE_HEADERS = ("BaseChatOpenAI", "ChatAnthropic")  # their calls take `extra_headers`
 _URL_FIELDS = ("openai_api_base", "anthropic_api_url", "base_url")
 _TOOLS_NODE = "tools"  # what `create_agent` calls the node in which tools run
@@ -63,6 +69,10 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         self.session = session
         self.policy = policy or StepPolicy()
         self.policies = dict(policies or {})
+        for given in (self.policy, *self.policies.values()):
+            if not isinstance(given, StepPolicy):
+                raise ConfigurationError(f"write a policy as StepPolicy(...), not {given!r}", param="policy")
+        self._met: set[str] = set()  # steps that calls were made in
         self.send_headers = send_headers
         self.early_tools = early_tools if isinstance(early_tools, EarlyTools | None) else EarlyTools(early_tools)
         self.prefill = prefill
@@ -99,11 +109,20 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         with self._as_labelled():
             return await self.early_tools.arun(request, handler)
 
+    def _policy_of(self, step: str) -> StepPolicy:
+        """What is asked of a step's calls. Warns once of a step that nearly has the name of a policy that none has."""
+        if step not in self._met and len(self._met) < _MOST_STEPS:
+            self._met.add(step)
+            meant = get_close_matches(step, self.policies.keys() - self._met, n=1, cutoff=_NEAR)
+            if meant and step not in self.policies:
+                _log.warning("the step %s has no policy of its own; did you mean it by policies[%r]?", step, meant[0])
+        return self.policies.get(step, self.policy).inside(self.policy)
+
     @contextmanager
     def _as_labelled(self) -> Iterator[None]:
         """Label what a tool does as the agent's model calls are."""
         labels = labels_of_agent(self.workflow, self.session)
-        policy = self.policies.get(labels.step or "", self.policy).inside(self.policy)
+        policy = self._policy_of(labels.step or "")
         with entered(current.get().narrowed(labels, policy)):
             yield
 
@@ -114,7 +133,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         False if they cannot be known, as a deadline that begins there.
         """
         labels = labels_of_agent(self.workflow, self.session, node=_TOOLS_NODE)
-        policy = self.policies.get(labels.step or "", self.policy).inside(self.policy)
+        policy = self._policy_of(labels.step or "")
         with unmetered(), entered(current.get().narrowed(labels, policy)):
             yield policy.deadline_s is None
 
@@ -122,7 +141,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     def _labelled(self) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
         """Label the model call made inside. It is counted by its answer, unless its client counts it itself."""
         labels = labels_of_agent(self.workflow, self.session)
-        policy = self.policies.get(labels.step or "", self.policy).inside(self.policy)
+        policy = self._policy_of(labels.step or "")
         with model_call(labels, policy) as meter:
 
             def count(response: ModelResponse[Any]) -> ModelResponse[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from agentspec.backends.base import Backend
+from agentspec.backends.model_store import require_known
 from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
 from agentspec.errors import ConfigurationError, extra_of
 
@@ -23,6 +24,7 @@ def build_backend(name: str, settings: BackendSettings, open_cache: Callable[[],
         from agentspec.backends.openai import OpenAIBackend
 
         return OpenAIBackend(settings, name=name)
+    require_known(settings.model)  # before torch is imported, which takes long
     try:
         if isinstance(settings, EncoderSettings):
             from agentspec.backends.torch.encoder_backend import EncoderBackend

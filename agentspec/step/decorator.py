@@ -66,13 +66,13 @@ def _decorated(function: Any, inner: Callable[[], CallScope], name: str) -> Any:
     wrap = _wrapper_of(function)
     if wrap is _function and not inspect.isroutine(function) and not isinstance(function, (type, partial)):
         wrap = _wrapper_of(function.__call__)
-    stepped = wrap(function, inner)
+    stepped = wrap(function, lambda: _StepRun(inner()))
     if not hasattr(function, "__name__"):
         stepped.__name__ = stepped.__qualname__ = type(function).__name__
     return stepped
 
 
-def _wrapper_of(function: Any) -> Callable[[Any, Callable[[], CallScope]], Any]:
+def _wrapper_of(function: Any) -> Callable[[Any, Begin], Any]:
     if inspect.isasyncgenfunction(function):
         return _async_generator
     if inspect.isgeneratorfunction(function):
@@ -122,48 +122,61 @@ class _StepRun:
         statistics.add_run((labels.workflow, labels.step), seconds, failed=self._failed)
 
 
-def _function(function: Any, inner: Callable[[], CallScope]) -> Any:
+Begin = Callable[[], _StepRun]
+
+
+def _function(function: Any, begin: Begin) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Any:
-        run, later = _StepRun(inner()), False
+        run, rest = begin(), None
         try:
             with run:
                 result = function(*args, **kwargs)
-            later = inspect.iscoroutine(result)
-            return _awaited(result, run) if later else result
+            rest = _rest_of(result, run)
+            return result if rest is None else rest
         finally:
-            if not later:
+            if rest is None:
                 run.record()
 
     return run_step
 
 
+def _rest_of(result: Any, run: _StepRun) -> Any:
+    """The rest of a run whose function returned what runs only later, as functions below another decorator do; None for
+    a run that is over.
+    """
+    if inspect.iscoroutine(result):
+        return _awaited(result, run)
+    if inspect.isgenerator(result):
+        return _generator(lambda: result, lambda: run)()
+    return _async_generator(lambda: result, lambda: run)() if inspect.isasyncgen(result) else None
+
+
 async def _awaited(body: Coroutine[Any, Any, Any], run: _StepRun) -> Any:
-    """The rest of a run whose function returned a coroutine, as one below another decorator may."""
+    rest = None
     try:
         with run:
-            return await body
+            result = await body
+        rest = _rest_of(result, run)
+        return result if rest is None else rest
     finally:
-        run.record()
+        if rest is None:
+            run.record()
 
 
-def _coroutine(function: Any, inner: Callable[[], CallScope]) -> Any:
+def _coroutine(function: Any, begin: Begin) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> Any:
-        run = _StepRun(inner())
-        try:
-            with run:
-                return await function(*args, **kwargs)
-        finally:
-            run.record()
+        run = begin()
+        return await _awaited(function(*args, **kwargs), run)
 
     return run_step
 
 
-def _generator(function: Any, inner: Callable[[], CallScope]) -> Any:
+def _generator(function: Any, begin: Begin) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        run, body = _StepRun(inner()), function(*args, **kwargs)
+        run, body = begin(), function(*args, **kwargs)
         resume, value = body.send, None
         try:
             while True:
@@ -185,10 +198,10 @@ def _generator(function: Any, inner: Callable[[], CallScope]) -> Any:
     return run_step
 
 
-def _async_generator(function: Any, inner: Callable[[], CallScope]) -> Any:
+def _async_generator(function: Any, begin: Begin) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        run, body = _StepRun(inner()), function(*args, **kwargs)
+        run, body = begin(), function(*args, **kwargs)
         resume, value = body.asend, None
         try:
             while True:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, suggestion
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class ToolPolicy:
     `read_only` are names of tools that change nothing and may run early. Of the MCP servers in `trusted_servers` also
     those with `readOnlyHint` may. A tool that needs approval or takes injected state never may. `max_age` is the
     most seconds between the start of a tool and the call that its result is used for; `max_ages` sets it for single
-    tools. Raises `ConfigurationError` for values that cannot be used.
+    tools. Raises `ConfigurationError` for values that cannot be used, an age of a tool that never runs early too.
     """
 
     def __init__(
@@ -52,6 +52,10 @@ class ToolPolicy:
         self.trusted_servers = _names(trusted_servers, "trusted_servers")
         self._age = _age(max_age, "max_age")
         self._ages = {tool: _age(age, "max_ages") for tool, age in (max_ages or {}).items()}
+        if (unlisted := self._ages.keys() - self.read_only) and not self.trusted_servers:
+            name = min(unlisted)
+            hint = suggestion(name, self.read_only) or ": list it, or leave its age out"
+            raise ConfigurationError(f"max_ages names {name}, which read_only does not list{hint}", param="max_ages")
         self._warned: set[str] = set()
         self._offered: frozenset[str] = frozenset()
 

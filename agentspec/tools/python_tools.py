@@ -7,12 +7,14 @@ import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, update_wrapper
+from functools import cache, update_wrapper, wraps
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.step.scope import current_policy
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.policy import ToolPolicy, ToolSpec
@@ -29,15 +31,28 @@ class PythonTool(Generic[P, R]):
     """A function that a model may call; it can be called as before. `schema` is the JSON schema of its arguments."""
 
     def __init__(self, function: Callable[P, R], *, read_only: bool, max_age: float | None) -> None:
+        self._arguments = _arguments(function)
         update_wrapper(self, function)
         self.function = function
         self.read_only = read_only
         self.max_age = max_age
         self.name = function.__name__
         self.description = inspect.getdoc(function) or ""
-        self.schema = _schema(function)
+        self.schema = _schema(self._arguments)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+    def answer(self, arguments: Mapping[str, Any]) -> R:
+        """What the function returns for a model's arguments, which are made what its annotations say, such as a date.
+
+        Raises `InvalidRequestError` for arguments that do not fit, and what the function raises.
+        """
+        try:
+            args, kwargs = self._arguments.validate_python(ArgsKwargs((), dict(arguments)))
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+            raise InvalidRequestError(f"the model called {self.name} with arguments that do not fit: {wrong}") from None
         return self.function(*args, **kwargs)
 
     @property
@@ -59,8 +74,14 @@ def tool(function: Any = None, /, *, read_only: bool = False, max_age: float | N
     """Mark a function as a tool. `read_only=True` says that it changes nothing, so that it may be started early.
 
     Its result may wait `max_age` seconds for the model's call, by default 30. The function may be a coroutine function.
-    Raises `TypeError` for a generator, which would run when its result is read, and for what takes unnamed arguments.
+    Raises `TypeError` for a generator, which would run when its result is read, for what takes unnamed arguments and
+    for what is no function, and `ConfigurationError` for a `max_age` that means nothing.
     """
+    if max_age is not None:
+        if not read_only:
+            message = "max_age is for results of early starts: set read_only=True besides, or leave it out"
+            raise ConfigurationError(message, param="max_age")
+        ToolPolicy(max_age=max_age)  # refuses what is no age
 
     def decorate(function: Callable[P, R]) -> PythonTool[P, R]:
         return PythonTool(function, read_only=read_only, max_age=max_age)
@@ -114,14 +135,18 @@ class AgentTools:
         The message is a dictionary or an object of the OpenAI client. Raises `InvalidRequestError` for arguments that
         are no JSON object.
         """
-        calls = list(_calls(_mapping(message)))
-        self._session.end_turn([call for _, call in calls])
+        try:
+            calls = list(_calls(_mapping(message)))
+        except InvalidRequestError:
+            self._session.abandon_turn()
+            raise
+        self._session.end_turn([call for _, call in calls], store=current_policy().store is not False)
         return calls
 
     def run(self, call: ToolCall) -> Any:
         """What the tool returns for a call of the model. Raises what the tool raises, `KeyError` for no tool.
 
-        Raises `InvalidRequestError` for a tool that is to be awaited: it runs by `arun`.
+        Raises `InvalidRequestError` for arguments that do not fit, and for a tool that is to be awaited, by `arun`.
         """
         if inspect.iscoroutinefunction(self._known(call).function):
             raise InvalidRequestError(f"{call.name} is a coroutine function: run it by arun")
@@ -138,7 +163,7 @@ class AgentTools:
         return self._tools[call.name]
 
     def _invoke(self, call: ToolCall) -> Any:
-        return self._known(call)(**call.arguments)
+        return self._known(call).answer(call.arguments)
 
     def _start(self, call: ToolCall) -> Any:
         """Run early. Raises `TypeError` for a tool that has not run when it returns, and runs when it is called."""
@@ -150,9 +175,8 @@ class AgentTools:
         return result
 
     async def _ainvoke(self, call: ToolCall) -> Any:
-        function = self._known(call).function
-        if inspect.iscoroutinefunction(function):
-            return await function(**call.arguments)
+        if inspect.iscoroutinefunction(self._known(call).function):
+            return await self._invoke(call)
         result = await asyncio.to_thread(self._in_thread, call)
         return await result if inspect.isawaitable(result) else result  # of a function around a coroutine function
 
@@ -221,17 +245,29 @@ def agent_tools(
         yield AgentTools(tools, opened)
 
 
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function's parameters. Raises `TypeError` for those that a model cannot name."""
+def _arguments(function: Callable[..., Any]) -> TypeAdapter[Any]:
+    """Reads a function's arguments, and returns them as (args, kwargs). Raises `TypeError` for a function that a model
+    cannot call.
+    """
+    if not callable(function) or not hasattr(function, "__name__"):
+        raise TypeError(f"a tool is a function with a name, not {function!r}: write @agentspec.tool above its def")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"a tool returns its result, and {function.__name__} is a generator")
-    parameters = inspect.signature(function).parameters.values()
-    for one in parameters:
+    for one in inspect.signature(function).parameters.values():
         if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
             raise TypeError(f"a tool takes named arguments, and {function.__name__} has {one}")
-    adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", function))
-    schema = adapter.json_schema()
-    return {"type": "object", "properties": schema.get("properties", {}), "required": schema.get("required", [])}
+
+    def gathered(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    return TypeAdapter(cast("Any", wraps(function)(gathered)))  # with the function's signature
+
+
+def _schema(arguments: TypeAdapter[Any]) -> dict[str, Any]:
+    """The JSON schema of a function's parameters, with the definitions that it refers to."""
+    schema = arguments.json_schema()
+    found = {"type": "object", "properties": schema.get("properties", {}), "required": schema.get("required", [])}
+    return found | ({"$defs": schema["$defs"]} if "$defs" in schema else {})
 
 
 def _mapping(told: Any) -> Message:

@@ -41,6 +41,16 @@ def fetch(ref: str, *, progress: bool = True) -> ModelFiles:
     return _resolve(ref, show=progress, fresh=True)
 
 
+def require_known(ref: str) -> None:
+    """Raises `ModelUnavailableError` for what is no built-in name, no path that exists and no model-hub id."""
+    if ref in BUILTIN or Path(ref).expanduser().exists() or is_hub_id(ref):
+        return
+    raise ModelUnavailableError(
+        f"no model {ref!r}{suggestion(ref, BUILTIN) or '.'} Give a built-in name"
+        f" ({', '.join(BUILTIN)}), an existing folder or .gguf file, or a model-hub id such as 'org/name'"
+    )
+
+
 def locate(ref: str) -> ModelFiles | None:
     """The files of `ref` if it can be loaded now without network and without conversion, else None."""
     if model := BUILTIN.get(ref):
@@ -63,12 +73,8 @@ def _resolve(ref: str, *, show: bool, fresh: bool) -> ModelFiles:
     if path.exists():
         gguf = _only_gguf(path)
         return _checked_folder(ref, path) if gguf is None else _gguf(ref, gguf, show=show, fresh=fresh)
-    if is_hub_id(ref):
-        return _checked_folder(ref, snapshot(ref, show=show))
-    raise ModelUnavailableError(
-        f"no model {ref!r}{suggestion(ref, BUILTIN) or '.'} Give a built-in name"
-        f" ({', '.join(BUILTIN)}), an existing folder or .gguf file, or a model-hub id such as 'org/name'"
-    )
+    require_known(ref)
+    return _checked_folder(ref, snapshot(ref, show=show))
 
 
 def _builtin(model: Builtin, *, show: bool, fresh: bool) -> ModelFiles:

@@ -68,9 +68,9 @@ class PartialAnswer:
         if output.finish not in ("stop", "length"):
             return replace(await spelled.flushed(tokenization), finish=output.finish)
         if output.finish == "stop" or not output.token_ids:
-            if await _ends_silently(output, tokenization):
-                spelled = await grown.spelled(output.token_ids[:-1], tokenization)
-            return replace(await spelled.flushed(tokenization), finish=output.finish)
+            shorter = await (await grown.spelled(output.token_ids[:-1], tokenization)).flushed(tokenization)
+            silent = shorter.text == self.text + output.text or await _ends_silently(output, tokenization)
+            return replace(shorter if silent else await spelled.flushed(tokenization), finish=output.finish)
         if len(grown.token_ids) >= limit:
             return replace(await spelled.flushed(tokenization), finish="length")
         return spelled
@@ -95,7 +95,7 @@ class PartialAnswer:
 
 
 async def _ends_silently(output: RoundOutput, tokenization: Detokenizes) -> bool:
-    """Whether the last token ended the answer and is not part of its text."""
+    """Whether the last token ended the answer and is not part of its text, by the end of the text alone."""
     if not output.token_ids:
         return False
     last = await tokenization.detokenize(output.token_ids[-1:])

@@ -28,7 +28,11 @@ from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams
 # Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.
 WHOLE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
 REFUSED = ("n", "min_tokens", "prompt_logprobs")
-_OF_ENDPOINTS = (*WHOLE_ANSWER, "tools", "functions", "response_format")  # as fields that are not read here
+_UNREAD = (  # fields of a chat, which endpoints know and rounds of token ids do not
+    *("tools", "functions", "response_format", "chat_template_kwargs", "reasoning_effort", "chat_template"),
+    *("max_completion_tokens", "continue_final_message", "add_generation_prompt"),
+)
+_OF_ENDPOINTS = (*WHOLE_ANSWER, *_UNREAD)
 _DEFAULTS = SamplingParams()
 
 

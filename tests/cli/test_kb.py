@@ -57,6 +57,11 @@ def test_a_model_in_a_folder_is_found_again_from_anywhere(program, corpus, encod
     assert len(values["version"]) == 64 and set(values["files"]) == {"documents.jsonl", "index.faiss"}
 
 
+def test_an_index_of_words_takes_no_model(program, corpus):
+    refused = program("kb", "build", corpus, "--out", "kb", "--kind", "bm25", "--model", "minilm")
+    assert refused.exit_code == 2 and "leave --model out" in refused.stderr and not Path("kb").exists()
+
+
 def test_bad_lines_are_named_and_left_out_on_demand(program, corpus):
     with corpus.open("a") as file:
         file.write('no\n{"id": "a", "text": "again"}\n')

@@ -43,3 +43,9 @@ def test_another_corpus_is_refused(program: Any, tiny_model: Path, corpus: Path,
     assert refused.exit_code == 2 and "another corpus" in refused.output
     missing = program("knn", "generate", tmp_path, "x", *model)
     assert missing.exit_code == 2 and "no datastore" in missing.output
+
+
+def test_a_value_outside_its_range_is_named(program: Any, tmp_path: Path) -> None:
+    for option, value in (("--weight", 1), ("--neighbours", 0), ("--distance", 0)):
+        refused = program("knn", "generate", tmp_path, "x", option, value)
+        assert refused.exit_code == 2 and option in refused.output and "Input should be" in refused.output

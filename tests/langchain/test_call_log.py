@@ -56,6 +56,14 @@ async def test_calls_are_read_back_with_their_labels(tmp_path: Path, asynchronou
     assert path.stat().st_mode & 0o077 == 0
 
 
+def test_a_line_names_the_model_that_the_step_asked(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    runtime = Runtime(backends={"fake": FakeBackend(), "other": FakeBackend("sunny")})
+    model = ChatAgentSpec(model="fake", runtime=runtime, callbacks=[CallLog(path)])
+    assert step("plan", model="other")(model.invoke)("Rome?").text == "sunny"
+    assert json.loads(path.read_text())["request"]["model"] == "other"
+
+
 def test_half_a_character_costs_no_call(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
     logged(path, Answer("sunny")).invoke("a\ud800b")

@@ -20,6 +20,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, Send, interrupt
 from pydantic import SecretStr
 
+from agentspec.errors import ConfigurationError
 from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec
 from agentspec.langchain.labels import is_replayed
 from agentspec.langgraph import label
@@ -233,6 +234,22 @@ async def test_a_policy_is_the_agents_and_another_a_steps(asynchronous: bool) ->
         await ask(label(agent, "review"), asynchronous)
     asked = [(one.priority, one.store, one.latency_target_ms_per_token, one.speculation) for one in fake.requests]
     assert asked == [(2, False, 40, True), (5, False, 40, False)]
+
+
+def test_a_policy_for_a_misspelt_step_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = own(*["ok"] * 4)
+    policies = {"modle": StepPolicy(store=False), "critic": StepPolicy(priority=5)}
+    agent = create_agent(model, [], middleware=[AgentSpecMiddleware(policies=policies)], name="writer")
+    for _ in range(2):
+        agent.invoke(HI)
+    said = [record.message for record in caplog.records if "policies[" in record.message]
+    assert said == ["the step model has no policy of its own; did you mean it by policies['modle']?"]
+
+
+def test_what_is_no_policy_is_refused_where_it_is_written() -> None:
+    for given in ({"policy": {"store": False}}, {"policies": {"model": {"store": False}}}):
+        with pytest.raises(ConfigurationError, match=r"write a policy as StepPolicy\(\.\.\.\)"):
+            AgentSpecMiddleware(**cast(Any, given))
 
 
 def test_the_policy_reaches_other_clients_as_headers_and_as_the_models_name(server: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ from pydantic import ValidationError
 
 from agentspec.reasoning.settings import (
     DelegationSettings,
+    KnnLmSettings,
     KnnSettings,
     LookaheadSettings,
+    LossyAcceptanceSettings,
     RetrievalSettings,
     SpecReasonSettings,
     SpeculativeThinkingSettings,
@@ -73,3 +76,10 @@ def test_a_stride_is_a_number_of_guesses(kind: type[RetrievalSettings | KnnSetti
     assert kind(stride=least).stride == least
     with pytest.raises(ValidationError, match="greater than or equal"):
         kind(stride=least - 1)
+
+
+def test_a_tilde_is_the_users_folder() -> None:
+    home = Path.home()
+    assert KnnLmSettings(base="local", datastore=Path("~/store")).datastore == home / "store"
+    given = {"base": "local", "tenants": ["*"], "rule": "judge", "judge_head": "~/judge.safetensors"}
+    assert LossyAcceptanceSettings.model_validate(given).acceptance.judge_head == str(home / "judge.safetensors")

@@ -17,6 +17,7 @@ from agentspec.errors import (
     ConfigurationError,
     InvalidRequestError,
     ModelNotFoundError,
+    ModelUnavailableError,
     NotReadyError,
     ShuttingDownError,
 )
@@ -202,6 +203,13 @@ def test_what_is_missing_for_the_engine_is_said(
     monkeypatch.setitem(sys.modules, package.__name__, package)
     with pytest.raises(error, match=said):
         Runtime(Settings()).start()
+
+
+def test_a_model_that_is_none_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "agentspec.backends.torch", None)  # importing it would fail
+    settings = Settings(backends={"local": TorchSettings(model="nosuch")})
+    with pytest.raises(ModelUnavailableError, match="no model 'nosuch'"):
+        Runtime(settings).start()
 
 
 async def test_an_upstream_is_built_from_its_settings() -> None:

@@ -417,6 +417,29 @@ async def test_a_function_that_returns_a_coroutine() -> None:
     assert current_labels() == Labels() and row("late").runs == 1
 
 
+async def test_functions_that_return_generators() -> None:
+    def body() -> Iterator[Labels]:
+        yield current_labels()
+        observe(Usage(1, 1), None, 0.1)
+
+    async def late_body() -> AsyncIterator[Labels]:
+        yield current_labels()
+        observe(Usage(1, 1), None, 0.1)
+
+    async def returned(made: Any) -> Any:
+        return made()
+
+    labels = Labels("s", None, "streams")
+    decorate = step("streams", session="s", store=False)
+    assert list(decorate(lambda: body())()) == [labels]
+    assert [one async for one in decorate(lambda: late_body())()] == [labels]
+    assert list(await decorate(returned)(body)) == [labels]
+    assert [one async for one in await decorate(returned)(late_body)] == [labels]
+    assert [one async for one in await decorate(lambda: returned(late_body))()] == [labels]
+    assert (row("streams").runs, row("streams").calls) == (5, 5)
+    assert current_labels() == Labels()
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_tool_stays_a_tool_above_and_below(asynchronous: bool) -> None:
     def look(city: str) -> str:

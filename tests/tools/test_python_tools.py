@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import agentspec
 from agentspec.errors import ConfigurationError, InvalidRequestError
@@ -315,3 +318,84 @@ def test_a_coroutine_function_is_run_by_arun() -> None:
         with pytest.raises(InvalidRequestError, match="arun"):
             tools.run(ToolCall("sell", {"order": "A"}))
         assert asyncio.run(tools.arun(ToolCall("sell", {"order": "A"}))) == "A"
+
+
+class Leg(BaseModel):
+    """A part of a trip."""
+
+    city: str
+    day: datetime.date
+
+
+class Trip(BaseModel):
+    """What `book` is called with."""
+
+    legs: list[Leg]
+
+
+@tool
+def book(trip: Trip, *, seats: int = 1) -> str:
+    """Book a trip."""
+    return f"{trip.legs[0].city} {trip.legs[0].day.year} {seats}"
+
+
+@tool
+async def book_later(trip: Trip) -> str:
+    """Book a trip later."""
+    await asyncio.sleep(0)
+    return trip.legs[0].city
+
+
+TRIP: dict[str, Any] = {"trip": {"legs": [{"city": "Rome", "day": "2026-05-01"}]}}
+
+
+def test_the_schema_of_nested_types_holds_what_it_refers_to() -> None:
+    schema = book.definition["function"]["parameters"]
+    assert schema["properties"]["trip"] == {"$ref": "#/$defs/Trip"}
+    assert set(schema["$defs"]) == {"Trip", "Leg"}
+    assert "$defs" not in look.schema
+
+
+def test_arguments_are_made_what_the_annotations_say() -> None:
+    with agent_tools([book, book_later], session="s", speculator=ToolSpeculator()) as tools:
+        assert tools.run(ToolCall("book", {**TRIP, "seats": 2})) == "Rome 2026 2"
+        assert asyncio.run(tools.arun(ToolCall("book_later", TRIP))) == "Rome"
+        unfit: list[dict[str, Any]] = [{"trip": {}}, {**TRIP, "day": 1}, {}]
+        for wrong in unfit:
+            with pytest.raises(InvalidRequestError, match="called book with arguments that do not fit"):
+                tools.run(ToolCall("book", wrong))
+
+
+def test_a_step_that_stores_nothing_teaches_nothing() -> None:
+    speculator = ToolSpeculator()
+    taught: list[str] = []
+    speculator.learned.add = lambda *_: taught.append("turn")  # type: ignore[method-assign]
+
+    def turn() -> None:
+        with agent_tools([look], session="s", speculator=speculator) as tools:
+            tools.before_model([{"role": "user", "content": "W1"}])
+            tools.after_model(message(ToolCall("look", {"order": "W1"})))
+
+    turn()
+    assert taught == ["turn"]
+    step("secret", store=False)(turn)()
+    assert taught == ["turn"]
+
+
+def test_an_answer_that_cannot_be_read_ends_its_turn() -> None:
+    with agent_tools([look], session="s", speculator=ToolSpeculator()) as tools:
+        tools.before_model([{"role": "user", "content": "W1"}])
+        cut = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "look", "arguments": '{"or'}}]}
+        with pytest.raises(InvalidRequestError, match="needs more max_tokens"):
+            tools.after_model(cut)
+        assert tools._session._turn is None
+
+
+def test_what_would_mean_nothing_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ConfigurationError, match="set read_only=True besides"):
+        tool(max_age=5)
+    with pytest.raises(ConfigurationError, match="seconds above 0"):
+        tool(read_only=True, max_age=-1)
+    for wrong in ("look", partial(lambda order: order)):
+        with pytest.raises(TypeError, match=r"a tool is a function with a name, .* above its def"):
+            tool(wrong)  # type: ignore[arg-type]

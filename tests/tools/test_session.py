@@ -755,3 +755,11 @@ def test_a_misspelt_name_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     listed = ToolPolicy(["get_order", "get_orders"])
     ToolSession(ToolSpeculator(listed), AgentCaller(session="s"), listed).offers([ToolSpec("get_orders")])
     assert len(caplog.records) == 1  # what is listed itself was not misspelt
+
+
+def test_the_age_of_a_tool_that_never_runs_early_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"max_ages names reed, .* did you mean 'read'"):
+        ToolPolicy(["read"], max_ages={"reed": 5.0})
+    with pytest.raises(ConfigurationError, match="list it, or leave its age out"):
+        ToolPolicy(["read"], max_ages={"somewhere": 5.0})
+    assert ToolPolicy(["read"], trusted_servers=["crm"], max_ages={"of_crm": 5.0}).max_age("of_crm") == 5.0

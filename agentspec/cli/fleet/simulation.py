@@ -63,11 +63,12 @@ def simulate(
     shapes = _shapes(files, format_, skip_bad, errors, single=single)
     scenario.require_room(shapes)
     with errors.status("starting") as status:
+        tell = status.update if errors.is_terminal else errors.print  # in a log a status shows nothing, for minutes
         if rate is None:
-            status.update(f"looking for the capacity of {load_of}")
+            tell(f"looking for the capacity of {load_of}, which --rate spares")
             base = _checked(scenario, {"policy": load_of, "order": "arrival"})
             rate = load * capacity(base, shapes)
-        comparison = compare(_checked(scenario, {"rate": rate}), shapes, variants, seeds, status.update)
+        comparison = compare(_checked(scenario, {"rate": rate}), shapes, variants, seeds, tell)
     print_comparison(comparison, Console(width=None if sys.stdout.isatty() else REPORT_WIDTH))
     if json is not None:
         write_json(comparison, json)

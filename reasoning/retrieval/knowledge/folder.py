@@ -100,7 +100,8 @@ def open_folder(folder: Path, encoder_of: EncoderOf, *, model: str | None = None
     """Open the knowledge base in `folder`, which may be rebuilt while it is open.
 
     `encoder_of` loads the embedding model that `model`, or else the manifest, names. Raises `KnowledgeBaseError` for a
-    folder without an index or with a damaged one, `ConfigurationError` if another model built the index.
+    folder without an index or with a damaged one, `ConfigurationError` if another model built the index, and for
+    `model` or `threads` of one that searches by words.
     """
     opened = _Opened(folder, encoder_of, model, threads)
     return IndexKnowledge(opened.read(), opened.read, opened.close)
@@ -168,10 +169,17 @@ class _Opened:
                     raise KnowledgeBaseError(f"{self._folder / name} is not what was built: build it again")
             documents = list(_read_documents(self._folder / _DOCUMENTS))
             if manifest.kind == "bm25":
+                self._refuse_options_of_vectors()
                 return Bm25Index.load(self._folder, documents)
             return DenseIndex.load(self._folder, documents, self._encoder_for(manifest), threads=self._threads)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise KnowledgeBaseError(f"{self._folder} cannot be read: {error}; build it again") from error
+
+    def _refuse_options_of_vectors(self) -> None:
+        for name, given in (("model", self._model is not None), ("threads", self._threads != 1)):
+            if given:
+                message = f"{self._folder} is of kind bm25, whose search knows no {name}: leave it out"
+                raise ConfigurationError(message, param=name)
 
     def _encoder_for(self, manifest: IndexManifest) -> Encoder:
         if self._encoder is None:

@@ -475,6 +475,9 @@ async def test_tools_and_schemas_are_refused() -> None:
     for request in (
         GenerateRequest("m", messages=[{"role": "user", "content": "q"}], tools=tools),
         replace(asking(), extra={"response_format": {"type": "json_object"}}),
+        replace(asking(), extra={"chat_template_kwargs": {"enable_thinking": False}}),
+        replace(asking(), extra={"reasoning_effort": "low"}),
+        replace(asking(), extra={"max_completion_tokens": 3}),
         replace(asking(), prediction="it"),
         GenerateRequest("m", messages=[{"role": "user", "content": "q"}], continue_final=True),
     ):

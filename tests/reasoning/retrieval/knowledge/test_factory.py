@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.errors import KnowledgeBaseError
+from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge import factory
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric
@@ -39,6 +39,14 @@ async def test_a_folder_is_opened_with_the_model_it_names_or_the_one_set(tmp_pat
     assert loaded == ["here", "there"]
     with pytest.raises(KnowledgeBaseError, match="no knowledge base"):
         open_knowledge(IndexSettings(path=tmp_path / "elsewhere"))
+
+
+def test_options_of_vectors_are_refused_for_an_index_of_words(tmp_path):
+    build([Document("a", "cat")], tmp_path / "kb", "bm25")
+    for name, given in (("model", "minilm"), ("threads", 2)):
+        with pytest.raises(ConfigurationError, match=f"of kind bm25, whose search knows no {name}") as caught:
+            open_knowledge(IndexSettings.model_validate({"path": tmp_path / "kb", name: given}))
+        assert caught.value.param == name
 
 
 async def test_a_service_is_opened_without_being_asked(monkeypatch):
