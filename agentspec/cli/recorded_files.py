@@ -88,12 +88,17 @@ def progress(*, sized: bool = False) -> Iterator[tuple[Console, Advance]]:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
 
     console = Console(stderr=True)
     done: ProgressColumn = MofNCompleteColumn() if sized else TextColumn("{task.completed:.0f}")
     left = (TimeRemainingColumn(),) if sized else ()
-    name = TextColumn("{task.description}", markup=False)
-    with Progress(name, BarColumn(), done, TimeElapsedColumn(), *left, console=console) as bars:
+    # The counts stay whole beside a long path.
+    name = TextColumn(
+        "{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=console.width // 3)
+    )
+    bar = BarColumn(console.width // 4)
+    with Progress(name, bar, done, TimeElapsedColumn(), *left, console=console) as bars:
         tasks: dict[str, Any] = {}
 
         def advance(what: str, count: int, *, total: int | None = None) -> None:
