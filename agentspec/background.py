@@ -14,7 +14,6 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
@@ -195,7 +194,8 @@ class _Pump(Generic[T]):
     async def run(self) -> None:
         """Iterate within a single task from start to end, as cancel scopes inside generators require."""
         with anyio.CancelScope() as scope:
-            self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, scope.cancel)
+            loop = asyncio.get_running_loop()
+            self._cancel = lambda: loop.call_soon_threadsafe(scope.cancel)
             if self._cancelled:
                 scope.cancel()
             await self._iterate()

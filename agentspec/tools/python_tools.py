@@ -53,7 +53,8 @@ class PythonTool(Generic[P, R]):
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
             raise InvalidRequestError(f"the model called {self.name} with arguments that do not fit: {wrong}") from None
-        return self.function(*args, **kwargs)
+        function: Callable[..., R] = self.function  # the arguments were checked above
+        return function(*args, **kwargs)
 
     @property
     def definition(self) -> dict[str, Any]:
