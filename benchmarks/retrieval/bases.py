@@ -128,7 +128,8 @@ class Bases:
 
     @contextmanager
     def local(self, kind: str) -> Iterator[KnowledgeBase]:
-        base = folder.open_folder(self.path / kind, lambda name: self.encoder, threads=CORES)
+        threads = 1 if kind == "bm25" else CORES  # a search for words takes one
+        base = folder.open_folder(self.path / kind, lambda name: self.encoder, threads=threads)
         with self._closing(base):
             yield base
 
