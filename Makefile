@@ -55,7 +55,7 @@ $(VENV)/.base: constraints.txt $(LOCK) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.base $(SOURCES)
-	@echo "building and installing agentspec[$*]"
+	@echo "building and installing this package with its extra [$*]"
 	$(PIP) $(if $(LOCK),--no-deps) --no-build-isolation --editable '.[$*]'
 	$(if $(LOCK),$(BIN)/python -m pip check)
 	@touch $@

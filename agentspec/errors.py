@@ -298,6 +298,11 @@ def extra_of(module: str | None, extras: Iterable[str] = EXTRAS) -> str | None:
     return next((extra for extra in extras if package in EXTRAS[extra]), None)
 
 
+def install_advice(extra: str) -> str:
+    """How to install `extra`: from the sources, since no package index has this package."""
+    return f"in a checkout of agentspec, run: pip install '.[{extra}]'"
+
+
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Around imports that need `extra`: where one of its packages is missing, the `ModuleNotFoundError` says what
@@ -308,4 +313,4 @@ def needs_extra(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if "pip install" in str(error) or not extra_of(error.name, [extra]):  # an import inside has said so already
             raise
-        raise ModuleNotFoundError(f"{error}: pip install 'agentspec[{extra}]'", name=error.name) from error
+        raise ModuleNotFoundError(f"{error}; {install_advice(extra)}", name=error.name) from error

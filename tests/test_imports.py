@@ -14,7 +14,7 @@ import pytest
 import agentspec
 from agentspec import errors, step
 from agentspec.cli.doctor.checks import distribution
-from agentspec.errors import EXTRAS, extra_of, needs_extra
+from agentspec.errors import EXTRAS, extra_of, install_advice, needs_extra
 
 HEAVY = {"torch", "transformers", "numpy", "httpx", "pydantic", "sqlalchemy", "starlette", "langchain_core", "typer"}
 
@@ -114,7 +114,7 @@ def test_an_import_without_its_extra_says_what_to_install(missing, code, extra):
     program = f"import sys\nsys.modules[{missing!r}] = None\n{code}"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError") and last.endswith(f": pip install 'agentspec[{extra}]'")
+    assert last.startswith("ModuleNotFoundError") and last.endswith(f"; {install_advice(extra)}")
 
 
 @pytest.mark.parametrize("missing", ["agentspec.proxy.lost", "dependency_of_starlette", "torch.nn", None])
@@ -123,14 +123,17 @@ def test_what_no_extra_mends_is_told_as_it_is(missing):
     with pytest.raises(ModuleNotFoundError) as raised, needs_extra("proxy"):
         raise lost
     assert raised.value is lost
-    with pytest.raises(ModuleNotFoundError, match=r"^lost: pip install 'agentspec\[proxy\]'$"), needs_extra("proxy"):
+    with (
+        pytest.raises(ModuleNotFoundError, match=r"^lost; in a checkout of agentspec, run: pip install '\.\[proxy\]'$"),
+        needs_extra("proxy"),
+    ):
         raise ModuleNotFoundError("lost", name="starlette.routing")
 
 
 def test_the_packages_of_an_extra_are_those_that_it_installs(repository):
     declared = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, packages in EXTRAS.items():
-        required = {re.match(r"[\w-]+", one)[0] for one in declared[extra]} - {"agentspec"}
+        required = {re.match(r"[\w-]+", one)[0] for one in declared[extra]} - {"agentspec-inference"}
         assert {distribution(package) for package in packages} == required
     assert (
         extra_of("torch.nn") == "torch" and extra_of("jinja2") == "proxy" and extra_of("json") is extra_of(None) is None

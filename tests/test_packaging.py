@@ -69,7 +69,7 @@ def test_the_wheel_holds_every_source_but_no_c_code(archives):
     assert sources() <= names
     assert "agentspec/cache/_native.pyi" in names
     assert [name for name in names if name.endswith((".cpp", ".hpp", ".so.py"))] == []
-    assert {name.partition("/")[0] for name in names} == {"agentspec", "agentspec-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"agentspec", "agentspec_inference-0.1.0.dist-info"}
 
 
 def names_in(wheel: Path) -> set[str]:
@@ -104,13 +104,21 @@ def test_the_wheel_with_its_extension_works_outside_the_tree(tmp_path):
     assert result.stdout.startswith(str(target))
 
 
+def test_no_file_advises_to_install_the_package_index_project_of_the_same_name():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+    advice = re.compile(rb"\bpipx? install\b[^\n|#]*[\s'\"`]agentspec(?![\w./-])|\bagentspec\[[a-z]")
+    assert [path for path in files if advice.search(path.read_bytes())] == []
+
+
 def test_every_dependency_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if not line.startswith("#")}
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     wanted += [item for extra in project["project"]["optional-dependencies"].values() for item in extra]
-    elsewhere = {"agentspec", "vllm", "sglang"}  # engines have environments of their own; .ci/vllm-env pins vLLM's
+    # Engines have environments of their own; .ci/vllm-env pins vLLM's.
+    elsewhere = {"agentspec-inference", "vllm", "sglang"}
     names = {re.split(r"[<>=\[]", item)[0].lower() for item in wanted} - elsewhere
     assert names <= pinned
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines if not line.startswith("#"))

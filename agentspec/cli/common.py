@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from agentspec.errors import AgentSpecError, ConfigurationError, extra_of
+from agentspec.errors import AgentSpecError, ConfigurationError, extra_of, install_advice
 
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
@@ -40,8 +40,7 @@ class ErrorGroup(TyperGroup):
         except ModuleNotFoundError as error:
             if (extra := extra_of(error.name)) is None:
                 raise
-            advice = f"install it with: pip install 'agentspec[{extra}]'"
-            typer.echo(f"agentspec: this command needs {error.name}; {advice}", err=True)
+            typer.echo(f"agentspec: this command needs {error.name}; {install_advice(extra)}", err=True)
             raise typer.Exit(FAILED) from None
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import anyio
@@ -71,8 +70,8 @@ from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
 from agentspec.telemetry.samples import BackendSample, IndexFigures
+from agentspec.version import __version__
 
-VERSION = version("agentspec")
 MODELS_SECONDS = 10.0  # to list the models of an upstream
 Handler = Callable[[Request], Awaitable[Response]]
 # What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
@@ -201,7 +200,7 @@ class Pages:
         self._samples: list[BackendSample] = []
         self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(
-            version=VERSION,
+            version=__version__,
             models=runtime.models(),
             index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
@@ -235,7 +234,7 @@ class Pages:
         return json_response({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": VERSION})
+        return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         self._samples = await self._sampled()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agentspec.backends.base import Backend
 from agentspec.backends.model_store import require_known
 from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
-from agentspec.errors import ConfigurationError, extra_of
+from agentspec.errors import ConfigurationError, extra_of, install_advice
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -34,6 +34,6 @@ def build_backend(name: str, settings: BackendSettings, open_cache: Callable[[],
     except ModuleNotFoundError as error:
         if not extra_of(error.name, ["torch"]):
             raise
-        advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
+        advice = f"needs the package {error.name!r}; {install_advice('torch')}"
         raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
     return TorchBackend.load(settings, cache=open_cache())

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from agentspec.backends.model_store.child import run
 from agentspec.backends.model_store.progress import elapsing
 from agentspec.backends.model_store.store import compute_sha256, file_sha256, scratch
-from agentspec.errors import ModelUnavailableError
+from agentspec.errors import ModelUnavailableError, install_advice
 
 FORMAT = 1
 _MANIFEST = "agentspec.json"
@@ -76,5 +76,5 @@ def _unpack(gguf: Path, target: Path) -> None:
     lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
     cause = lines[-1].strip()
     if cause.startswith(("ImportError", "ModuleNotFoundError")):
-        cause += "; GGUF files need the torch extra: pip install 'agentspec[torch]'"
+        cause += f"; for GGUF files, {install_advice('torch')}"
     raise ModelUnavailableError(f"cannot prepare {str(gguf)!r} as a language model: {cause}")

@@ -20,7 +20,7 @@ from agentspec.backends.model_store.builtin import Builtin, PackagePart
 from agentspec.backends.model_store.child import run
 from agentspec.backends.model_store.progress import arriving
 from agentspec.backends.model_store.store import compute_sha256, scratch
-from agentspec.errors import ModelUnavailableError
+from agentspec.errors import ModelUnavailableError, install_advice
 
 Route = Callable[[Builtin, Path], Path]
 
@@ -110,7 +110,7 @@ def from_hub(model: Builtin, folder: Path) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise _RouteError("huggingface_hub is not installed (pip install 'agentspec[torch]')") from None
+        raise _RouteError(f"huggingface_hub is not installed; {install_advice('torch')}") from None
     from agentspec.backends.model_store.hub import quiet_bars
 
     try:

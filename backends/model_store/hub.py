@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentspec.errors import ModelUnavailableError
+from agentspec.errors import ModelUnavailableError, install_advice
 
 ALLOWED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -21,7 +21,7 @@ def snapshot(repository: str, *, show: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ModelUnavailableError("model-hub ids need the torch extra: pip install 'agentspec[torch]'") from None
+        raise ModelUnavailableError(f"model-hub ids need huggingface_hub; {install_advice('torch')}") from None
     try:
         with contextlib.nullcontext() if show else quiet_bars():
             return Path(snapshot_download(repository, allow_patterns=list(ALLOWED), ignore_patterns=["*/*"]))

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from agentspec.backends.settings import OpenAISettings, ServerRoot
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, install_advice
 
 LOOKUP_SECONDS = 5.0
 _ROOT: TypeAdapter[HttpUrl] = TypeAdapter(ServerRoot)
@@ -67,7 +67,7 @@ def _names(url: HttpUrl) -> tuple[str, str, str]:
 def check_discovery(settings: OpenAISettings) -> None:
     """Raises `ConfigurationError` if looking for the servers takes what is not installed."""
     if settings.resolve == "srv" and find_spec("dns") is None:
-        raise ConfigurationError('resolve = "srv" needs dnspython: pip install "agentspec[dns]"')
+        raise ConfigurationError(f'resolve = "srv" needs dnspython; {install_advice("dns")}')
 
 
 class HostLookup:

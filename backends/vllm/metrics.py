@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import Gauge
 
 from agentspec.backends.vllm.runner_v2.plugin import METHODS
+from agentspec.version import __version__
 
 NAME = "agentspec_vllm_drafter_info"
 OURS, ARCTIC, NONE = "agentspec", "arctic", "none"
@@ -33,7 +33,7 @@ def publish(speculative: Any, *, took_over: bool, took_over_v2: bool = False) ->
     """Set the drafter metric in this process. Idempotent."""
     method = "" if speculative is None else str(speculative.method)
     drafter = drafter_of(speculative, took_over=took_over, took_over_v2=took_over_v2)
-    _gauge().labels(drafter, method, version("agentspec")).set(1)
+    _gauge().labels(drafter, method, __version__).set(1)
 
 
 def publish_with_metrics(*, took_over: bool, took_over_v2: bool = False) -> None:

@@ -20,7 +20,7 @@ from sqlalchemy.dialects.postgresql import insert
 from agentspec.cache.storage.database import Database, Upsert, reason
 from agentspec.cache.storage.migrations.partitions import partitions_of
 from agentspec.cache.storage.schema import metadata
-from agentspec.errors import CacheLockedError, ConfigurationError, extra_of
+from agentspec.errors import CacheLockedError, ConfigurationError, extra_of, install_advice
 
 SCHEMES = ("postgresql", "postgresql+psycopg")
 
@@ -66,8 +66,8 @@ class PostgresDatabase(Database):
         except ModuleNotFoundError as error:
             if not extra_of(error.name, ["postgres"]):
                 raise
-            advice = "install it with: pip install 'agentspec[postgres]'"
-            raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
+            message = f"{self.name} needs {error.name}; {install_advice('postgres')}"
+            raise ConfigurationError(message, param="path") from None
         self._further: set[str] = set()
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         event.listen(self.engine, "connect", lambda connection, _: self._connections.add(connection))

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentspec.backends.base import NONE
 from agentspec.backends.templates.messages import described, plain
-from agentspec.errors import ConfigurationError, InvalidRequestError, extra_of
+from agentspec.errors import ConfigurationError, InvalidRequestError, extra_of, install_advice
 from agentspec.protocol.json_values import check_json
 from agentspec.types import Message
 
@@ -40,9 +40,7 @@ class Template:
         except ModuleNotFoundError as error:
             if not extra_of(error.name, ["proxy"]):
                 raise
-            raise ConfigurationError(
-                "chat templates applied here need jinja2: pip install 'agentspec[proxy]'"
-            ) from None
+            raise ConfigurationError(f"chat templates applied here need jinja2; {install_advice('proxy')}") from None
         self._environment = BoundedEnvironment(trim_blocks=False, lstrip_blocks=False, keep_trailing_newline=True)
         self._environment.globals["raise_exception"] = _refuse
         self.name = name

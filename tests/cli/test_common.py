@@ -34,7 +34,7 @@ def test_a_missing_extra_says_how_to_install_it():
     result = run(ModuleNotFoundError("No module named 'uvicorn.config'", name="uvicorn.config"))
     assert result.exit_code == 1
     assert result.stderr == (
-        "agentspec: this command needs uvicorn.config; install it with: pip install 'agentspec[proxy]'\n"
+        "agentspec: this command needs uvicorn.config; in a checkout of agentspec, run: pip install '.[proxy]'\n"
     )
 
 

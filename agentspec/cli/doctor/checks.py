@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Literal
 
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError
+from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError, install_advice
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.settings.load import Settings
+from agentspec.version import __version__
 
 if TYPE_CHECKING:
     from agentspec.backends.openai import DraftCounts, ProbeReport, ServerMetrics, VllmReport
@@ -41,7 +42,7 @@ class Check:
 def all_checks(settings: Settings) -> Iterator[Check]:
     """Every check that applies to `settings`, except the strategy checks; quick checks come first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    yield Check("agentspec", "ok", version("agentspec"))
+    yield Check("agentspec", "ok", __version__)
     indexed = any(isinstance(knowledge, IndexSettings) for knowledge in settings.knowledge.values())
     needed = {*(["torch"] if _local(settings) else []), *(["retrieval"] if indexed else [])}
     for extra in EXTRAS:
@@ -79,7 +80,7 @@ def check_extra(extra: str, *, needed: bool) -> Check:
     if not missing:
         return Check(f"[{extra}]", "ok", ", ".join(found))
     detail = f"missing {', '.join(missing)}"
-    return Check(f"[{extra}]", "fail" if needed else "note", detail, f"pip install 'agentspec[{extra}]'")
+    return Check(f"[{extra}]", "fail" if needed else "note", detail, install_advice(extra))
 
 
 def distribution(package: str) -> str:
@@ -167,7 +168,7 @@ def check_adapter(name: str, settings: TorchSettings) -> Iterator[Check]:
         yield Check(label, "fail", str(error), f"correct backends.{name}.adapter")
         return
     if find_spec("peft") is None:
-        yield Check(label, "fail", "adapters need the package peft", 'pip install "agentspec[lora]"')
+        yield Check(label, "fail", "adapters need the package peft", install_advice("lora"))
         return
     yield Check(label, "ok", f"{folder} is merged into {settings.model} when it is loaded")
 

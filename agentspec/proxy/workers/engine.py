@@ -20,7 +20,7 @@ from agentspec.errors import AgentSpecError, AuthenticationError, ConfigurationE
 from agentspec.proxy.admission.auth import Identity
 from agentspec.proxy.admission.concurrency import unpressed
 from agentspec.proxy.admission.turns import ProgramCall
-from agentspec.proxy.app import VERSION, ProcessContext, backend_samples, create_app, index_size
+from agentspec.proxy.app import ProcessContext, backend_samples, create_app, index_size
 from agentspec.proxy.forwarding.engine_link import TENANT_HEADER, noted
 from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.metering.store import UsageSource
@@ -37,6 +37,7 @@ from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 from agentspec.telemetry.metrics_sum import dump
 from agentspec.telemetry.samples import BackendSample, TenantSample
+from agentspec.version import __version__
 
 ENGINE_METRICS = ("agentspec_engine_", "agentspec_index_", "agentspec_member_")
 _PATIENT = 10 * 365 * 86400.0  # seconds: the workers know which client is slow
@@ -110,7 +111,7 @@ class EngineServer(MemberServer):
         self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), stores)
         self._samples: list[BackendSample] = []
         self._metrics = Metrics(
-            version=VERSION,
+            version=__version__,
             index_size=lambda: index_size(self._runtime),
             backends=lambda: self._samples,
             members=lambda: self._runtime.fleet.samples() if self._runtime.fleet else (),

@@ -22,7 +22,6 @@ from agentspec.errors import AgentSpecError
 from agentspec.proxy import logs
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.app import VERSION
 from agentspec.proxy.hosts import is_unprotected
 from agentspec.proxy.metering.key_limits import KeyLimits
 from agentspec.proxy.serving.connections import Connections
@@ -41,6 +40,7 @@ from agentspec.reasoning.settings import StrategySettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
+from agentspec.version import __version__
 
 TICK_SECONDS = 0.05
 SWEEP_TICKS = 20
@@ -91,7 +91,7 @@ class Supervisor:
         self._reloader = Reloader(self, self, settings, reload)
         self._workers = [Child(str(number), WORKER) for number in range(1, server.workers + 1)]
         self._engine = Child("engine", ENGINE) if needs_engine(settings) else None
-        self._scrapes = Scrapes(VERSION, self._limiter, self._handover.connections)
+        self._scrapes = Scrapes(__version__, self._limiter, self._handover.connections)
         self._told = {
             "log_level": log_level,
             "engine": folder / "engine" if self._engine else None,

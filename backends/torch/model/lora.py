@@ -14,7 +14,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ConfigurationError, ModelUnavailableError
+from agentspec.errors import ConfigurationError, ModelUnavailableError, install_advice
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -30,7 +30,7 @@ def merge_adapter(module: Any, name: str) -> Any:
         from peft import PeftModel
         from peft.utils import get_peft_model_state_dict
     except ImportError as error:
-        raise ConfigurationError(f'adapters need peft ({error}): pip install "agentspec[lora]"') from error
+        raise ConfigurationError(f"adapters need peft ({error}); {install_advice('lora')}") from error
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -27,7 +27,7 @@ from agentspec.benchmarks.vllm.forced.engine import EngineFailedError, EnginePro
 from agentspec.benchmarks.vllm.forced.report import AnswerTurn, ForcedCall, ForcedReport, ForcedRun
 from agentspec.benchmarks.vllm.forced.shapes import GIB, answering_model, compared, engine_options, scripted_model
 from agentspec.benchmarks.vllm.server import FIXED
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, install_advice
 
 WORKER = "agentspec.benchmarks.vllm.forced.worker"
 CONTEXTS = (1500, 7000)
@@ -93,7 +93,7 @@ def require_vllm(python: Path) -> None:
     except subprocess.CalledProcessError as error:
         told = error.stderr.strip().splitlines()[-1:]
         raise ConfigurationError(
-            f"{python} {' '.join(told)}: make an environment by .ci/vllm-env, or install agentspec[vllm] there"
+            f"{python} {' '.join(told)}: make an environment by .ci/vllm-env, or there, {install_advice('vllm')}"
         ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"{python} cannot be run: {error}") from error

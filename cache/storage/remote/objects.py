@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, install_advice
 
 PART = ".new"
 
@@ -51,7 +51,7 @@ def open_objects(remote: str) -> SegmentObjects:
 
         return StoreObjects(*url_to_fs(remote))
     except ImportError as error:
-        message = f"{named} needs: pip install 'agentspec[remote]', and what fsspec asks for: {error}"
+        message = f"{named} needs what fsspec asks for ({error}); {install_advice('remote')}"
         raise ConfigurationError(message, param="remote") from None
     except Exception as error:  # whatever a file system's own package raises
         reason = str(error).replace(remote, shown)

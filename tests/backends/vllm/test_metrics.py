@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ from prometheus_client import generate_latest
 
 from agentspec.backends.openai.vllm_metrics import DRAFTER_METRIC, DrafterInfo, parse_metrics
 from agentspec.backends.vllm.metrics import NAME, drafter_of, publish
+from agentspec.version import __version__
 
 
 def speculative(method: str, model: str | None = None) -> SimpleNamespace:
@@ -41,4 +41,4 @@ def test_what_is_published_is_what_the_upstream_backend_reads() -> None:
         publish(speculative("suffix"), took_over=True)
     assert NAME == DRAFTER_METRIC
     found = parse_metrics(generate_latest().decode())
-    assert found.drafter == DrafterInfo("agentspec", "suffix", version("agentspec"))
+    assert found.drafter == DrafterInfo("agentspec", "suffix", __version__)

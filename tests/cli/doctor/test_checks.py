@@ -24,6 +24,7 @@ from agentspec.cli.doctor.checks import (
     check_reachable,
     check_upstream,
 )
+from agentspec.errors import install_advice
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.knowledge.folder import build
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
@@ -129,7 +130,7 @@ def test_installed_and_missing_packages(monkeypatch):
     monkeypatch.setattr(checks, "EXTRAS", {"torch": ("no_such_package",)})
     missing = check_extra("torch", needed=True)
     assert (missing.state, missing.detail) == ("fail", "missing no-such-package")
-    assert missing.advice == "pip install 'agentspec[torch]'"
+    assert missing.advice == install_advice("torch")
     assert check_extra("torch", needed=False).state == "note"
 
 

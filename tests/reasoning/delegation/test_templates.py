@@ -67,7 +67,7 @@ def test_a_template_file_is_sandboxed_and_may_refuse(tmp_path: Path) -> None:
 
 def test_without_jinja_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'agentspec\[proxy\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[proxy\]'"):
         Template("plain")
 
 
