@@ -163,9 +163,9 @@ def parse_prediction(value: Any) -> str:
 
 # Arguments that agentspec or Jinja set when the chat template is applied.
 _FIXED = frozenset(
-    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
-    " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs"
-    " cycler dict joiner lipsum loop namespace raise_exception range self strftime_now".split()
+    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize"
+    " sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask"
+    " tokenizer_kwargs cycler dict joiner lipsum loop namespace raise_exception range self strftime_now".split()
 )
 
 

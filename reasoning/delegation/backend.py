@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.base import CHAT, Backend, Capabilities
-from agentspec.backends.templates.messages import escape_markers
+from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.model_role import ModelRole, is_model_failure

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from agentspec.backends.base import Tokenization
-from agentspec.backends.templates.messages import escape_markers
+from agentspec.backends.chat_templates import escape_markers
 from agentspec.types import GenerateRequest, Message, SamplingParams
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agentspec.backends.templates.messages import escape_markers
+from agentspec.backends.chat_templates import escape_markers
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -261,7 +262,7 @@ class ModelRole:
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
         if self.template is not None:
-            return self.template.render(messages, tools, template_arguments)
+            return await asyncio.to_thread(self.template.render, messages, tools, template_arguments)
         assert self.tokenization is not None
         return await self.tokenization.render(messages, tools, template_arguments)
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.backends.base import NONE
-from agentspec.backends.templates.messages import described, plain
-from agentspec.errors import ConfigurationError, InvalidRequestError, extra_of, install_advice
-from agentspec.protocol.json_values import check_json
+from agentspec.backends.chat_templates import rendered
+from agentspec.errors import ConfigurationError, extra_of, install_advice
 from agentspec.types import Message
 
 PLAIN = """\
@@ -25,7 +24,7 @@ BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 
 
 class Template:
-    """A Jinja template, in a sandbox with bounds, that renders messages as text. It sees `messages`, `tools`,
+    """A Jinja template, in Jinja's sandbox, that renders messages as text. It sees `messages`, `tools`,
     `add_generation_prompt` and the request's template arguments. If it does not mention tools, the messages describe
     them in words.
 
@@ -35,19 +34,18 @@ class Template:
     def __init__(self, name: str) -> None:
         try:
             from jinja2 import TemplateError
-
-            from agentspec.backends.templates.sandbox import BoundedEnvironment
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError as error:
             if not extra_of(error.name, ["proxy"]):
                 raise
             raise ConfigurationError(f"chat templates applied here need jinja2; {install_advice('proxy')}") from None
-        self._environment = BoundedEnvironment(trim_blocks=False, lstrip_blocks=False, keep_trailing_newline=True)
-        self._environment.globals["raise_exception"] = _refuse
+        environment = ImmutableSandboxedEnvironment(keep_trailing_newline=True)
+        environment.globals["raise_exception"] = _refuse
         self.name = name
         try:
             source = BUILT_IN.get(name) or _read(name)
             self._knows_tools = "tools" in source
-            self._template = self._environment.load(source)
+            self._template = environment.from_string(source)
         except (TemplateError, RecursionError) as error:
             raise ConfigurationError(f"chat template {name!r}: {error}") from None
 
@@ -58,18 +56,13 @@ class Template:
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
         """The prompt, up to the assistant's answer. Raises `InvalidRequestError` for messages the template refuses."""
-        check_json(messages, "messages")
-        check_json(tools, "tools")
-        check_json(template_arguments, "chat_template_kwargs")
-        told, listed = [{"content": "", **plain(message)} for message in messages], [dict(tool) for tool in tools]
-        if not self._knows_tools:
-            told, listed = described(told, listed), []
-        given = {**template_arguments, "messages": told, "tools": listed or None, "add_generation_prompt": True}
-        try:
-            return self._environment.render(self._template, given)
-        except Exception as error:  # whatever Python raises in a template
-            message = f"the chat template refuses these messages: {str(error)[:300] or type(error).__name__}"
-            raise InvalidRequestError(message, param="messages") from error
+        given = {**template_arguments, "add_generation_prompt": True}
+
+        def apply(shown: list[dict[str, Any]], listed: list[dict[str, Any]] | None) -> str:
+            shown = [{"content": "", **message} for message in shown]
+            return self._template.render({**given, "messages": shown, "tools": listed})
+
+        return rendered(apply, messages, tools, template_arguments, knows_tools=self._knows_tools)
 
 
 def _read(name: str) -> str:

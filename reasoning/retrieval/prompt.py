@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentspec.backends.base import Tokenization
-from agentspec.backends.templates.messages import escape_markers, plain
+from agentspec.backends.chat_templates import escape_markers, plain
 from agentspec.errors import ContextLengthError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.types import GenerateRequest, Message

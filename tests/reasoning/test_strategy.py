@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import ProbeReport
-from agentspec.backends.templates.huggingface import rendered
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.thinking import Algorithm
@@ -130,7 +130,8 @@ async def test_closed_thinking_stands_as_templates_write_it_anew() -> None:
     base = ThinkingModel(lambda thinking: "\none Answer: 4\n\n", capabilities=MESSAGES)
     async for _ in strategy(base, ThinkingModel(step, capabilities=MESSAGES), threshold=10).generate(ASK):
         pass
-    prompt = rendered(QWEN, base.requests[-1].messages or (), None, {}, start=False, continue_final=True)
+    chat = list(base.requests[-1].messages or ())
+    (prompt,), _ = render_jinja_template([chat], chat_template=QWEN, continue_final_message=True)
     assert prompt.endswith("<think>\none Answer: 4\n</think>\n\n")
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.templates.messages import escape_markers
+from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TurnMarkup
 from agentspec.reasoning.delegation.judge import names_score, quoted

@@ -82,3 +82,19 @@ def test_the_format_follows_the_template(tokenizer_of: Any, byte_tokens: Any) ->
     with pytest.raises(InvalidRequestError, match="not known here") as caught:
         tool_format(tokenizer)
     assert caught.value.param == "tools"
+
+
+def test_chats_and_prompts_have_a_largest_size(tokenizer_of: Any) -> None:
+    said = [{"role": "user", "content": "x" * 1000}]
+    assert len(rendered(tokenizer_of("{{ messages[0].content * 10000 }}"), said)) == 10_000_000
+    with pytest.raises(InvalidRequestError, match="the prompt is longer than 10,000,000 characters"):
+        rendered(tokenizer_of("{{ messages[0].content * 10000 }}x"), said)
+    with pytest.raises(InvalidRequestError, match="messages holds more than 10,000 messages"):
+        rendered(tokenizer_of("{{ messages|length }}"), [{"role": "user", "content": ""}] * 10_001)
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued(tokenizer_of: Any) -> None:
+    request = GenerateRequest("m", messages=[{"role": "assistant", "content": "so"}])
+    with pytest.raises(InvalidRequestError, match="refuses these messages") as caught:
+        render(tokenizer_of("{{ messages[0].role }}"), request, start=False, continue_final=True)
+    assert caught.value.param == "messages"

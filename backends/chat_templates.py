@@ -1,18 +1,21 @@
-"""Converts messages and tools to the form that chat templates expect; for templates without tools, to plain text."""
+"""Gives messages and tools to chat templates in the form that they expect: plain text for templates without tools."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
 from agentspec.types import Message
 
 logger = logging.getLogger(__name__)
+
+MAX_MESSAGES: Final = 10_000  # of a chat: a template may look at earlier messages for each of them
+MAX_RENDERED: Final = 10_000_000  # characters of a prompt: more than the largest body of a request has by default
 
 _TOOLS = """You may call functions to answer. They are, one JSON object a line:
 <tools>
@@ -26,6 +29,37 @@ To call a function, answer with its name and arguments as JSON between these tag
 # Markers that chat templates set around turns: one model's text must not open a turn in another model's prompt.
 _TURN_MARKS = re.compile(r"<(?=[|\uff5c]|(?:start|end)_of_turn|bos>|eos>|/?s>)|\[(?=/?INST\])")
 _LONGEST_MARK = len("<start_of_turn")
+
+
+def rendered(
+    apply: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    *,
+    knows_tools: bool,
+) -> str:
+    """What a chat template, called by `apply` with messages and tools, makes of them; `arguments` are checked only. A
+    template that does not know tools has them described in the messages.
+
+    Raises `InvalidRequestError` for messages that the template refuses, for too many, and for too long a prompt.
+    """
+    check_json(messages, "messages")
+    check_json(tools, "tools")
+    check_json(arguments, "chat_template_kwargs")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(f"messages holds more than {MAX_MESSAGES:,} messages", param="messages")
+    shown, listed = [plain(message) for message in messages], [dict(tool) for tool in tools]
+    if not knows_tools:
+        shown, listed = described(shown, listed), []
+    try:
+        text = apply(shown, listed or None)
+    except Exception as error:  # whatever Python raises in a template, such as for a number divided by zero
+        message = f"the chat template refuses these messages: {str(error)[:300] or type(error).__name__}"
+        raise InvalidRequestError(message, param="messages") from error
+    if len(text) > MAX_RENDERED:
+        raise InvalidRequestError(f"the prompt is longer than {MAX_RENDERED:,} characters", param="messages")
+    return text
 
 
 def plain(message: Message) -> dict[str, Any]:

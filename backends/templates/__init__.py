@@ -1,1 +1,0 @@
-"""Chat templates: what they are given, and the bounds of what they may do with it."""
