@@ -59,8 +59,6 @@ def main(
 app.command()(serve.serve)
 app.command()(demo.demo)
 bench.app.command()(bench_engines.gpu)
-bench.app.command()(bench_engines.drafters)
-bench.app.command()(bench_engines.engines)
 bench.app.command()(bench_engines.vllm)
 bench.app.command()(bench_engines.vllm_calls)
 bench.app.command()(bench_engines.fleet)

@@ -83,23 +83,6 @@ def concurrency(
     publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
-@app.command("best-of-n")
-def best_of_n(
-    problems: Annotated[Path, typer.Argument(help="Questions, JSON lines with a field `problem`", exists=True)],
-    model: ModelOption = "smollm2-135m",
-    questions: Annotated[int, typer.Option(help="Questions that are replayed (at least 7)", min=7)] = 12,
-    choices: Annotated[int, typer.Option(help="Answers to each", min=2)] = 8,
-    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 160,
-    temperatures: Annotated[tuple[float, float], typer.Option(help="Two temperatures", min=0.01)] = (0.7, 1.0),
-    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
-) -> None:
-    """Sample several answers to each question, and compare drafters that replay them: who serves best-of-N best."""
-    from agentspec.benchmarks.best_of_n.contest import ContestPlan, run_best_of_n
-
-    plan = ContestPlan(model, problems, questions, choices, max_tokens, temperatures)
-    publish(partial(run_best_of_n, plan), json, packages=TORCH, subject={"model": model})
-
-
 app.command()(agent)
 
 

@@ -1,8 +1,7 @@
-"""The measurements of engines on their devices: `agentspec bench gpu`, `drafters`, `vllm` and so on, `fleet`."""
+"""The measurements of engines on their devices: `agentspec bench gpu`, `vllm`, `vllm-calls`, `fleet`."""
 
 from __future__ import annotations
 
-import shlex
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import FAILED, ModelOption, require_writable
+from agentspec.cli.common import FAILED, require_writable
 from agentspec.cli.publish import TORCH, publish
 
 
@@ -24,41 +23,6 @@ class ModelShape(StrEnum):
 class DeviceKind(StrEnum):
     cuda = "cuda"
     cpu = "cpu"
-
-
-def engines(
-    model: Annotated[str, typer.Option(help="Model that the engines serve: a folder or a name on Hugging Face")],
-    results: Annotated[Path, typer.Option(help="JSON file with all results; a run with the same file goes on")],
-    engine: Annotated[list[str] | None, typer.Option(help="vllm or sglang; both if not given")] = None,
-    seconds: Annotated[
-        float, typer.Option(help="No server is started after so much time; run again to go on", min=0)
-    ] = float("inf"),
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts", min=1)] = None,
-    command: Annotated[
-        str | None, typer.Option(help="Command that starts a server, with {model} and {port}; for one --engine")
-    ] = None,
-    local: Annotated[
-        str | None, typer.Option(help='First the local engine, with these options of bench gpu: --local "--shape 1b"')
-    ] = None,
-) -> None:
-    """Run vLLM and SGLang on a GPU, with no drafts, their own and ours: cold, warm, eight at once, after a restart."""
-    from agentspec.benchmarks.engines.run import EnginePlan, run_engines
-    from agentspec.benchmarks.engines.variants import COMMANDS, EngineName
-    from agentspec.recordings.prompt_sets import load_prompts
-
-    try:
-        chosen = [EngineName(name) for name in engine or EngineName]
-    except ValueError:
-        raise typer.BadParameter(f"must be one of {', '.join(EngineName)}", param_hint="--engine") from None
-    commands = dict(COMMANDS)
-    if command is not None:
-        if len(chosen) != 1 or "{model}" not in command or "{port}" not in command:
-            raise typer.BadParameter("needs {model} and {port} in it, and one --engine", param_hint="--command")
-        commands[chosen[0]] = command
-    require_writable(results)
-    options = None if local is None else shlex.split(local)
-    plan = EnginePlan(chosen, model, results, load_prompts("edit_short")[:limit], seconds, commands, local=options)
-    publish(partial(run_engines, plan), None)
 
 
 def vllm(
@@ -143,23 +107,6 @@ def vllm_calls(
     )  # fmt: skip
     if not publish(partial(run_forced, plan), json, subject={"interpreter": str(found)}).sound:
         raise typer.Exit(FAILED)
-
-
-def drafters(
-    draft_model: Annotated[str, typer.Option(help="Small model that drafts, named as --model is")],
-    model: ModelOption = "smollm2-135m",
-    ratio: Annotated[
-        float, typer.Option(help="A forward of --model takes so many times as long as one of --draft-model", min=0.1)
-    ] = 5.0,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts of each set", min=1)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 96,
-    json: Annotated[Path | None, typer.Option(help="Write every count to this file")] = None,
-) -> None:
-    """Count what a small model drafts alone and beside the token cache, on edits and new text, by a computed clock."""
-    from agentspec.benchmarks.draft_models import DraftPlan, run_draft_models
-
-    plan = DraftPlan(model, draft_model, ratio, limit, max_tokens)
-    publish(partial(run_draft_models, plan), json, packages=TORCH, subject={"model": model})
 
 
 def fleet(

@@ -72,28 +72,6 @@ def calibrate(
         write_plot(curve.points, plot)
 
 
-@app.command()
-def pairs(
-    ratio: Annotated[
-        float | None,
-        typer.Option(
-            help="How many times faster your small model is, in tokens a second; unset: known models", min=0.1
-        ),
-    ] = None,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of a step", min=1)] = 18,
-    score_tokens: Annotated[
-        float, typer.Option(help="Tokens that the base model could write in the time of a score", min=0)
-    ] = 2.0,
-    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
-) -> None:
-    """Compute which pairs of models gain from delegation, and what share of drafts must be accepted for it."""
-    from agentspec.benchmarks.model_pairs import PAIRS, ModelPair, PairReport
-    from agentspec.cli.publish import publish
-
-    chosen = PAIRS if ratio is None else (ModelPair("your models", ratio),)
-    publish(lambda progress: PairReport.of(chosen, step_tokens, score_tokens), json)
-
-
 @app.command("train-judge")
 def train_judge(
     pairs: Annotated[

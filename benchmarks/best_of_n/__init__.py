@@ -1,1 +1,1 @@
-"""`agentspec bench best-of-n`: compares drafters on several sampled answers to one question."""
+"""Several sampled answers to one question, recorded once and replayed with one drafter after another."""

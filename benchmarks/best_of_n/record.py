@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,13 +11,11 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.calibrate import measure_costs
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.model_text import ids_of_end
-from agentspec.benchmarks.best_of_n.replay import Cost, SampledAnswer, SampledQuestion, TopTokens
+from agentspec.benchmarks.best_of_n.replay import SampledAnswer, SampledQuestion, TopTokens
 from agentspec.benchmarks.report import Progress
-from agentspec.speculation.cost_model import CostModel
 from agentspec.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,9 +23,6 @@ if TYPE_CHECKING:
     from agentspec.backends.torch.model.target import TargetModel
 
 TOP = 16  # tokens of each distribution that are kept
-RANKED = 10  # tokens of each distribution that a drafter asks for: as many as STAND keeps
-ROWS = (1, 8, 16, 32)
-PASSES = 5
 
 
 @dataclass(slots=True)
@@ -120,23 +114,3 @@ def likeliest(logits: Tensor) -> TopTokens:
     """The `TOP` likeliest tokens of logits [rows, vocab]."""
     best = logits.log_softmax(-1).topk(TOP)
     return TopTokens(best.indices.cpu().numpy().astype(np.int32), best.values.cpu().numpy())
-
-
-@torch.inference_mode()
-def measured(target: TargetModel) -> tuple[Cost, Cost]:
-    """Measure the cost of a forward and of ranking its rows, by number of tokens, in forwards of one token."""
-    model = CostModel()
-    model.calibrate(measure_costs(target, limit_seconds=30.0))
-    one = model.seconds(1)
-    ranking = [min(_ranked(target, count) for _ in range(PASSES)) / one for count in ROWS]
-    return lambda tokens: model.many(tokens) / one, lambda tokens: np.interp(tokens, ROWS, ranking)
-
-
-def _ranked(target: TargetModel, count: int) -> float:
-    """Seconds to find the `RANKED` likeliest tokens of `count` rows, with their probabilities."""
-    logits = torch.randn(count, target.vocab_size, device=target.device)
-    started = perf_counter()
-    best = logits.topk(RANKED)
-    (best.values - logits.logsumexp(-1, keepdim=True)).exp().tolist()
-    best.indices.tolist()
-    return perf_counter() - started

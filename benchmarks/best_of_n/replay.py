@@ -244,14 +244,6 @@ def _timed_draft(contender: Contender, choice: int, budget: int, outcome: Outcom
     return draft
 
 
-def speed_ratio(outcome: Outcome, baseline: Outcome, *, resamples: int = 10_000) -> tuple[float, float, float]:
-    """Speed relative to `baseline` if drafting took no time, with a 95 % bootstrap interval over the questions."""
-    ours, theirs = outcome.forwards, baseline.forwards
-    picks = np.random.default_rng(0).integers(0, len(ours), size=(resamples, len(ours)))
-    low, high = np.percentile(theirs[picks].sum(axis=1) / ours[picks].sum(axis=1), [2.5, 97.5])
-    return float(theirs.sum() / ours.sum()), float(low), float(high)
-
-
 def curve(points: dict[int, float]) -> Cost:
     """A cost that is linear between measured sizes (tokens: seconds), and extrapolated beyond the last size."""
     sizes, seconds = np.array(sorted(points), dtype=np.float64), np.array([points[size] for size in sorted(points)])

@@ -23,8 +23,8 @@ from agentspec.backends.openai.prediction import FIELD as PREDICTION
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
-from agentspec.benchmarks.engines.client import CLIENTS, COLD, MAX_TOKENS, RESTARTED, TOGETHER, WARM, ClientAnswer, ask
 from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, RatioGoal, paired_ratio, rotated
+from agentspec.benchmarks.vllm.client import CLIENTS, COLD, MAX_TOKENS, RESTARTED, TOGETHER, WARM, ClientAnswer, ask
 from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH

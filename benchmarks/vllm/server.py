@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentspec.benchmarks.engines.server import ServerProcess, free_port
+from agentspec.benchmarks.vllm.process import ServerProcess, free_port
 
 ENVIRONMENT = "AGENTSPEC_VLLM_ENV"
 # vLLM 0.32 cannot reload code that it compiled ahead of time for CPUs: each start would take minutes.

@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.engines.client import CLIENTS, MAX_TOKENS, ClientAnswer, ask
 from agentspec.benchmarks.report import MIN_PAIRS, Progress, RatioGoal, paired_ratio, rotated
 from agentspec.benchmarks.vllm.bench import ARCTIC, PLUGIN, SETTLE, VllmInstallation, launched, variants
+from agentspec.benchmarks.vllm.client import CLIENTS, MAX_TOKENS, ClientAnswer, ask
 from agentspec.benchmarks.vllm.server import VllmServer
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.prompt_sets import load_prompts

@@ -92,20 +92,6 @@ def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
     assert program("bench", "retrieval", "--corpus", tmp_path / "none", "--questions", file).exit_code == 2
 
 
-@pytest.mark.slow
-@pytest.mark.counted
-def test_best_of_n_prints_and_writes_every_drafter(program, tiny_model, tmp_path):
-    problems, out = tmp_path / "problems.jsonl", tmp_path / "out.json"
-    problems.write_text("".join(json.dumps({"problem": f"what is {n}?", "answer": "1"}) + "\n" for n in range(7)))
-    sizes = ("--questions", 7, "--choices", 2, "--max-tokens", 5, "--temperatures", 0.5, 1.0)
-    result = program("bench", "best-of-n", problems, "--model", tiny_model, *sizes, "--json", out)
-    assert result.exit_code == 0, result.output
-    assert "suffix + STAND" in result.output and "cost of ranking" in result.output
-    contests = json.loads(out.read_text())["contests"]
-    assert [contest["temperature"] for contest in contests] == [0.5, 1.0]
-    assert {one["order"] for one in contests[0]["standings"]} == {"side by side", "in turn"}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

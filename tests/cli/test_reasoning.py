@@ -63,12 +63,3 @@ def test_a_model_that_is_named_wrongly_is_refused(
     config.write_text("")
     result = program("reasoning", "train-judge", pairs, "--out", out, "-c", config, *options)
     assert result.exit_code == 2 and message in " ".join(result.output.split()) and not out.exists()
-
-
-def test_pairs_of_models_are_computed(program: Any, tmp_path: Path) -> None:
-    known = program("reasoning", "pairs", "--json", tmp_path / "known.json")
-    assert known.exit_code == 0 and "QwQ-32B" in known.output
-    own = program("reasoning", "pairs", "--ratio", "6", "--score-tokens", "0", "--json", tmp_path / "own.json")
-    assert own.exit_code == 0 and "your models" in own.output
-    (pair,) = json.loads((tmp_path / "own.json").read_text())["pairs"]
-    assert pair["ratio"] == 6 and pair["needed"][0] == pytest.approx(1 / 6) and pair["worth_a_try"] == "yes"

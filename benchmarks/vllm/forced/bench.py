@@ -19,13 +19,20 @@ from pathlib import Path
 
 import numpy as np
 
-from agentspec.benchmarks.engines.variants import OFF, Variant
 from agentspec.benchmarks.report import Progress, rotated
 from agentspec.benchmarks.vllm.forced.answers import GreedyComparison
 from agentspec.benchmarks.vllm.forced.calls import PreparedCalls, TimedCall, prepare_calls
 from agentspec.benchmarks.vllm.forced.engine import EngineFailedError, EngineProcess, started
 from agentspec.benchmarks.vllm.forced.report import AnswerTurn, ForcedCall, ForcedReport, ForcedRun
-from agentspec.benchmarks.vllm.forced.shapes import GIB, answering_model, compared, engine_options, scripted_model
+from agentspec.benchmarks.vllm.forced.shapes import (
+    GIB,
+    OFF,
+    VARIANTS,
+    Variant,
+    answering_model,
+    engine_options,
+    scripted_model,
+)
 from agentspec.benchmarks.vllm.server import FIXED
 from agentspec.errors import ConfigurationError, install_advice
 
@@ -73,11 +80,10 @@ class ForcedPlan:
 
     def chosen(self) -> list[Variant]:
         """The variants to compare, with the one without drafts first. Raises `ConfigurationError` for other names."""
-        known = compared()
-        if unknown := [name for name in self.variants if name not in known]:
-            raise ConfigurationError(f"there is no drafter {unknown[0]!r}: choose from {', '.join(known)}")
-        names = dict.fromkeys([OFF, *(self.variants or known)])
-        return [known[name] for name in names]
+        if unknown := [name for name in self.variants if name not in VARIANTS]:
+            raise ConfigurationError(f"there is no drafter {unknown[0]!r}: choose from {', '.join(VARIANTS)}")
+        names = dict.fromkeys([OFF, *(self.variants or VARIANTS)])
+        return [VARIANTS[name] for name in names]
 
 
 def run_forced(plan: ForcedPlan, progress: Progress = lambda message: None) -> ForcedReport:
@@ -198,7 +204,7 @@ class ForcedBench:
                 del engines[name]
 
     def _learn(self, engine: EngineProcess, learned: Path) -> None:
-        if compared()[engine.name].cached:
+        if VARIANTS[engine.name].cached:
             self._progress(f"{engine.name} learns")
             engine.call("bench_learn", str(learned), seconds=self._plan.patience)
 

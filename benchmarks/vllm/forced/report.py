@@ -11,8 +11,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.engines.variants import OFF
 from agentspec.benchmarks.report import MIN_PAIRS, Ratio, paired_ratio
+from agentspec.benchmarks.vllm.forced.shapes import OFF
 
 NGRAM_GPU = "ngram_gpu"
 BASELINES = (OFF, NGRAM_GPU)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentspec.benchmarks.engines.variants import EngineName, Variant, variants
 from agentspec.benchmarks.gpu.random_model import CONTEXT, SHAPES
 from agentspec.benchmarks.vllm.forced import SCRIPTED
 
+OFF = "off"
 WIDTH = 7  # drafted tokens of a chain
 TIED = ("1b", "3b")  # Llama 3.2 shares the table of its inputs with its head
 HEAD = 64  # the least width of a head that vLLM's attention has on all devices
@@ -40,14 +41,34 @@ ANSWERING = {
 """Shapes of the models of the comparison of answers, by the kind of device."""
 
 
-def compared() -> dict[str, Variant]:
-    """What can be compared, by name: no drafts first, then each drafter with chains of `WIDTH`."""
-    return {found.drafter: found for found in variants(EngineName.vllm) if found.width in (0, WIDTH)}
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A drafter, vLLM's method for it with the process's variables, and whether it is our cache, which learns."""
+
+    drafter: str
+    method: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    cached: bool = False
+
+    @property
+    def speculative_config(self) -> Mapping[str, Any] | None:
+        """vLLM's argument of that name."""
+        return {"method": self.method, "num_speculative_tokens": WIDTH} if self.method else None
 
 
-def speculative_config(variant: Variant) -> Mapping[str, Any] | None:
-    """vLLM's `speculative_config` of a variant, which has it as an argument of its server."""
-    return json.loads(variant.arguments[1]) if variant.arguments else None
+_OFF = {"AGENTSPEC_VLLM": "off"}
+VARIANTS = {
+    variant.drafter: variant
+    for variant in (
+        Variant(OFF, variables=_OFF),
+        Variant("Arctic", "suffix", _OFF),
+        Variant("agentspec", "suffix", cached=True),
+        Variant("agentspec padded", "suffix", {"AGENTSPEC_VLLM_PAD": "on"}, cached=True),
+        Variant("ngram_gpu", "ngram_gpu", _OFF),
+        Variant("agentspec V2", "ngram_gpu", {"AGENTSPEC_VLLM_V2": "on"}, cached=True),
+    )
+}
+"""What can be compared, by name: no drafts first."""
 
 
 def scripted_model(folder: Path, shape: str, vocabulary: int) -> Path:
@@ -97,7 +118,7 @@ def engine_options(model: Path, kind: str, variant: Variant, *, length: int = CO
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": room,
-        "speculative_config": speculative_config(variant),
+        "speculative_config": variant.speculative_config,
     }
     return json.dumps(options | _device_options(kind))
 

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agentspec.benchmarks.engines.client import ClientAnswer
-from agentspec.benchmarks.engines.server import ServerProcess
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.benchmarks.vllm import together
 from agentspec.benchmarks.vllm.bench import ARCTIC, PLUGIN, VllmInstallation
+from agentspec.benchmarks.vllm.client import ClientAnswer
+from agentspec.benchmarks.vllm.process import ServerProcess
 from agentspec.benchmarks.vllm.together import COUNTERS, LoadedRound, TogetherReport
 from agentspec.cli import app
 from agentspec.errors import ConfigurationError

@@ -21,7 +21,6 @@ from agentspec.benchmarks.vllm.forced.bench import ForcedBench, ForcedPart, Forc
 from agentspec.benchmarks.vllm.forced.calls import prepare_calls
 from agentspec.benchmarks.vllm.forced.engine import EngineAnswer, EngineProcess
 from agentspec.benchmarks.vllm.forced.report import ForcedReport
-from agentspec.benchmarks.vllm.forced.shapes import compared
 from agentspec.benchmarks.vllm.server import find_environment
 from agentspec.cli import app
 from agentspec.errors import ConfigurationError
@@ -245,10 +244,6 @@ def _with_stand_ins(original: Any) -> Any:
         original(self, *given, worker=[str(FAKE)])
 
     return changed
-
-
-def test_each_drafter_is_compared_once_and_without_drafts_first() -> None:
-    assert list(compared()) == ["off", "Arctic", "agentspec", "agentspec padded", "ngram_gpu", "agentspec V2"]
 
 
 @pytest.mark.vllm

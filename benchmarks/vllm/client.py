@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.benchmarks.engines.server import ServerProcess
+from agentspec.benchmarks.vllm.process import ServerProcess
 
 MAX_TOKENS = 512
 COLD, WARM, RESTARTED, TOGETHER = "cold", "warm", "after restart", "8 at once"
