@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import aclosing, closing
 from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import anyio
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, message_chunk_to_message
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -27,7 +27,7 @@ from agentspec.background import call_sync, iterate_async, iterate_sync, remote_
 from agentspec.errors import ConfigurationError, InvalidRequestError, RequestTimeoutError
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
-from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
+from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
 from agentspec.langchain.name_listener import hear
 from agentspec.langchain.token_counting import prompt_length, token_ids
 from agentspec.protocol.messages import parse_prediction
@@ -142,7 +142,10 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        return _result([_heard(delta, call, run_manager) for delta in iterate_sync(self._answer(call))])
+        answer = _Answer(call, run_manager)
+        for delta in iterate_sync(self._answer(call)):
+            answer.add(delta)
+        return answer.result()
 
     async def _agenerate(
         self,
@@ -152,8 +155,10 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        deltas = iterate_async(self._answer(call))
-        return _result([_heard(delta, call, run_manager) async for delta in deltas])
+        answer = _Answer(call, run_manager)
+        async for delta in iterate_async(self._answer(call)):
+            answer.add(delta)
+        return answer.result()
 
     def _stream(
         self,
@@ -163,9 +168,10 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         call = _one(self._call(messages, stop, run_manager, kwargs))
+        chunks = AnswerChunks(call.model)
         with closing(iterate_sync(self._answer(call))) as deltas:
             for delta in deltas:
-                chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
+                chunk = ChatGenerationChunk(message=chunks.chunk(delta))
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -178,9 +184,10 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = _one(self._call(messages, stop, run_manager, kwargs))
+        chunks = AnswerChunks(call.model)
         async with aclosing(iterate_async(self._answer(call))) as deltas:
             async for delta in deltas:
-                chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
+                chunk = ChatGenerationChunk(message=chunks.chunk(delta))
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -217,7 +224,8 @@ class ChatAgentSpec(BaseChatModel):
     ) -> Runnable[LanguageModelInput, Any]:
         """This model with answers in `schema`: by a tool call, by a JSON schema, or as any JSON (`json_mode`).
 
-        The local engine supports all three; an endpoint must support the method.
+        The local engine supports all three; an endpoint must support the method. Raises `OutputParserException` where
+        the answer was cut off, as by `max_tokens`.
         """
         if kwargs or method not in ("function_calling", "json_schema", "json_mode"):
             raise InvalidRequestError(f"with_structured_output does not take {kwargs or method!r}")
@@ -229,6 +237,7 @@ class ChatAgentSpec(BaseChatModel):
             asked = structured_output.response_format(schema, method, strict)
             llm = self.bind(response_format=asked, ls_structured_output_format=traced)
             parser = structured_output.json_parser(schema)
+        parser = structured_output.whole_only(parser)
         return structured_output.with_raw(llm, parser) if include_raw else llm | parser
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -344,24 +353,27 @@ class ChatAgentSpec(BaseChatModel):
         return remote_runtime(OpenAISettings(base_url=HttpUrl(self.base_url), api_key=self.api_key))
 
 
-def _heard(delta: Delta, call: GenerateRequest, run_manager: object) -> tuple[int, AIMessageChunk]:
-    """The choice and the chunk of a delta, whose names of tools are told while the others are still to come."""
-    chunk = to_chunk(delta, call.model)
-    hear(run_manager, chunk)
-    return delta.index, chunk
+class _Answer:
+    """The choices of an answer that is not streamed; whoever listens still hears the names of tools as they come."""
 
+    def __init__(self, call: GenerateRequest, run_manager: object) -> None:
+        self._chunks = AnswerChunks(call.model)
+        self._run_manager = run_manager
+        self._choices: dict[int, list[AIMessageChunk]] = {}
 
-def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:
-    """A result with one generation per choice."""
-    choices: dict[int, list[AIMessageChunk]] = {}
-    for index, chunk in chunks:
-        choices.setdefault(index, []).append(chunk)
-    messages = [cast(AIMessage, message_chunk_to_message(parts[0] + parts[1:])) for _, parts in sorted(choices.items())]
-    return ChatResult(
-        generations=[
-            ChatGeneration(message=message, generation_info=dict(message.response_metadata)) for message in messages
-        ]
-    )
+    def add(self, delta: Delta) -> None:
+        chunk = self._chunks.chunk(delta)
+        hear(self._run_manager, chunk)
+        self._choices.setdefault(delta.index, []).append(chunk)
+
+    def result(self) -> ChatResult:
+        """One generation for each choice."""
+        messages = [to_message(chunks) for _, chunks in sorted(self._choices.items())]
+        return ChatResult(
+            generations=[
+                ChatGeneration(message=message, generation_info=dict(message.response_metadata)) for message in messages
+            ]
+        )
 
 
 def _one(call: GenerateRequest) -> GenerateRequest:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
 
 from langchain_core.messages import (
     AIMessage,
@@ -12,15 +12,23 @@ from langchain_core.messages import (
     BaseMessage,
     InvalidToolCall,
     convert_to_openai_messages,
+    message_chunk_to_message,
 )
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.deltas import UNKNOWN_TOKEN
+from agentspec.protocol.responses import ToolCalls, whole_arguments
 from agentspec.types import Delta, TokenLogprob, Usage
 
 PROVIDER = "agentspec"
+BROKEN = '"{]"{] (not a whole call)'  # behind any text but JSON it is none, also for a parser that closes what is open
+_WHY = {
+    "length": "the answer was cut off at max_tokens",
+    "content_filter": "a content filter refused the answer",
+    "cancelled": "the answer was broken off",
+}
 _SENT_BACK = ("text", "image_url", "image", "file", "input_audio", "audio")
 
 
@@ -29,22 +37,51 @@ def to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     return [one for message in messages for one in _converted(message)]
 
 
-def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
-    """Convert one delta to a message chunk; the last chunk completes the message with usage and metadata."""
-    extra = dict(delta.extra)
-    calls = extra.pop("tool_calls", None) or []
-    reasoning = _reasoning(extra)
-    chunk = AIMessageChunk(
-        content=delta.text,
-        additional_kwargs=extra | ({"reasoning_content": reasoning} if reasoning else {}),
-        tool_call_chunks=[_tool_call(call, position) for position, call in enumerate(calls)],
-        response_metadata=_metadata(delta, model_name),
-    )
-    if delta.usage is not None:
-        chunk.usage_metadata = to_usage_metadata(delta.usage)
-    if delta.finish_reason is not None:
-        chunk.chunk_position = "last"
-    return chunk
+@dataclass(slots=True)
+class AnswerChunks:
+    """Converts the deltas of one answer of `model_name` to message chunks.
+
+    LangChain completes the JSON of tool calls when it adds chunks up, so that a call whose arguments were cut off would
+    run with some of them. The last chunk adds `BROKEN` to such calls, by which each sum of the chunks has them among
+    its `invalid_tool_calls`.
+    """
+
+    model_name: str
+    _calls: dict[int, ToolCalls] = field(default_factory=dict)  # by choice
+
+    def chunk(self, delta: Delta) -> AIMessageChunk:
+        """The chunk of one delta; the last one completes the message with usage and metadata."""
+        extra = dict(delta.extra)
+        pieces = extra.pop("tool_calls", None) or []
+        calls = self._calls.setdefault(delta.index, ToolCalls())
+        calls.add(pieces)
+        reasoning = _reasoning(extra)
+        chunk = AIMessageChunk(
+            content=delta.text,
+            additional_kwargs=extra | ({"reasoning_content": reasoning} if reasoning else {}),
+            tool_call_chunks=_tool_calls(pieces, _broken(calls, delta.finish_reason)),
+            response_metadata=_metadata(delta, self.model_name),
+        )
+        if delta.usage is not None:
+            chunk.usage_metadata = to_usage_metadata(delta.usage)
+        if delta.finish_reason is not None:
+            chunk.chunk_position = "last"
+        return chunk
+
+
+def to_message(chunks: Sequence[AIMessageChunk]) -> AIMessage:
+    """The message of all chunks of an answer. Its invalid calls have their arguments as they came, and say why."""
+    message = cast(AIMessage, message_chunk_to_message(chunks[0] + chunks[1:]))
+    error = why_invalid(message.response_metadata.get("finish_reason"))
+    message.invalid_tool_calls = [
+        {**call, "args": _as_sent(call), "error": error} for call in message.invalid_tool_calls
+    ]
+    return message
+
+
+def why_invalid(finish_reason: str | None) -> str:
+    """Why an answer that ended so has invalid calls."""
+    return _WHY.get(finish_reason or "", "the arguments of its tool call are no JSON object")
 
 
 def to_usage_metadata(usage: Usage) -> UsageMetadata:
@@ -103,8 +140,20 @@ def _converted(message: BaseMessage) -> list[dict[str, Any]]:
 
 
 def _invalid_call(call: InvalidToolCall) -> dict[str, Any]:
-    function = {"name": call["name"] or "", "arguments": call["args"] or ""}
+    function = {"name": call["name"] or "", "arguments": _as_sent(call)}
     return {"type": "function", "id": call["id"], "function": function}
+
+
+def _as_sent(call: InvalidToolCall) -> str:
+    """The arguments of an invalid call as the model wrote them."""
+    return (call["args"] or "").removesuffix(BROKEN)
+
+
+def _broken(calls: ToolCalls, finish_reason: str | None) -> Iterator[int]:
+    """Which calls of an answer must not run, once it has ended."""
+    for index, call in enumerate(calls.whole() if finish_reason else ()):
+        if whole_arguments(call["function"].get("arguments"), finish_reason) is None:
+            yield index
 
 
 def _without_thoughts(message: BaseMessage) -> BaseMessage:
@@ -121,11 +170,18 @@ def _reasoning(extra: dict[str, Any]) -> str:
     return next((text for text in found if text), "")
 
 
-def _tool_call(call: Mapping[str, Any], position: int) -> ToolCallChunk:
-    function = call.get("function") or {}
-    return tool_call_chunk(
-        name=function.get("name"), args=function.get("arguments"), id=call.get("id"), index=call.get("index", position)
-    )
+def _tool_calls(pieces: Sequence[Mapping[str, Any]], broken: Iterable[int]) -> list[ToolCallChunk]:
+    """One chunk for each call that the pieces belong to, and for each that is `broken`."""
+    calls: dict[int, ToolCallChunk] = {}
+    for position, piece in enumerate(pieces):
+        index, function = piece.get("index", position), piece.get("function") or {}
+        empty = tool_call_chunk(name=function.get("name"), args="", id=piece.get("id"), index=index)
+        call = calls.setdefault(index, empty)
+        call["args"] = (call["args"] or "") + (function.get("arguments") or "")
+    for index in broken:
+        call = calls.setdefault(index, tool_call_chunk(args="", index=index))
+        call["args"] = (call["args"] or "") + BROKEN
+    return [*calls.values()]
 
 
 def _metadata(delta: Delta, model_name: str) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agentspec.protocol.json_values import read_json
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.usage import speculation_object, usage_object
 from agentspec.types import Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
+CUT_OFF = ("length", "content_filter", "cancelled")  # finish reasons of answers that were not written to their end
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 
 
@@ -43,6 +45,20 @@ class ToolCalls:
 def _continued(call: dict[str, Any], rest: Iterable[str]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": "".join([function.get("arguments") or "", *rest])}}
+
+
+def whole_arguments(arguments: Any, finish_reason: str | None) -> dict[str, Any] | None:
+    """The arguments of a tool call, as an object; None where the call must not run.
+
+    That is one whose arguments are no JSON object, were cut off before they began, or which a content filter refused.
+    """
+    if finish_reason == "content_filter" or (not arguments and finish_reason in CUT_OFF):
+        return None
+    try:
+        value = read_json(arguments or "{}")
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @dataclass(slots=True)

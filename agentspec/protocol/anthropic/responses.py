@@ -10,9 +10,8 @@ from typing import Any
 
 from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
-from agentspec.protocol.json_values import read_json
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import Accumulator
+from agentspec.protocol.responses import CUT_OFF, Accumulator, ToolCalls, whole_arguments
 from agentspec.protocol.usage import speculation_object
 from agentspec.types import Delta, Speculation, Usage
 
@@ -22,7 +21,6 @@ _STOP_REASONS = {
     "content_filter": "refusal",
     "cancelled": "max_tokens",
 }
-_UNREADABLE = "INVALID_JSON"  # how arguments that are no JSON object are told, since `input` must be one
 
 Event = dict[str, Any]
 
@@ -39,7 +37,10 @@ class _OpenBlock:
 
 @dataclass(slots=True)
 class MessagesWriter:
-    """Writes one answer. Blank text before a thought, a call or the end makes no block of its own."""
+    """Writes one answer. Blank text before a thought, a call or the end makes no block of its own.
+
+    In a whole message the `input` of a call is an object, so a call that has none, or was cut off, is a text there.
+    """
 
     model: str
     request: MessagesRequest
@@ -48,7 +49,8 @@ class MessagesWriter:
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}", init=False)
     _begun: bool = field(default=False, init=False)
     _blocks: int = field(default=0, init=False)
-    _calls: int = field(default=0, init=False)
+    _calls: ToolCalls = field(default_factory=ToolCalls, init=False)
+    _begun_calls: int = field(default=0, init=False)
     _open: _OpenBlock | None = field(default=None, init=False)
     _blank: str = field(default="", init=False)
 
@@ -66,8 +68,9 @@ class MessagesWriter:
             content.append({"type": "thinking", "thinking": shown, "signature": _signature(thoughts)})
         if text.strip() or (text and not calls and not content):
             content.append({"type": "text", "text": text})
-        content += [self._tool_use(call) for call in calls]
-        ended = _ended(choice.finish_reason, choice.stop_reason, called=bool(calls))
+        content += [self._tool_use(call, choice.finish_reason) for call in calls]
+        called = any(block["type"] == "tool_use" for block in content)
+        ended = _ended(choice.finish_reason, choice.stop_reason, called=called)
         return self._message(content, answer.usage) | ended | self._speculation(answer.speculation)
 
     def chunks(self, delta: Delta) -> Iterator[Event]:
@@ -81,7 +84,9 @@ class MessagesWriter:
             yield from self._thinking(thought)
         if delta.text:
             yield from self._text(delta.text)
-        for position, piece in enumerate(delta.extra.get("tool_calls") or ()):
+        pieces = delta.extra.get("tool_calls") or ()
+        self._calls.add(pieces)
+        for position, piece in enumerate(pieces):
             yield from self._tool(piece, position)
         if delta.finish_reason is not None:
             yield from self._end(delta)
@@ -107,19 +112,26 @@ class MessagesWriter:
         """A piece of a tool call. The calls come one after the other, since a block cannot be opened again."""
         index, function = piece.get("index", position), piece.get("function") or {}
         if self._open is None or self._open.call != index:
-            if not isinstance(index, int) or index < self._calls or not isinstance(function.get("name"), str):
+            if not isinstance(index, int) or index < self._begun_calls or not isinstance(function.get("name"), str):
                 raise UpstreamError("the upstream sent pieces of several tool calls in turns")
-            self._calls = index + 1
+            self._begun_calls = index + 1
             id, name = str(piece.get("id") or f"toolu_{uuid.uuid4().hex}"), self._called(function["name"])
             yield from self._begin("tool_use", {"id": id, "name": name, "input": {}}, call=index)
         if arguments := function.get("arguments"):
             yield self._delta({"type": "input_json_delta", "partial_json": str(arguments)})
 
-    def _tool_use(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole tool call."""
+    def _tool_use(self, call: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
+        """A whole tool call, or the text of one that must not run."""
         function = call.get("function") or {}
-        id, name = str(call.get("id") or f"toolu_{uuid.uuid4().hex}"), self._called(function.get("name") or "")
-        return {"type": "tool_use", "id": id, "name": name, "input": _input(function.get("arguments"))}
+        name, arguments = self._called(function.get("name") or ""), function.get("arguments")
+        if (input := whole_arguments(arguments, finish)) is None:
+            return {"type": "text", "text": f"{name} {arguments or ''}"}
+        return {
+            "type": "tool_use",
+            "id": str(call.get("id") or f"toolu_{uuid.uuid4().hex}"),
+            "name": name,
+            "input": input,
+        }
 
     def _called(self, name: str) -> str:
         """The client's name of the tool that is called `name` in the chat."""
@@ -150,8 +162,12 @@ class MessagesWriter:
             blank = self._blank
             yield from self._begin("text", {"text": ""})
             yield self._delta({"type": "text_delta", "text": blank})
+        said = [call["function"].get("arguments") for call in self._calls.whole()]
+        if said and not said[-1] and delta.finish_reason in CUT_OFF and self._open and self._open.kind == "tool_use":
+            yield self._delta({"type": "input_json_delta", "partial_json": "{"})  # or it would read as a whole one
         yield from self._close()
-        ended = _ended(delta.finish_reason, delta.stop_reason, called=self._calls > 0)
+        called = any(whole_arguments(arguments, delta.finish_reason) is not None for arguments in said)
+        ended = _ended(delta.finish_reason, delta.stop_reason, called=called)
         usage, speculation = _usage(delta.usage or Usage()), self._speculation(delta.speculation)
         yield {"type": "message_delta", "delta": ended, "usage": usage, **speculation}
         yield {"type": "message_stop"}
@@ -176,8 +192,8 @@ class MessagesWriter:
 
 def _ended(finish: str | None, stop: str | None, *, called: bool) -> dict[str, Any]:
     """Why the answer ended. For a named tool OpenAI's servers report "stop", for Anthropic's a call is a call."""
-    if called and finish in ("stop", "tool_calls"):
-        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if finish in ("stop", "tool_calls"):
+        finish = "tool_calls" if called else "stop"
     if finish == "stop" and stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     return {"stop_reason": _STOP_REASONS.get(finish or "", "end_turn"), "stop_sequence": None}
@@ -202,12 +218,3 @@ def _thought(extra: Mapping[str, Any]) -> str:
 def _signature(thoughts: str) -> str:
     """A digest of thoughts. Clients send it back with them; nothing is verified by it, since they may edit them."""
     return hashlib.sha256(thoughts.encode("utf-8", "replace")).hexdigest()
-
-
-def _input(arguments: Any) -> dict[str, Any]:
-    """The arguments of a call, which may have been cut off, as an object."""
-    try:
-        value = read_json(arguments or "{}")
-    except (TypeError, ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {_UNREADABLE: str(arguments)}

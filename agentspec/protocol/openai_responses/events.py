@@ -20,10 +20,11 @@ from agentspec.protocol.openai_responses.output_items import (
 )
 from agentspec.protocol.openai_responses.request import ResponsesRequest
 from agentspec.protocol.openai_responses.tool_names import SEARCH_KEY
+from agentspec.protocol.responses import ToolCalls, whole_arguments
 from agentspec.protocol.usage import speculation_object
 from agentspec.types import Delta, Speculation, TokenLogprob, Usage
 
-_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "cancelled": None}
 
 _Call = CallItem | CustomCallItem | SearchCallItem
 
@@ -45,6 +46,7 @@ class EventWriter:
     _ended: dict[str, str] = field(default_factory=dict)  # item id -> its final status
     _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
     _calls: dict[int, _Call] = field(default_factory=dict)
+    _said: ToolCalls = field(default_factory=ToolCalls)  # the calls as they came
     _tokens: list[TokenLogprob] = field(default_factory=list)  # without text yet: they belong to what is written next
     _finish: str | None = None
     _usage: Usage | None = None
@@ -68,6 +70,7 @@ class EventWriter:
             yield from self._write_thought(thought)
         if delta.text:
             yield from self._write_text(delta.text)
+        self._said.add(calls)
         for position, piece in enumerate(calls):
             yield from self._write_call(piece, position)
         if thought or calls:
@@ -83,8 +86,9 @@ class EventWriter:
         status = self.status
         self._completed = int(time.time()) if status == "completed" else None
         last = self._items[-1]
+        broken = self._broken()
         for item in self._items:
-            yield from self._end(item, status if item is last else "completed")
+            yield from self._end(item, "incomplete" if item.id in broken else status if item is last else "completed")
 
     def last(self) -> Event:
         """The event that ends the answer."""
@@ -130,6 +134,12 @@ class EventWriter:
             yield from self._open(call)
         if arguments := function.get("arguments"):
             yield from self._place(call, call.add(str(arguments)))
+
+    def _broken(self) -> set[str]:
+        """The items of calls that must not run."""
+        calls = zip(self._calls.values(), self._said.whole(), strict=False)
+        said = ((item.id, call["function"].get("arguments")) for item, call in calls)
+        return {id for id, arguments in said if whole_arguments(arguments, self._finish) is None}
 
     def _called(self, id: str, chat_name: str) -> _Call:
         """A call by the name that the tool has in the chat."""

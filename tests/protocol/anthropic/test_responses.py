@@ -142,16 +142,26 @@ def test_counts() -> None:
     assert counted["speculation"]["accepted"] == 4
 
 
-def test_arguments_that_were_cut_off_are_told_as_they_are() -> None:
-    message = whole([call(0, "f", '{"a', "c"), end("length")])
-    assert message.content[0].input == {"INVALID_JSON": '{"a'}  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
-def test_numbers_that_json_cannot_write_are_told_as_they_are(number: str) -> None:
-    arguments = f'{{"a": [{number}]}}'
-    message = whole([call(0, "f", arguments, "c"), end("tool_calls")])
-    assert message.content[0].input == {"INVALID_JSON": arguments}  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("arguments", "ending", "reason"),
+    [
+        ('{"a', end("length"), "max_tokens"),
+        ("", end("length"), "max_tokens"),
+        ("{}", end("content_filter"), "refusal"),
+        ('{"a', end(stop_reason="x"), "stop_sequence"),
+        ('{"a": [NaN]}', end("tool_calls"), "end_turn"),
+        ('{"a": [1e400]}', end("tool_calls"), "end_turn"),
+    ],
+)
+def test_a_call_that_must_not_run_is_a_text_of_the_whole_message(arguments: str, ending: Delta, reason: str) -> None:
+    deltas = [call(0, "f", arguments, "c"), ending]
+    message, written = whole(deltas), events(deltas)
+    assert [block.model_dump(exclude_none=True) for block in message.content] == [
+        {"type": "text", "text": f"f {arguments}"}
+    ]
+    assert message.stop_reason == written[-2]["delta"]["stop_reason"] == reason
+    said = "".join(event["delta"].get("partial_json", "") for event in written if "delta" in event)
+    assert said == (arguments or "{")  # a stream without a word would read as {}
 
 
 def test_calls_in_turns_are_an_error() -> None:

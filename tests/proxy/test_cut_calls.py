@@ -1,0 +1,259 @@
+"""Tool calls cut off at every character, in each dialect and API: the whole call arrives, or none that could run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from langchain.agents import create_agent
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel
+
+from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.tool_parser import HERMES, LLAMA, MISTRAL, MISTRAL_IDS, MISTRAL_NAMED, ToolFormat
+from agentspec.langchain import ChatAgentSpec
+from agentspec.protocol.requests import with_extra
+from agentspec.runtime import Runtime
+from agentspec.testing import FakeBackend
+from agentspec.types import Delta, FinishReason, GenerateRequest, Usage
+from tests.proxy.conftest import Running, StartGateway
+
+CALLS = [("erase", {"at": "é/b", "n": 12}), ("erase", {})]
+ONE, TWO = (json.dumps(arguments, ensure_ascii=False) for _, arguments in CALLS)
+PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "integer"}}}
+ASKED = [{"role": "user", "content": "go"}]
+WRITTEN: dict[str, tuple[ToolFormat, str]] = {
+    "hermes": (
+        HERMES,
+        f'<tool_call>\n{{"name": "erase", "arguments": {ONE}}}\n</tool_call>\n'
+        f'<tool_call>{{"arguments": {TWO}, "name": "erase"}}</tool_call>',
+    ),
+    "quoted": (
+        HERMES,
+        f'<tool_call>{{"name": "erase", "arguments": {json.dumps(ONE)}}}</tool_call>'
+        '<tool_call>{"name": "erase"}</tool_call>',
+    ),
+    "llama": (LLAMA, f'{{"name": "erase", "parameters": {ONE}}}; {{"name": "erase", "parameters": {TWO}}}'),
+    "mistral": (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "erase", "arguments": {ONE}}}, {{"name": "erase", "arguments": {TWO}}}]',
+    ),
+    "named": (MISTRAL_NAMED, f"[TOOL_CALLS]erase[ARGS]{ONE}[TOOL_CALLS]erase[ARGS]{TWO}"),
+    "ids": (
+        MISTRAL_IDS,
+        f"[TOOL_CALLS]erase[CALL_ID]a1B2c3D4e[ARGS]{ONE}[TOOL_CALLS]erase[CALL_ID]b1B2c3D4e[ARGS]{TWO}",
+    ),
+}
+
+
+class Writer(FakeBackend):
+    """Writes a text, a token for each character, and is cut off after `max_tokens`; "done" after a tool's result."""
+
+    def __init__(self, format: ToolFormat, text: str, *, ends: FinishReason = "length") -> None:
+        super().__init__()
+        self.format, self.text, self.ends = format, text, ends
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        last = (request.messages or [{}])[-1]
+        text = "done" if last["role"] == "tool" else self.text
+        parser = OutputParserSpec.of(with_extra(request), self.format, "never").parser()
+        said = text[: request.sampling.max_tokens]
+        for character in said:
+            yield parser.parse(Delta(text=character))
+        ended = self.ends if len(said) < len(text) else "stop"
+        yield parser.parse(Delta(finish_reason=ended, usage=Usage(1, len(said))))
+
+
+class Told(NamedTuple):
+    """What a client makes of an answer: the calls that it may run, and how it ended."""
+
+    calls: list[tuple[str, Any]]
+    ended: str | None
+
+
+def runnable(calls: Iterator[tuple[str, str]]) -> list[tuple[str, Any]]:
+    """The calls whose arguments are JSON."""
+    found = []
+    for name, arguments in calls:
+        try:
+            found.append((name, json.loads(arguments)))
+        except ValueError:
+            assert arguments == "" or ONE.startswith(arguments) or TWO.startswith(arguments)
+    return found
+
+
+def events(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+class Client:
+    def __init__(self, url: str, http: httpx.Client, model: str, stream: bool) -> None:
+        self.url, self.http, self.model, self.stream = url, http, model, stream
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        response = self.http.post(self.url + path, json={"model": self.model, "stream": self.stream, **body})
+        assert response.status_code == 200, response.text
+        return events(response) if self.stream else response.json()
+
+    def chat(self, at: int) -> Told:
+        tools = [{"type": "function", "function": {"name": "erase", "parameters": PARAMETERS}}]
+        answer = self.post("/v1/chat/completions", {"messages": ASKED, "tools": tools, "max_tokens": at})
+        choices = [chunk["choices"][0] for chunk in (answer if self.stream else [answer])]
+        calls: dict[int, list[str]] = {}
+        for choice in choices:
+            for number, piece in enumerate(choice["delta" if self.stream else "message"].get("tool_calls") or ()):
+                function = piece["function"]
+                call = calls.setdefault(piece.get("index", number), [function.get("name"), ""])
+                call[1] += function["arguments"]
+        return Told(runnable((name, said) for name, said in calls.values()), choices[-1]["finish_reason"])
+
+    def responses(self, at: int) -> Told:
+        tools = [{"type": "function", "name": "erase", "parameters": PARAMETERS}]
+        body = {"input": "go", "tools": tools, "max_output_tokens": at, "store": False}
+        answer = self.post("/v1/responses", body)
+        answer = answer[-1]["response"] if self.stream else answer
+        calls = [item for item in answer["output"] if item["type"] == "function_call"]
+        ended = [call for call in calls if call["status"] == "completed"]
+        assert len(runnable((call["name"], call["arguments"]) for call in ended)) == len(ended)
+        return Told(runnable((call["name"], call["arguments"]) for call in calls), answer["status"])
+
+    def messages(self, at: int) -> Told:
+        tools = [{"name": "erase", "input_schema": PARAMETERS}]
+        answer = self.post("/v1/messages", {"messages": ASKED, "tools": tools, "max_tokens": at})
+        if not self.stream:
+            calls = [block for block in answer["content"] if block["type"] == "tool_use"]
+            return Told([(call["name"], call["input"]) for call in calls], answer["stop_reason"])
+        said: dict[int, list[str]] = {}
+        for event in answer:
+            if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+                said[event["index"]] = [event["content_block"]["name"], ""]
+            elif event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+                said[event["index"]][1] += event["delta"]["partial_json"]
+        (ended,) = (event["delta"]["stop_reason"] for event in answer if event["type"] == "message_delta")
+        return Told(runnable((name, text or "{}") for name, text in said.values()), ended)
+
+
+def by_langchain(model: ChatAgentSpec, stream: bool) -> Told:
+    bound = model.bind_tools([{"name": "erase", "description": "", "parameters": PARAMETERS}])
+    if stream:
+        first, *rest = bound.stream("go")
+        message: BaseMessage = first + rest
+    else:
+        message = bound.invoke("go")
+        for call in message.invalid_tool_calls:
+            assert call["args"] and (ONE.startswith(call["args"]) or TWO.startswith(call["args"])) and call["error"]
+    assert isinstance(message, AIMessage)
+    return Told(
+        [(call["name"], call["args"]) for call in message.tool_calls], message.response_metadata["finish_reason"]
+    )
+
+
+CUT = {"chat": "length", "responses": "incomplete", "messages": "max_tokens"}
+ENDED = {"chat": "tool_calls", "responses": "completed", "messages": "tool_use"}
+
+
+@pytest.fixture(scope="module")
+def gateway_of_all(shared_gateway: StartGateway) -> Running:
+    return shared_gateway({name: Writer(*written) for name, written in WRITTEN.items()})
+
+
+def check(told: Callable[[int], Told], text: str, ended: str, cut: str) -> None:
+    for at in range(1, len(text) + 1):
+        calls, end = told(at)
+        assert calls == CALLS[: len(calls)], (at, text[:at])
+        assert end == (ended if at == len(text) else cut), (at, text[:at])
+    assert calls == CALLS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", CUT)
+@pytest.mark.parametrize("dialect", WRITTEN)
+def test_a_cut_call_is_whole_or_invalid_in_each_api(
+    gateway_of_all: Running, dialect: str, api: str, stream: bool
+) -> None:
+    with httpx.Client() as http:
+        told = getattr(Client(gateway_of_all.url, http, dialect, stream), api)
+        check(told, WRITTEN[dialect][1], ENDED[api], CUT[api])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", WRITTEN)
+def test_a_cut_call_is_whole_or_invalid_in_langchain(dialect: str, stream: bool) -> None:
+    runtime, text = Runtime(backends={"m": Writer(*WRITTEN[dialect])}), WRITTEN[dialect][1]
+    check(
+        lambda at: by_langchain(ChatAgentSpec(model="m", runtime=runtime, max_tokens=at), stream),
+        text, "tool_calls", "length",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cut_call_is_whole_or_invalid_in_langchain_by_http(gateway_of_all: Running, stream: bool) -> None:
+    url = f"{gateway_of_all.url}/v1"
+    check(
+        lambda at: by_langchain(ChatAgentSpec(model="named", base_url=url, max_tokens=at), stream),
+        WRITTEN["named"][1], "tool_calls", "length",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_agent_runs_no_call_that_was_cut_off(streaming: bool) -> None:
+    ran: list[tuple[str, Any]] = []
+
+    @tool
+    def erase(at: str = "/", n: int = 0) -> str:
+        """Erase what is there."""
+        ran.append(("erase", {"at": at, "n": n}))
+        return "erased"
+
+    runtime, text = Runtime(backends={"m": Writer(*WRITTEN["llama"])}), WRITTEN["llama"][1]
+    whole = [CALLS[0], ("erase", {"at": "/", "n": 0})]
+    for at in range(1, len(text) + 1):
+        ran.clear()
+        model = ChatAgentSpec(model="m", runtime=runtime, max_tokens=at)
+        agent = create_agent(model, [erase])
+        if streaming:
+            assert list(agent.stream({"messages": "go"}, stream_mode="messages"))
+        else:
+            agent.invoke({"messages": "go"})
+        assert all(call in whole for call in ran), text[:at]
+    assert len(ran) == 2
+
+
+class Place(BaseModel):
+    at: str = "/"
+    n: int = 0
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema", "json_mode"])
+def test_structured_output_says_that_it_was_cut_off(method: Any) -> None:
+    call, whole = f'<tool_call>{{"name": "Place", "arguments": {ONE}}}</tool_call>', Place(**CALLS[0][1])
+    text = call if method == "function_calling" else ONE
+    runtime = Runtime(backends={"m": Writer(HERMES, text)})
+    for at in range(1, len(text) + 1):
+        model = ChatAgentSpec(model="m", runtime=runtime, max_tokens=at)
+        found: list[Any] = []
+        for ask in (lambda chain: chain.invoke("go"), lambda chain: list(chain.stream("go"))[-1]):
+            try:
+                found.append(ask(model.with_structured_output(Place, method=method)))
+            except OutputParserException as error:
+                assert "cut off at max_tokens" in str(error), error
+        assert found in ([], [whole, whole]), text[:at]
+        raw: Any = model.with_structured_output(Place, method=method, include_raw=True).invoke("go")
+        assert (raw["parsed"], raw["parsing_error"] is None) == ((whole, True) if found else (None, False))
+    assert found
+
+
+@pytest.mark.parametrize("ends", ["content_filter", "cancelled"])
+def test_a_refused_call_is_invalid(ends: FinishReason) -> None:
+    text = f"[TOOL_CALLS]erase[ARGS]{ONE} "
+    model = ChatAgentSpec(model="m", runtime=Runtime(backends={"m": Writer(MISTRAL_NAMED, text, ends=ends)}))
+    for at in range(1, len(text)):
+        told = by_langchain(model.model_copy(update={"max_tokens": at}), stream=at % 2 == 0)
+        assert told.calls in ([], CALLS[:1])
+    assert bool(told.calls) == (ends == "cancelled")
