@@ -54,8 +54,8 @@ def check_json(value: Any, name: str, *, param: str | None = None) -> None:
 def read_json(text: str) -> Any:
     """The value of a JSON text that a model wrote, with line breaks inside of strings, too.
 
-    Raises `RecursionError`, and `ValueError` also for what JSON cannot write again: Python reads NaN, and numbers beyond
-    a double's range as infinity.
+    Raises `RecursionError`, and `ValueError` also for what JSON cannot write again: Python reads NaN, and numbers
+    beyond a double's range as infinity.
     """
     value = json.loads(text, strict=False)
     json.dumps(value, allow_nan=False)
