@@ -22,7 +22,7 @@ from agentspec.cache.request import BatchCalls, CacheRequest
 from agentspec.cache.responses import ResponseLimits
 from agentspec.cache.side_stores import SideStores
 from agentspec.cache.tokens import TokensLike, as_tokens
-from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class SuffixCache(BatchCalls):
         namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
         memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
         writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode
-        "writer" raises `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no
-        permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
-        `CacheUnavailableError`.
+        "writer" raises `CacheLockedError` and "auto" follows. Where the database cannot be used for now (no permission,
+        no room, no locks, no server), "auto" warns and goes on in memory, and the other modes raise `CacheError`, as a
+        rule `CacheUnavailableError`.
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
@@ -134,35 +134,32 @@ class SuffixCache(BatchCalls):
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
-        store, why_not = cls._open_store(path, mode, limits, remote)
-        cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
-        try:
-            lifetime.register(cache)
-            cache._start()
-        except BaseException:
-            cache.close()
-            raise
-        return cache
 
-    @staticmethod
-    def _open_store(
-        path: str | Path | None, mode: Mode, limits: CacheLimits, remote: str | None
-    ) -> tuple[SequenceStore | None, str | None]:
-        """The store, or the reason why it is unavailable; both are None for a cache in memory."""
-        if path is None:
-            if remote is None:
-                return None, None
+        def started(store: SequenceStore | None, why_not: str | None = None) -> SuffixCache:
+            cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
+            try:
+                lifetime.register(cache)
+                cache._start()
+            except BaseException:
+                with contextlib.suppress(CacheError):
+                    cache.close()
+                raise
+            return cache
+
+        if path is None and remote is not None:
             raise ConfigurationError("cache.remote needs a database server in cache.path", param="remote")
+        if path is None:
+            return started(None)
         from agentspec.cache.storage.sequence_store import SequenceStore
 
         try:
             sizes = {"disk_bytes": limits.disk_bytes, "tenant_disk_bytes": limits.tenant_disk_bytes}
-            return SequenceStore.open(path, **sizes, mode=mode, remote=remote), None
-        except CacheUnavailableError as error:
-            if mode != "auto":
+            return started(SequenceStore.open(path, **sizes, mode=mode, remote=remote))
+        except CacheError as error:
+            if mode != "auto" or isinstance(error, CacheFormatError):
                 raise
             _log.warning("the cache is in memory only, and gone at exit: %s", error)
-            return None, error.message
+            return started(None, error.message)
 
     @property
     def path(self) -> Path | None:

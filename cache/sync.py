@@ -189,11 +189,19 @@ class StoreSync:
             _log.info("now the writer of %s: the last one has ended", self._store.name)
             self._swept = False
             self._deleter.expire_soon()
+        self._follow_on()
+        until = self._store.last_id + self._store.unread
+        while self._store.last_id < until:
+            self._follow_on()
+
+    def _follow_on(self) -> None:
+        """Load the next few: between two calls others, such as `flush`, take the lock."""
         with self._deleter.following:
             self._pool.ingest(self._store.poll(self._store.numbering.process))
 
     def _catch_up(self) -> None:
         """Apply all sequences and deletions that other processes have written."""
+        self.follow()
         with self._deleter.following:
             self.follow()
             self._deleter.apply_deletions()

@@ -1,9 +1,10 @@
-"""A background thread that commits all jobs gathered so far in one batch, and tries again after a transient failure."""
+"""A background thread that commits the jobs gathered so far in batches, and tries again after a transient failure."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
@@ -14,15 +15,18 @@ Job = TypeVar("Job")
 
 _FIRST_DELAY, _LAST_DELAY = 0.25, 2.0  # seconds until a failed commit is tried again
 
-_PLENTY = 1 << 20  # total size of jobs that need not wait for more
+_PLENTY = 1 << 20  # total size of jobs that need not wait for more,
+MOST_JOBS = 256  # and how many: a commit takes no more of either, which is well below 50 ms of work
 
 _log = logging.getLogger(__name__)
 
 
 class BatchWriter(Generic[Job]):
-    """Calls `commit(jobs)` in its own thread, with all waiting jobs; it returns how many it left out for good.
+    """Calls `commit(jobs)` in its own thread, with the jobs that wait; it returns how many it left out for good.
 
-    A job waits up to `linger` seconds for others to join it, unless someone waits for it to be committed.
+    Where more wait than one commit takes, the thread rests as long as the commit took, so that other processes which
+    want to write need not wait for all of them. A job waits up to `linger` seconds for others to join it, unless
+    someone waits for it to be committed.
 
     After a failure that `is_transient` accepts, the jobs wait and are tried again; meanwhile the oldest are dropped
     when the waiting jobs exceed `room` by `size`. Any other failure ends writing for good. Each outage is logged once.
@@ -116,7 +120,7 @@ class BatchWriter(Generic[Job]):
     def _run(self) -> None:
         delay = _FIRST_DELAY
         while jobs := self._take():
-            last = self._closing
+            last, begun = self._closing, time.monotonic()
             try:
                 left_out = self._commit(jobs)
             except Exception as error:
@@ -126,9 +130,11 @@ class BatchWriter(Generic[Job]):
             else:
                 self._succeeded(jobs, left_out)
                 delay = _FIRST_DELAY
+                if self._jobs:
+                    self._rest(time.monotonic() - begun)
 
     def _take(self) -> list[Job]:
-        """All waiting jobs; empty when closing."""
+        """The oldest waiting jobs, as many as one commit takes; empty when closing."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._jobs or self._closing)
@@ -136,15 +142,23 @@ class BatchWriter(Generic[Job]):
                 self._changed.wait_for(lambda: not self._revising)
                 if self._jobs or self._closing:  # `revise` may have left none
                     break
-            jobs = self._taken = list(self._jobs)
-            self._jobs.clear()
-            self._waiting = 0
+            jobs = self._taken = self._oldest()
             self._busy = bool(jobs)  # without any the thread ends
             return jobs
 
+    def _oldest(self) -> list[Job]:
+        jobs: list[Job] = []
+        size = 0
+        while self._jobs and len(jobs) < MOST_JOBS and size < _PLENTY:
+            jobs.append(self._jobs.popleft())
+            size += self._size(jobs[-1])
+        self._waiting -= size
+        return jobs
+
     def _is_urgent(self) -> bool:
         """Whether the waiting jobs are to be committed at once, without waiting for more."""
-        return bool(self._flushing or self._revising or self._closing) or self._waiting >= min(_PLENTY, self._room)
+        full = len(self._jobs) >= MOST_JOBS or self._waiting >= min(_PLENTY, self._room)
+        return full or bool(self._flushing or self._revising or self._closing)
 
     def _succeeded(self, jobs: list[Job], left_out: int) -> None:
         with self._changed:

@@ -17,7 +17,7 @@ from agentspec.cache.storage.schema import damaged
 from agentspec.cache.storage.sqlite import SqliteDatabase
 from agentspec.errors import CacheLockedError, CacheUnavailableError, ConfigurationError
 
-_CIRCUMSTANCES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
 
 
 def open_database(target: str | Path) -> Database:
@@ -78,7 +78,8 @@ def acquire_writer(database: Database, mode: str) -> None:
 def raise_unusable(name: str, error: BaseException, *, transient: bool) -> NoReturn:
     """Raise the error for a database that could not be opened; its type depends on what the user can do about it."""
     message = f"the cache database {name} cannot be opened: {reason(error)}"
-    if transient or isinstance(error, exc.OperationalError) or getattr(error, "errno", None) in _CIRCUMSTANCES:
+    elsewhere = isinstance(error, OSError) and error.errno not in _WRONG_PATH  # such as a file system without locks
+    if transient or elsewhere or isinstance(error, exc.OperationalError):
         raise CacheUnavailableError(message) from error
     if isinstance(error, exc.DBAPIError) and not isinstance(error, exc.ProgrammingError):
         raise damaged(name, reason(error)) from error

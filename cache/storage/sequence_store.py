@@ -359,12 +359,14 @@ class SequenceStore(SequenceReader):
         return left_out
 
     def _write(self, jobs: list[_Job]) -> int:
+        # First, while others may write.
+        encoded = {id(job): codec.encode(job) for job in jobs if isinstance(job, SequenceRecord)}
         # A sequence becomes durable when this transaction commits, at the end of the block.
         with self._database.writing() as connection:
             # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
             scopes = [scope for _, scope in deletion_log.since(connection, self.last_deletion)]
             allowed = _allowed(jobs, scopes)
-            added = [codec.encode(job) for job in allowed if isinstance(job, SequenceRecord)]
+            added = [encoded[id(job)] for job in allowed if isinstance(job, SequenceRecord)]
             # A commit whose confirmation was lost is tried again: its rows may exist already.
             insert = self._database.insert(sequences).on_conflict_do_nothing()
             left_out = self._rows.execute(connection, insert, added)

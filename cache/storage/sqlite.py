@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import sqlite3
@@ -36,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 DATABASE = "sequences.sqlite3"
 _FILES = (DATABASE, "writer.lock", "writer.pid", "segments.lock")
+_MAKING = threading.Lock()  # so that no thread of this process has SQLite open a file that another one is just closing
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
 _INCREMENTAL = 2  # SQLite's number for it
@@ -88,9 +88,11 @@ class SqliteDatabase(Database):
         self._is_candidate = False
         self._electing = threading.Lock()
         self._mending = threading.Lock()
+        self._file: tuple[int, int] | None = None  # device and inode of the database's file
         place = sa.URL.create("sqlite", database=str(self._path))  # a `?` in the path begins no options
         self.engine = sa.create_engine(place, connect_args={"timeout": _TIMEOUT}, hide_parameters=True)
         event.listen(self.engine, "connect", _configure)
+        event.listen(self.engine, "do_connect", self._require_same_file)
         self._refuse_when_closed()
 
     def acquire_writer(self) -> None:
@@ -104,10 +106,13 @@ class SqliteDatabase(Database):
 
     def renew_lease(self) -> None:
         with self._electing:
-            if self._lock is not None and not self._lock.is_held:
-                _log.warning("no longer the writer of %s: its lock file was deleted or replaced", self.name)
+            moved = self._file not in (None, _identity(self._path))
+            if self._lock is not None and (moved or not self._lock.is_held):
+                what = "it" if moved else "its lock file"
+                _log.warning("no longer the writer of %s: %s was deleted or replaced", self.name, what)
                 self._lock.release()
                 self._lock = None
+            self._require_same_file()  # who opens what is there now can be its writer
             if self._lock is None and self._is_candidate:
                 with contextlib.suppress(CacheLockedError):
                     self._lock = WriterLock(self._path.parent)
@@ -122,14 +127,20 @@ class SqliteDatabase(Database):
                 raise ConfigurationError(
                     f"{beside} is a symbolic link, which is not followed: put the file itself there"
                 )
-        head = _head(self._path)
-        if head not in (b"", b"SQLite format 3\0"):
-            raise CacheFormatError(f"{self.name} is not a database; move it away to start a new cache")
+        self._file = _made_private(self._path)
+
+    def _require_same_file(self, *_: object) -> None:
+        if self._file not in (None, _identity(self._path)):
+            raise CacheUnavailableError(
+                f"{self.name} was deleted or replaced while it was open, and is neither read nor written any more:"
+                " open the cache anew, or restart the server"
+            )
 
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
         with self.engine.begin() as connection:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
+            self._require_same_file()
             yield connection
 
     def insert(self, table: sa.Table) -> Upsert:
@@ -150,20 +161,19 @@ class SqliteDatabase(Database):
         return self._empty_journal("VACUUM;" if rewrite else "PRAGMA incremental_vacuum;")
 
     def _empty_journal(self, script: str) -> bool:
-        connection = self.engine.raw_connection()
-        try:
-            cursor = connection.cursor()
-            cursor.execute(f"PRAGMA busy_timeout = {_PATIENCE}").fetchall()
-            cursor.executescript(script)  # runs every step of the statement; incremental_vacuum frees one page a step
-            [(busy, _, _)] = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            return not busy
-        except sqlite3.DatabaseError as error:
-            if not self.is_transient(error):
-                raise exc.OperationalError(script, None, error) from error
-            return False
-        finally:
-            connection.invalidate()  # do not return it to the pool with its short busy_timeout
-            connection.close()
+        with self.engine.connect() as connection:
+            cursor = connection.connection.cursor()
+            try:
+                cursor.execute(f"PRAGMA busy_timeout = {_PATIENCE}").fetchall()
+                cursor.executescript(script)  # runs each step of a statement: incremental_vacuum frees a page a step
+                [(busy, _, _)] = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                return not busy
+            except sqlite3.DatabaseError as error:
+                if not self.is_transient(error):
+                    raise exc.OperationalError(script, None, error) from error
+                return False
+            finally:
+                connection.invalidate()  # do not return it to the pool with its short busy_timeout
 
     def counter(self, connection: sa.Connection, table: str) -> int:
         query = "SELECT seq FROM sqlite_sequence WHERE name = ?"
@@ -196,6 +206,9 @@ class SqliteDatabase(Database):
         except sqlite3.DatabaseError as error:
             if not self.is_damage(error):
                 raise exc.OperationalError(what, None, error) from error
+            if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+                message = f"{self.name} is not a database; move it away to start a new cache"
+                raise CacheFormatError(message) from error
             message = f"{self.name} is damaged where it lists its tables, and nothing in it can be read: {error};"
             raise CacheDamagedError(
                 f"{message} delete it with its -wal and -shm, which forgets all that it holds, or restore a backup"
@@ -262,25 +275,32 @@ class WriterLock:
         self._lock.release()
 
 
-def _head(path: Path) -> bytes:
-    """The first bytes of the database's file, which is created if missing and closed to others."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def _made_private(path: Path) -> tuple[int, int]:
+    """Create the database's file if it is missing, close it to others, and return its device and inode.
+
+    A file that is there is not opened: to close it would release the locks that SQLite holds on it in this process.
+    """
+    with _MAKING, contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise ConfigurationError(
+            f"{path} is a symbolic link, which is not followed: put the file itself there", param="path"
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigurationError(f"{path} is no file", param="path")
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+        path.chmod(0o600)
+    return status.st_dev, status.st_ino
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """The device and inode of the file that is there now."""
     try:
-        file = os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            message = f"{path} is a symbolic link, which is not followed: put the file itself there"
-            raise ConfigurationError(message, param="path") from None
-        raise
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigurationError(f"{path} is no file", param="path")
-        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
-            os.fchmod(file, 0o600)
-        return os.read(file, 16)
-    finally:
-        os.close(file)
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _close_to_others(folder: Path) -> None:
@@ -308,6 +328,7 @@ def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
     _use_write_ahead_log(cursor)
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA secure_delete = ON")  # overwrite deleted and moved data
+    cursor.execute("PRAGMA temp_store = MEMORY")  # else what a savepoint may undo is written to the system's folder
     cursor.close()
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,8 @@ import pytest
 
 from agentspec.cache import SuffixCache, deletion
 from agentspec.cache.index import IndexDrafter
+from agentspec.cache.record import SequenceRecord
+from agentspec.cache.storage.rows.reader import POLLED
 from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
@@ -534,3 +537,25 @@ def test_a_kill_leaves_a_cache_that_opens(tmp_path: Path, kills: int) -> None:
         cache.compact()
     with SuffixCache.open(tmp_path) as cache:
         assert cache.stats().segment_bytes > 0
+
+
+def test_a_backlog_of_another_process_is_followed_a_few_rows_at_a_time(location: str | Path) -> None:
+    """Between two pieces `flush` and deletions get the lock, whatever another process imports meanwhile."""
+    with SuffixCache.open(location, mode="follower") as follower, SuffixCache.open(location) as writer:
+        assert follower._sync is not None and follower._maintenance is not None
+        follower._maintenance.close()
+        pieces: list[int] = []
+        ingest = follower._pool.ingest
+
+        def counted(records: Iterable[SequenceRecord]) -> None:
+            found = list(records)
+            pieces.append(len(found))
+            ingest(found)
+
+        follower._pool.ingest = counted  # type: ignore[method-assign]
+        for turn in range(5 * POLLED):
+            record(writer, text(turn, 3))
+        writer.flush()
+        follower._sync.follow()
+        assert sum(pieces) == 5 * POLLED and max(pieces) <= POLLED
+        assert follower.stats().sequences == 5 * POLLED

@@ -34,6 +34,7 @@ class RowPages:
         lost: Callable[[int, str], None],
         newest_first: bool = False,
         columns: Sequence[Any] = (sequences,),
+        piece: int = PIECE,
     ) -> None:
         self._database = database
         self._conditions = conditions
@@ -41,6 +42,7 @@ class RowPages:
         self._lost = lost
         self._newest_first = newest_first
         self._columns = columns
+        self._piece = piece
         self._by_index = True
 
     def __iter__(self) -> Iterator[Sequence[sa.Row[Any]]]:
@@ -72,11 +74,11 @@ class RowPages:
         with self._database.engine.connect() as connection:
             if not self._by_index:
                 self._database.look_closely(connection)
-            rows: Sequence[Any] = connection.execute(query.order_by(order).limit(PIECE)).all()
+            rows: Sequence[Any] = connection.execute(query.order_by(order).limit(self._piece)).all()
         return rows
 
     def _advance(self, rows: Sequence[sa.Row[Any]], width: int) -> None:
-        full = len(rows) == PIECE
+        full = len(rows) == self._piece
         if self._newest_first:
             self._high = rows[-1].id - 1 if full else self._high - width
         else:

@@ -27,6 +27,7 @@ _NAMESPACE: Kinds = (
     *((name, str) for name in ("key", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")),
     *((name, int) for name in ("sequences", "tokens", "bytes")),
 )
+POLLED = 16  # rows that `poll` gives at a time: who takes them up keeps others waiting
 _NONE: Sequence[sa.ColumnElement[bool]] = ()
 
 
@@ -194,17 +195,20 @@ class SequenceReader:
             rows = [connection.execute(sa.select(sequences).where(sequences.c.id == id_)).first() for id_ in chosen]
         return list(self._readable(row for row in rows if row is not None))
 
-    def poll(self, process: int | None) -> Iterator[SequenceRecord]:
-        """Sequences that processes other than `process` added since the last call, read as they are asked for."""
-        begun, looked_at = self.last_id, time.monotonic()
-        self._newest = newest = self._newest_id()
+    def poll(self, process: int | None) -> list[SequenceRecord]:
+        """The next sequences that processes other than `process` added, oldest first. `unread` says whether more are
+        there.
+        """
+        looked_at = time.monotonic()
+        self._newest = self._newest_id()
         number = sequences.c.number
         others = sa.true() if process is None else sa.not_(number.between(process << 32, ((process + 1) << 32) - 1))
         with self._answering():
-            for piece in self._pieces([others], begun, newest):
-                yield from self._readable(piece)
-                self.last_id = piece[-1].id
-        self.last_id, self._whole_at = max(newest, begun), looked_at
+            piece = next(self._pieces([others], self.last_id, self._newest, piece=POLLED), ())
+        self.last_id = piece[-1].id if piece else max(self._newest, self.last_id)
+        if not self.unread:
+            self._whole_at = looked_at
+        return list(self._readable(piece))
 
     def records(self) -> Iterator[SequenceRecord]:
         """Every sequence, oldest first, read as they are asked for."""

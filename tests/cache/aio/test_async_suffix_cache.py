@@ -17,6 +17,7 @@ from sqlalchemy import event
 
 from agentspec.cache import AsyncSuffixCache, SuffixCache
 from agentspec.cache.namespaces import NamespaceTable
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.sync import StoreSync
 from agentspec.errors import CacheClosedError, CacheError, CacheLockedError, ConfigurationError, InvalidRequestError
 
@@ -140,7 +141,7 @@ async def test_a_cancelled_open_closes_what_it_opened(tmp_path: Path, monkeypatc
         start(cache)
 
     monkeypatch.setattr(SuffixCache, "_start", started)
-    held = Held(monkeypatch, SuffixCache, "_open_store")
+    held = Held(monkeypatch, SequenceStore, "__init__")
     await held.cancel(asyncio.create_task(AsyncSuffixCache.open(tmp_path)))
     await until(lambda: bool(opened) and opened[0].closed)
     await until(lambda: writable(tmp_path))  # the lock is given back last

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.cache.storage.batch_writer import BatchWriter
+from agentspec.cache.storage.batch_writer import MOST_JOBS, BatchWriter
 from agentspec.errors import CacheError
 
 
@@ -50,6 +50,24 @@ def test_flush_waits_and_what_gathers_is_committed_together() -> None:
     writer.put(11)
     writer.close()
     assert disk.written == list(range(11))
+
+
+def test_no_commit_takes_more_than_others_can_wait_for() -> None:
+    """As where one process imports, and another one flushes."""
+    disk, sizes = Disk(), []
+
+    def commit(jobs: list[int]) -> int:
+        sizes.append(len(jobs))
+        return disk.commit(jobs)
+
+    disk.go.clear()
+    writer = BatchWriter(commit, name="test", is_transient=lambda error: False, room=10**6)
+    for job in range(3 * MOST_JOBS + 1):
+        writer.put(job)
+    disk.go.set()
+    writer.flush()
+    assert max(sizes) <= MOST_JOBS and disk.written == list(range(3 * MOST_JOBS + 1))
+    writer.close()
 
 
 def test_any_other_failure_warns_once_and_ends_writing(caplog: pytest.LogCaptureFixture) -> None:

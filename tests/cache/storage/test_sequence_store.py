@@ -323,7 +323,7 @@ def test_a_missing_table_is_damage(location: str | Path) -> None:
 def test_a_database_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / DATABASE).mkdir()
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match="cannot be opened"):
+        with pytest.raises(ConfigurationError, match="no file"):
             SuffixCache.open(tmp_path, mode="writer")
 
 
@@ -393,3 +393,16 @@ def test_what_waits_while_nothing_can_be_written_is_forgotten_too(
         store.put(row(3, [9]))
         store.flush()
         assert [one.sequence for one in other.records()] == [3]
+
+
+def test_a_database_that_fails_while_the_cache_starts_is_unavailable(
+    location: str | Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(_: SequenceStore) -> int:
+        raise CacheError("away")
+
+    monkeypatch.setattr(SequenceStore, "position", away)
+    with pytest.raises(CacheError, match="away"):
+        SuffixCache.open(location, mode="writer")
+    with SuffixCache.open(location) as cache:
+        assert cache.stats().store_error == "away" and "in memory only" in caplog.text

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -11,13 +14,16 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import event, exc
+from typer.testing import CliRunner
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.responses import StoredResponse
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
+from agentspec.cli import app
 from agentspec.errors import (
     CacheClosedError,
+    CacheError,
     CacheFormatError,
     CacheLockedError,
     CacheUnavailableError,
@@ -41,6 +47,83 @@ def test_a_new_database_is_private_and_shrinks(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    database = made(path.parent)
+    with database.engine.connect() as opened:  # a savepoint's journal, with the rows in it, goes to no other folder
+        assert opened.exec_driver_sql("PRAGMA temp_store").scalar() == 2
+    database.close()
+
+
+def record(cache: SuffixCache, *outputs: int) -> None:
+    for output in outputs:
+        with cache.request([1, 2], session="s") as request:
+            request.extend([output, output + 1])
+
+
+def test_a_second_use_of_the_folder_in_the_process_leaves_the_first_its_locks(tmp_path: Path) -> None:
+    """To close a file drops every lock of the process on it: the next process that closed the database would take
+    itself for the last, and delete the write-ahead log under the first.
+    """
+    look = (
+        "import sqlite3, sys; database = sqlite3.connect(sys.argv[1])\n"
+        "print(database.execute('SELECT count(*) FROM sequences').fetchone()); database.close()"
+    )
+    seen = []
+    with SuffixCache.open(tmp_path) as cache:
+        for turn in range(3):
+            SuffixCache.open(tmp_path, mode="follower").close()
+            for command in ("stats", "verify"):
+                assert CliRunner().invoke(app, ["cache", command, "--path", str(tmp_path)]).exit_code == 0
+            assert cache.responses.put(StoredResponse(str(turn), "a", time.time()))
+            record(cache, turn)
+            cache.flush()
+            done = subprocess.run(
+                [sys.executable, "-c", look, str(tmp_path / DATABASE)], capture_output=True, text=True, check=True
+            )
+            seen.append(done.stdout.strip())
+        assert seen == ["(1,)", "(2,)", "(3,)"]
+        assert (tmp_path / (DATABASE + "-wal")).exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "link"])
+def test_a_database_that_is_replaced_while_open_is_neither_written_nor_forgotten_in(tmp_path: Path, how: str) -> None:
+    first, second, link = tmp_path / "first", tmp_path / "second", tmp_path / "link"
+    with SuffixCache.open(second) as other:
+        record(other, 7)
+    first.mkdir()
+    link.symlink_to(first)
+    with SuffixCache.open(link) as cache:
+        record(cache, 1)
+        cache.flush()
+        if how == "link":
+            link.unlink()
+            link.symlink_to(second)
+        else:
+            for file in first.glob(f"{DATABASE}*"):
+                file.unlink()
+        if how == "replaced":
+            shutil.copy(second / DATABASE, first)
+        record(cache, 2)
+        for use in (cache.flush, lambda: cache.forget(session="s"), cache._sync.follow):  # type: ignore[union-attr]
+            with pytest.raises(CacheError, match="deleted or replaced while it was open"):
+                use()
+        assert cache.stats().mode == "follower" and "replaced" in str(cache.stats().store_error)
+        with SuffixCache.open(link, mode="writer") as fresh:
+            assert fresh.stats().sequences == (0 if how == "deleted" else 1)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EMFILE])
+def test_a_folder_that_cannot_be_locked_is_unavailable(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", fails)
+    with pytest.raises(CacheUnavailableError, match=re.escape(os.strerror(code))):
+        SuffixCache.open(tmp_path, mode="writer")
+    with SuffixCache.open(tmp_path) as cache:
+        assert os.strerror(code) in str(cache.stats().store_error) and cache.path is None
+    assert "in memory only" in caplog.text
 
 
 def test_nobody_waits_for_a_writer_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +141,7 @@ def test_nobody_waits_for_a_writer_to_read(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_bytes(b"my novel, chapter one: it was a dark and stormy night")
     with pytest.raises(CacheFormatError, match="not a database"):
-        made(tmp_path)
+        SuffixCache.open(tmp_path)
     assert (tmp_path / DATABASE).read_bytes().startswith(b"my novel")
 
 

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from agentspec.cache import SuffixCache
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.rows.pages import PIECE, RowPages
+from agentspec.cache.storage.rows.reader import POLLED
 from agentspec.cache.storage.schema import namespaces, sequences
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
@@ -92,7 +93,7 @@ def test_followers_leave_it_out_too(location: str | Path) -> None:
     writer.flush()
     flip(location, 2)
     assert [one.sequence for one in follower.poll(process=2)] == [0, 2, 3]
-    assert (follower.last_id, follower.damaged, list(follower.poll(process=2))) == (4, 1, [])
+    assert (follower.last_id, follower.damaged, follower.poll(process=2)) == (4, 1, [])
     writer.close()
     follower.close()
 
@@ -175,9 +176,6 @@ def test_it_is_read_in_pieces(location: str | Path) -> None:
         assert [len(piece) for piece in pieces] == [PIECE] * 3 + [7]
         ids = [one for piece in pieces for one in piece]
         assert ids == sorted(ids, reverse=newest_first)
-    following = store.poll(process=1)
-    assert next(following).sequence == 0 and store.last_id == 0  # nothing else was read yet
-    assert len(list(following)) == 3 * PIECE + 6 and store.last_id == 3 * PIECE + 7
     store.close()
 
 
@@ -227,14 +225,13 @@ def test_a_reader_tells_how_far_behind_it_is(location: str | Path) -> None:
         writer.put(row(number))
     writer.flush()
     began = time.monotonic()
-    coming, lag = reader.poll(None), reader.behind
-    for _ in range(PIECE + 1):
-        next(coming)
-    assert reader.unread == PIECE and reader.behind >= lag
-    coming.close()  # as where the database goes away meanwhile
-    assert reader.unread == PIECE and reader.behind >= lag
-    assert len(list(reader.poll(None))) == PIECE
-    assert reader.unread == 0 and reader.behind <= time.monotonic() - began
+    lag, unread = reader.behind, 2 * PIECE
+    while unread:
+        assert reader.behind >= lag
+        assert len(reader.poll(None)) == POLLED
+        unread -= POLLED
+        assert reader.unread == unread
+    assert reader.behind <= time.monotonic() - began
     reader.close()
     writer.close()
 
