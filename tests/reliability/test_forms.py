@@ -56,11 +56,10 @@ def tools(parameters: Json, **fields: Json) -> Json:
 
 
 REFUSED: dict[str, Json] = {
-    "a chain of 3,000 rules": {"guided_grammar": rules(3000)},
-    "a chain of 1,000 terminals": {"guided_grammar": rules(1000).replace("r", "R").replace("staRt", "start")},
+    "a chain of 30,000 rules": {"guided_grammar": rules(30_000)},
+    "a chain of 40,000 terminals": {"guided_grammar": rules(40_000).replace("r", "R").replace("staRt", "start")},
     "3,000 rules in GBNF": {"guided_grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(3000))},
     "brackets in GBNF": {"guided_grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
-    "references": schema(references(3000)),
     "nested arrays": schema(nested(400)),
     "1,500 nested arrays": {**schema("RAW"), "raw": '{"type":"array","items":' * 1500 + "{}" + "}" * 1500},
     "900 nested arrays": {**schema("RAW"), "raw": '{"type":"array","items":' * 900 + "{}" + "}" * 900},
@@ -111,12 +110,9 @@ REFUSED: dict[str, Json] = {
     },
     "a number beyond floats": {**schema({"minimum": "RAW"}), "raw": "1e400"},
     "a penalty that vanishes": {**schema({"type": "object"}), "repetition_penalty": 1e-320},
-    "an infinite value": schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
-    "an infinite array": schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
     "a circle of references": schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
     "an infinite text": {"guided_grammar": 'start: "a" start'},
     "an infinite text in GBNF": {"guided_grammar": 'root ::= "a" root'},
-    "infinite arguments": tools({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     "more than most": schema({"type": "array", "minItems": 2, "maxItems": 1}),
     "no value": schema({"enum": []}),
     "no text": {"guided_regex": r"[^\s\S]"},
@@ -140,6 +136,12 @@ REFUSED: dict[str, Json] = {
 }
 
 TAKEN: dict[str, Json] = {
+    "references": schema(references(3000)),
+    "a chain of 3,000 rules": {"guided_grammar": rules(3000)},
+    "a chain of 1,000 terminals": {"guided_grammar": rules(1000).replace("r", "R").replace("staRt", "start")},
+    "infinite arguments": tools({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "an infinite array": schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
+    "an infinite value": schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     "5,000 properties": schema(properties(5000)),
     "1,000 optional properties": schema(properties(1000, required=False)),
     "10 levels": schema(objects(10)),

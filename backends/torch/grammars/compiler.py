@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, Final
 
 from agentspec.backends.heap import give_back
-from agentspec.backends.torch.grammars.complexity import Complexity
 from agentspec.backends.torch.grammars.helper import CompileHelper
-from agentspec.backends.torch.grammars.lark_outline import measure_lark
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar, TokenTable, reason
 from agentspec.backends.torch.grammars.notation import lark_string
 from agentspec.backends.torch.grammars.worker import STACK, built_tokenizer, on_stack
@@ -21,7 +20,10 @@ KEPT: Final = 48  # compiled grammars kept, since agents send the same schema ag
 KEPT_BYTES: Final = 256 << 20  # with all that they may learn from answers
 TRIED: Final = 1024  # large grammars that another process has survived
 REFUSED: Final = 256  # reasons of refusals kept
+SMALL: Final = 20_000  # characters
 TRIM_BYTES: Final = 64 << 20  # of grammars dropped, after which the memory is given back to the system
+# Expressions that must hold at once, and counted groups in counted groups, take much of both however short they are.
+_COSTLY: Final = re.compile(r"&|\)\s*\{\s*\d.*\)\s*\{\s*\d", re.DOTALL)
 
 
 class GrammarCompiler:
@@ -50,11 +52,11 @@ class GrammarCompiler:
                 self._table = TokenTable(self.vocab_size, self.end_ids, tokenizer)
             return self._table
 
-    def compile(self, source: str, *, param: str, complexity: Complexity | None = None) -> CompiledGrammar:
+    def compile(self, source: str, *, param: str) -> CompiledGrammar:
         """Compile `source`, in llguidance's notation; blocks, for a large one for seconds.
 
-        `complexity` is that of all its parts; without it, it is measured. Raises `InvalidRequestError` naming `param`
-        for a grammar that is invalid or beyond the limits, and `EngineError` if no process can try out a large one.
+        Raises `InvalidRequestError` naming `param` for a grammar that is invalid or beyond the limits, and
+        `EngineError` if no process can try out a large one.
         """
         key = _key(source, param)
         with self._lock:
@@ -65,9 +67,9 @@ class GrammarCompiler:
             self._keep(key, kept)  # again: answers may have let it, or others, grow
             return kept
         try:
-            quick = self._quick(source, param, complexity)
-            size = len(source) if quick else self._tried_out(key, source)
-            grammar = on_stack(STACK, lambda: self._compiled(source, param, size, quick))
+            small = _small(source)
+            size = len(source) if small else self._tried_out(key, source)
+            grammar = on_stack(STACK, lambda: self._compiled(source, param, size, small))
         except ValueError as error:
             message = f"the grammar of this request is refused: {reason(str(error))}"
             self._refuse(key, message)
@@ -79,13 +81,13 @@ class GrammarCompiler:
         self._keep(key, grammar)
         return grammar
 
-    def waits(self, source: str, *, param: str, complexity: Complexity | None = None) -> bool:
+    def waits(self, source: str, *, param: str) -> bool:
         """Whether `compile` would wait for another process: for a large grammar that it does not know yet."""
         key = _key(source, param)
         with self._lock:
             kept = self._kept.get(key)
             known = key in self._refused or (kept is not None and not kept.worn)
-        return not known and not self._quick(source, param, complexity)
+        return not known and not _small(source)
 
     def symbol(self, text: str) -> str:
         """How a grammar must write `text`: as a token if it is one special token, else as a string literal."""
@@ -96,12 +98,6 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the other process."""
         self._helper.close()
-
-    def _quick(self, source: str, param: str, complexity: Complexity | None) -> bool:
-        """Whether the grammar is so small that it is compiled at once."""
-        if complexity is None and source.lstrip()[:1] != "{":
-            complexity = measure_lark(source, param)
-        return complexity is not None and complexity.simple
 
     def _tried_out(self, key: bytes, source: str) -> int:
         """The bytes that a large grammar takes, which another process has survived, now or earlier."""
@@ -146,6 +142,11 @@ class GrammarCompiler:
             )
         size = max(self.vocab_size, len(self._tokenizer))
         return {"tokenizer": backend.to_str(), "vocab_size": size, "end_ids": list(self.end_ids)}
+
+
+def _small(source: str) -> bool:
+    """Whether a grammar is compiled at once: llguidance's own limits end it before it takes much time or memory."""
+    return len(source) <= SMALL and not _COSTLY.search(source)
 
 
 def _key(source: str, param: str) -> bytes:

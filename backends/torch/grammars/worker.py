@@ -1,32 +1,33 @@
 """Compiles grammars, and the program that tries out large ones in a process that may die.
 
-The program reads the tokenizer, then grammars, and answers each: it forks, and the fork compiles the grammar and walks
-some tokens of an answer under limits of processor time, memory and stack. It imports nothing of agentspec, so that it
-starts fast: run it by its path. Frames are JSON after a length of four bytes, big-endian.
+The program reads the tokenizer, then grammars, and answers each: it compiles the grammar and walks some tokens of an
+answer under limits of processor time, memory and stack. It imports nothing of agentspec, so that it starts fast: run it
+by its path. Each message is JSON on a line.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
-import os
-import select
+import resource
 import signal
-import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import llguidance
 
 T = TypeVar("T")
 
-STACK: Final = 64 << 20  # bytes of stack where a grammar is compiled that a fork has compiled on half of it
+STACK: Final = 64 << 20  # bytes of stack where a grammar is compiled; on trial it has half of that
 CPU_SECONDS: Final = 4
-WALL_SECONDS: Final = 60.0
 MEMORY: Final = 512 << 20
-IDLE_SECONDS: Final = 600.0
+IDLE_SECONDS: Final = 600
 TRIED_TOKENS: Final = 48
 STEP_SECONDS: Final = 0.025  # processor time of a step on average, beyond which a grammar would slow other answers
 FEW_STATES: Final = 4_000  # of a lexer, which finds them as answers go on and keeps them: usual forms need hundreds
@@ -49,9 +50,9 @@ def limits(states: int) -> llguidance.LLParserLimits:
     )
 
 
-def built_tokenizer(text: str, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
+def built_tokenizer(tokenizer: str, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
     """The tables of a tokenizer, given as the JSON text of a fast tokenizer; about a second for a large vocabulary."""
-    return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=end_ids)
+    return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_ids)
 
 
 def compiled(tokenizer: llguidance.LLTokenizer, source: str, states: int = MOST_STATES) -> llguidance.LLMatcher:
@@ -123,99 +124,61 @@ def _allowed(bits: bytes, step: int) -> int | None:
     return None
 
 
-def read_frame(descriptor: int) -> dict[str, Any] | None:
-    """The next frame of a pipe, without reading ahead; None at its end."""
-    head = _read(descriptor, 4)
-    body = _read(descriptor, struct.unpack(">I", head)[0]) if len(head) == 4 else b""
-    return json.loads(body) if body else None
-
-
-def _read(descriptor: int, size: int) -> bytes:
-    parts, left = [], size
-    while left and (part := os.read(descriptor, min(left, 1 << 20))):
-        parts.append(part)
-        left -= len(part)
-    return b"" if left else b"".join(parts)
-
-
-def frame(value: dict[str, Any]) -> bytes:
-    """A value as bytes that `read_frame` reads."""
-    body = json.dumps(value).encode()
-    return struct.pack(">I", len(body)) + body
-
-
-def _resident() -> int:
-    """Bytes in memory; 0 where the system does not tell."""
+def _pages(field: int) -> int:
+    """Bytes of this process by /proc: of field 0 all, of field 1 those in memory; 0 where the system does not tell."""
     with suppress(OSError), open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(file.read().split()[field]) * resource.getpagesize()
     return 0
 
 
 def _limit() -> None:
-    """Limit this process: processor time, memory beyond what it has now, and no core file."""
-    import resource
+    """Limit what this process takes for one more grammar: processor time, and memory where the system tells it."""
+    _limit_to(resource.RLIMIT_CPU, int(time.process_time()) + CPU_SECONDS)
+    if size := _pages(0):
+        _limit_to(resource.RLIMIT_AS, size + MEMORY)
 
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError, ValueError), open("/proc/self/statm") as file:
-        most = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + STACK + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+def _limit_to(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _verdict(tokenizer: llguidance.LLTokenizer, source: str) -> dict[str, Any]:
-    before = _resident()
+    before = _pages(1)
     try:
         matcher = compiled(tokenizer, source)
-        taken = max(0, _resident() - before)
+        taken = max(0, _pages(1) - before)
         walk(matcher)
     except ValueError as error:
         return {"error": str(error)[:2000]}
     return {"nbytes": taken}
 
 
-def _forked(tokenizer: llguidance.LLTokenizer, source: str) -> dict[str, Any]:
-    """The verdict of a fork, or how it died."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(1)  # else whoever asked would not see this program's end before the fork's
-            _limit()
-            os.write(writer, json.dumps(on_stack(STACK // 2, lambda: _verdict(tokenizer, source))).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    said, limit = b"", time.monotonic() + WALL_SECONDS
-    while select.select([reader], [], [], max(0.0, limit - time.monotonic()))[0] and (more := os.read(reader, 65536)):
-        said += more
-    os.close(reader)
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # if it is still at it: it has closed the pipe, or its time is over
-    status = os.waitpid(pid, 0)[1]
-    if said:
-        answer: dict[str, Any] = json.loads(said)
-        return answer
-    return {"died": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
+def _give_back() -> None:
+    """Return the memory of the last grammar to the system, so that the next one is measured alone."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _say(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
 
 
 def main() -> None:
-    """Answer grammars until the input ends, or for as long as some come. The first answer says that it is ready."""
-    setup = read_frame(0)
-    if setup is None:
-        return
-    tokenizer = built_tokenizer(setup["tokenizer"], setup["vocab_size"], setup["end_ids"])
-    _write(frame({"ready": True}))
-    while select.select([0], [], [], IDLE_SECONDS)[0]:
-        request = read_frame(0)
-        if request is None:
-            return
-        _write(frame(_forked(tokenizer, request["source"])))
-
-
-def _write(data: bytes) -> None:
-    while data:
-        data = data[os.write(1, data) :]
+    """Answer grammars until the input ends; an alarm ends the process if none comes for long. The first answer says
+    that it is ready.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokenizer = built_tokenizer(**json.loads(sys.stdin.readline()))
+    _say({"ready": True})
+    signal.alarm(IDLE_SECONDS)
+    for line in sys.stdin:
+        signal.alarm(0)
+        _limit()
+        _say(on_stack(STACK // 2, partial(_verdict, tokenizer, json.loads(line))))
+        _give_back()
+        signal.alarm(IDLE_SECONDS)
 
 
 if __name__ == "__main__":

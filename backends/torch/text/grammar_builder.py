@@ -8,10 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentspec.backends.torch.grammars.complexity import MAX_CHARACTERS, MAX_LITERAL, Complexity, measure_regex
-from agentspec.backends.torch.grammars.lark_outline import measure_lark
 from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
-from agentspec.backends.torch.grammars.schema_outline import measure_schema
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation
 from agentspec.backends.torch.text.tool_parser import Tool, ToolFormat
 from agentspec.errors import InvalidRequestError
@@ -19,16 +16,17 @@ from agentspec.protocol.json_values import check_json
 from agentspec.types import GenerateRequest, StructuredOutputs
 
 TOOLS: Final = "tools"
-MAX_REGEX: Final = 20_000  # characters
+MAX_CHARACTERS: Final = 1_000_000
+MAX_LITERAL: Final = 20_000  # characters of a choice: each of its tokens takes time in proportion
+MAX_REGEX: Final = 20_000
 Symbol = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar in llguidance's notation, what it asks of a compiler, and the request's field that asks for it."""
+    """A grammar in llguidance's notation, and the request's field that asks for it."""
 
     text: str
-    complexity: Complexity
     param: str
 
 
@@ -46,18 +44,15 @@ def grammar_of(
     must_call = request.tool_choice not in ("auto", "none")
     if form is None and not must_call:
         return _strict(request, format, expected, symbol)
-    calls, whole = _calls(request, format, symbol)
+    calls = _calls(request, format, symbol)
     options = [*(["calls"] if calls else []), *([] if must_call or form is None else ["@form"])]
     thoughts, rules = _thoughts(expected, symbol)
     top = "\n".join([f"start: {thoughts} ({' | '.join(options)})", *rules, *([calls] if calls else [])])
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": top}]
     if "@form" in options and form is not None:
-        entry, complexity = _form(form)
-        complexity.check(form.param)
-        grammars.append({"name": "form", **entry})
-        whole += complexity
+        grammars.append({"name": "form", **_form(form)})
     param = form.param if "@form" in options and form is not None else _tools_param(request)
-    return GrammarSource(json.dumps({"grammars": grammars}), whole, param)
+    return _source(json.dumps({"grammars": grammars}), param)
 
 
 def holds_calls(request: GenerateRequest, format: ToolFormat) -> bool:
@@ -69,26 +64,30 @@ def holds_calls(request: GenerateRequest, format: ToolFormat) -> bool:
     return not (free and format.bare)
 
 
-def _measured_tools(tools: Mapping[int, Tool]) -> Complexity:
-    """The complexity of all tools' parameters side by side. The tools come by their places in the request."""
-    whole = Complexity()
+def _source(text: str, param: str) -> GrammarSource:
+    if len(text) > MAX_CHARACTERS:
+        message = f"the required form has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed: send a shorter one"
+        raise InvalidRequestError(message, param=param)
+    return GrammarSource(text, param)
+
+
+def _check_tools(tools: Mapping[int, Tool]) -> None:
+    """Check the parameters of all tools, which come by their places in the request."""
     for index, tool in tools.items():
         param = _parameters(index)
         name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
         if not isinstance(parameters, Mapping):
             raise InvalidRequestError(f"the parameters of the tool {name!r} must be an object", param=param)
-        whole += _measured(parameters, f"the parameters of the tool {name!r}", param)
-    whole.check(TOOLS)
-    return whole
+        check_json(parameters, f"the parameters of the tool {name!r}", param=param)
 
 
-def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> tuple[str | None, Complexity]:
+def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> str | None:
     if format is None or request.tool_choice == "none":
-        return None, Complexity()
+        return None
     named, tools = _named(request), _callable(request)
-    complexity = _measured_tools(tools)
+    _check_tools(tools)
     parallel = request.parallel_tool_calls and not named
-    return format.grammar([*tools.values()], parallel=parallel, symbol=symbol), complexity
+    return format.grammar([*tools.values()], parallel=parallel, symbol=symbol)
 
 
 def _named(request: GenerateRequest) -> dict[int, Tool]:
@@ -120,7 +119,7 @@ def _strict(
     if format is None or not strict or request.tool_choice != "auto" or not holds_calls(request, format):
         return None
     tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
-    complexity = _measured_tools(dict(enumerate(tools)))
+    _check_tools(dict(enumerate(tools)))
     calls = format.grammar(tools, parallel=several and format.listed, symbol=symbol, opened=True)
     opening, again = symbol(format.opening), "*" if several else "?"
     if opening == lark_string(format.opening):
@@ -130,7 +129,7 @@ def _strict(
         free = [f"free: text ({opening} calls text){again}"]
     thoughts, rules = _thoughts(expected, symbol)
     lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
-    return GrammarSource(lark, complexity, _tools_param(request))
+    return _source(lark, _tools_param(request))
 
 
 def _as_strict(tool: Tool) -> Tool:
@@ -152,42 +151,31 @@ def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
     return f"(thoughts blanks){optional}", [rule, "blanks: /\\s*/"]
 
 
-def _form(form: StructuredOutputs) -> tuple[dict[str, Any], Complexity]:
+def _form(form: StructuredOutputs) -> dict[str, Any]:
     """The entry for a structured output in llguidance's list of grammars. Raises `InvalidRequestError`."""
     if form.json_object:
-        return {"json_schema": closed_schema({"type": "object"})}, Complexity()
+        return {"json_schema": closed_schema({"type": "object"})}
     if form.json is False:
         raise InvalidRequestError("the schema is false, which no value fits", param=form.param)
     if form.json is not None:
         schema = form.json if isinstance(form.json, Mapping) else {}
-        complexity = _measured(schema, "the schema", form.param)
-        return {"json_schema": closed_schema(schema)}, complexity
+        check_json(schema, "the schema", param=form.param)
+        return {"json_schema": closed_schema(schema)}
     if form.regex is not None:
         _check_text(form.regex, MAX_REGEX, form.param)
         if (len(form.regex) - len(form.regex.rstrip("\\"))) % 2:  # the compiler would leave it out
             raise InvalidRequestError(
                 "the regular expression ends in a backslash that escapes nothing", param=form.param
             )
-        complexity = measure_regex(form.regex)
-        complexity.check(form.param)
-        return {"lark_grammar": f"start: {lark_regex(form.regex)}"}, complexity
+        return {"lark_grammar": f"start: {lark_regex(form.regex)}"}
     if form.choice is not None:
         for choice in form.choice:
             _check_text(choice, MAX_LITERAL, form.param)
         written = " | ".join(map(lark_string, form.choice))
-        return {"lark_grammar": f"start: CHOICE\nCHOICE: {written}"}, Complexity(len(written), 1, len(form.choice))
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {written}"}
     assert form.grammar is not None
     _check_text(form.grammar, MAX_CHARACTERS, form.param)
-    lark = as_lark(form.grammar, form.param)
-    return {"lark_grammar": lark}, measure_lark(lark, form.param)
-
-
-def _measured(schema: Mapping[str, Any], name: str, param: str) -> Complexity:
-    """The complexity of a schema, which is checked first. Raises `InvalidRequestError`."""
-    check_json(schema, name, param=param)
-    complexity = Complexity(len(json.dumps(schema))) + measure_schema(schema, param)
-    complexity.check(param)
-    return complexity
+    return {"lark_grammar": as_lark(form.grammar, form.param)}
 
 
 def _check_text(text: str, most: int, param: str) -> None:

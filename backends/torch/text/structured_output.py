@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from agentspec.backends.torch.grammars.compile_queue import CompileQueue
+from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
@@ -51,7 +50,7 @@ class StructuredOutputBuilder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars = GrammarCompiler(tokenizer.tokenizer, vocab_size, end_ids)
-        self._queue = CompileQueue[CompiledGrammar]()
+        self._threads = TenantThreads(1, "agentspec-grammar")
         self._vocabulary = _vocabulary(tokenizer)
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
 
@@ -98,14 +97,14 @@ class StructuredOutputBuilder:
         return format is not None and holds_calls(request, format)
 
     async def compiled_in_turn(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
-        """The compiled grammar, for which requests wait in turn: see `CompileQueue.result`. Raises also what
-        `GrammarCompiler.compile` raises.
+        """The compiled grammar, for which tenants take turns. Raises what `GrammarCompiler.compile` raises, and
+        `ShuttingDownError`.
         """
-        return await self._queue.result(tenant, (source.text, source.param), partial(self._compile, source))
+        return await self._threads.run(tenant, self._compile, source)
 
     def close(self) -> None:
         """End the thread and the process that try out large grammars."""
-        self._queue.close()
+        self._threads.close()
         self._grammars.close()
 
     def _expected(self, request: GenerateRequest, prompt: str) -> Expectation:
@@ -113,12 +112,12 @@ class StructuredOutputBuilder:
         return expectation(prompt, thinks=request.messages is not None and self._thinks)
 
     def _compiled(self, source: GrammarSource, may_wait: bool) -> CompiledGrammar:
-        if not may_wait and self._grammars.waits(source.text, param=source.param, complexity=source.complexity):
+        if not may_wait and self._grammars.waits(source.text, param=source.param):
             raise LargeGrammarError(source)
         return self._compile(source)
 
     def _compile(self, source: GrammarSource) -> CompiledGrammar:
-        return self._grammars.compile(source.text, param=source.param, complexity=source.complexity)
+        return self._grammars.compile(source.text, param=source.param)
 
     def _shown(self, format: ToolFormat | None, *markers: str) -> frozenset[int]:
         """The special tokens among the strings that the answer's parser looks for."""

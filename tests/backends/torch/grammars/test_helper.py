@@ -14,13 +14,16 @@ import pytest
 
 from agentspec.backends.torch.grammars import compiler, helper, matcher, worker
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
-from agentspec.backends.torch.grammars.complexity import Complexity
 from agentspec.backends.torch.grammars.helper import CompileHelper
 from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 
 END = 256
-LARGE = Complexity(repeats=1000)
 EXPLODES = 'start: "x" ("b" "c" | "(" X)\nX: /(a|aa){3000}/'
+
+
+def large(number: int) -> str:
+    """A form that is tried out first."""
+    return chain(1500 + number)
 
 
 def chain(count: int, kind: str = "r") -> str:
@@ -42,33 +45,35 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        (chain(12_000), "stack"),
+        (chain(30_000), "stack"),
         (chain(40_000, "R"), "stack"),
-        ("start: /(a|aa){5000}/", "too many ways"),
+        (
+            "start: T\nT: " + " & ".join(f"/(.*a.{{{count}}})/" for count in range(1, 30)),
+            "seconds|memory|too many ways",
+        ),
+        ("start: /((a{999}){999}){999}/", "too many ways"),
     ],
-    ids=["rules", "terminals", "expression"],  # pytest tells a test's name to child processes
+    ids=["rules", "terminals", "expressions", "counts"],  # pytest tells a test's name to child processes
 )
 def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_taken(
     grammars: GrammarCompiler, source: str, says: str
 ) -> None:
     for _ in range(2):  # the second time from memory
         with pytest.raises(InvalidRequestError, match=says) as caught:
-            grammars.compile(source, param="p", complexity=LARGE)
+            grammars.compile(source, param="p")
         assert caught.value.param == "p"
-    assert not grammars.waits(source, param="p", complexity=LARGE)
-    assert grammars.compile(chain(300), param="p", complexity=LARGE).start().allows(ids(grammars._tokenizer, "a")[0])
+    assert not grammars.waits(source, param="p")
+    assert grammars.compile(large(0), param="p").start().allows(ids(grammars._tokenizer, "a")[0])
 
 
 def test_the_process_starts_again_after_it_ended(grammars: GrammarCompiler) -> None:
-    grammars.compile(chain(301), param="p", complexity=LARGE)
+    grammars.compile(large(1), param="p")
     process = grammars._helper._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    grammars.compile(chain(302), param="p", complexity=LARGE)
+    grammars.compile(large(2), param="p")
     assert grammars._helper._process is not process
-    grammars.close()
-    grammars.compile(chain(303), param="p", complexity=LARGE)
 
 
 def test_without_a_process_small_grammars_are_compiled(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +81,11 @@ def test_without_a_process_small_grammars_are_compiled(byte_tokens: Any, monkeyp
     grammars = GrammarCompiler(byte_tokens, 259, [END])
     grammars.compile('start: "a"', param="p")
     with pytest.raises(EngineError, match="no process can be started"):
-        grammars.compile('start: "a"', param="p2", complexity=LARGE)
+        grammars.compile(large(0), param="p2")
     monkeypatch.undo()
     monkeypatch.setattr(helper.sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="does not start"):
-        grammars.compile('start: "a"', param="p2", complexity=LARGE)
+        grammars.compile(large(0), param="p2")
 
 
 def test_a_tokenizer_that_cannot_be_constrained_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +97,8 @@ def test_a_tokenizer_that_cannot_be_constrained_leaves_no_process(monkeypatch: p
         CompileHelper(setup).try_out("start: /a/")
 
 
-def test_closing_does_not_wait_for_what_is_compiled(grammars: GrammarCompiler) -> None:
-    asked, errors = grammars._helper, list[Exception]()
+def test_closing_does_not_wait_for_what_is_compiled(byte_tokens: Any) -> None:
+    asked, errors = GrammarCompiler(byte_tokens, 259, [END])._helper, list[Exception]()
     asked.try_out("start: /a/")
     process = asked._process
     assert process is not None
@@ -107,28 +112,30 @@ def test_closing_does_not_wait_for_what_is_compiled(grammars: GrammarCompiler) -
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not asked._turn.locked():
+    while not asked._lock.locked():
         thread.join(0.01)
     asked.close()
     thread.join(60)
-    assert process.poll() is not None and asked._process is None
+    assert process.poll() is not None
     assert [type(error) for error in errors] == [ShuttingDownError]
-    assert asked.try_out("start: /c/") >= 0
+    with pytest.raises(ShuttingDownError):
+        asked.try_out("start: /c/")
 
 
-def test_a_grammar_that_takes_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"nbytes": helper.MAX_GRAMMAR_BYTES + 1}
-    monkeypatch.setattr(CompileHelper, "_ask", lambda self, source, closings: said)
-    with pytest.raises(ValueError, match="128 MiB"):
-        CompileHelper(dict).try_out("start: /a/")
+def test_a_grammar_that_takes_much_memory_is_refused(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helper, "MAX_GRAMMAR_BYTES", 0)
+    with pytest.raises(InvalidRequestError, match="0 MiB"):
+        grammars.compile(large(6), param="p")
 
 
 def test_a_machine_without_time_is_no_verdict(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(CompileHelper, "_ask", lambda self, source, closings: {"died": signal.SIGKILL})
+        patched.setattr(helper, "MOST_SECONDS", 0.0)
         with pytest.raises(OverloadedError):
-            grammars.compile(chain(305), param="p", complexity=LARGE)
-    grammars.compile(chain(305), param="p", complexity=LARGE)
+            grammars.compile(large(5), param="p")
+    grammars.compile(large(5), param="p")
 
 
 def test_what_is_kept_is_bounded(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +156,13 @@ def test_what_is_kept_is_bounded(byte_tokens: Any, monkeypatch: pytest.MonkeyPat
 def test_a_worn_grammar_is_compiled_again_without_being_tried_out(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = grammars.compile(chain(304), param="p", complexity=LARGE)
+    first = grammars.compile(large(4), param="p")
     monkeypatch.setattr(CompileHelper, "try_out", lambda self, source: pytest.fail("tried out again"))
     for _ in range(matcher.MAX_STARTS):
-        assert grammars.compile(chain(304), param="p", complexity=LARGE) is first
+        assert grammars.compile(large(4), param="p") is first
         first.start()
-    assert grammars.waits(chain(304), param="p", complexity=LARGE)  # so that a burst compiles it once
-    assert grammars.compile(chain(304), param="p", complexity=LARGE) is not first
+    assert grammars.waits(large(4), param="p")  # so that a burst compiles it once
+    assert grammars.compile(large(4), param="p") is not first
 
 
 def run_into_the_limits(state: matcher.GrammarMatcher, byte_tokens: Any) -> InvalidRequestError:

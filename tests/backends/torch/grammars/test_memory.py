@@ -14,7 +14,6 @@ import pytest
 
 from agentspec.backends.torch.grammars import compiler, matcher
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
-from agentspec.backends.torch.grammars.complexity import Complexity
 from agentspec.backends.torch.grammars.helper import CompileHelper
 from agentspec.backends.torch.grammars.worker import FEW_STATES, MOST_STATES, STATE_BYTES
 from agentspec.errors import InvalidRequestError
@@ -126,15 +125,14 @@ def test_a_large_form_that_was_dropped_is_not_tried_out_again(
 
     monkeypatch.setattr(CompileHelper, "try_out", try_out)
     monkeypatch.setattr(compiler, "KEPT", 1)
-    large = Complexity(repeats=1000)
-    sources = ["start: /[ab]{300}/", "start: /[cd]{300}/"]
+    sources = ["start: /[ab]{300}/" + " " * compiler.SMALL, "start: /[cd]{300}/" + " " * compiler.SMALL]
     for source in sources * 2:
-        grammar = grammars.compile(source, param="p", complexity=large)
+        grammar = grammars.compile(source, param="p")
         assert grammar.nbytes >= 1000 + MOST_STATES * STATE_BYTES
     assert tried == sources
     monkeypatch.setattr(compiler, "TRIED", 1)
     for source in sources * 2:
-        grammars.compile(source, param="p", complexity=large)
+        grammars.compile(source, param="p")
     assert len(grammars._tried) == 1
 
 
