@@ -11,7 +11,7 @@ from agentspec.errors import UpstreamError
 from agentspec.protocol.responses import clamped
 from agentspec.protocol.upstream_errors import reported
 from agentspec.protocol.usage import read_speculation, read_usage
-from agentspec.types import Delta, FinishReason, TokenLogprob
+from agentspec.types import Delta, FinishReason, Prompt, TokenLogprob
 
 UNKNOWN_TOKEN = -1  # token id of a logprob from an upstream that names tokens only by their text
 # Why answers end, in OpenAI's words and those of others behind its protocol: vLLM, SGLang, DeepSeek, Gemini, Mistral,
@@ -74,9 +74,12 @@ def without_reasoning(delta: Delta) -> Delta:
 
 def size_of(delta: Delta) -> int:
     """About how many bytes `delta` adds to an answer that is kept."""
-    tokens = sum(_TOKEN_BYTES + len(one.text) for token in delta.logprobs for one in (token, *token.top))
+    prompt = delta.prompt or Prompt()
+    logprobs = (*delta.logprobs, *(prompt.logprobs or ()))
+    tokens = sum(_TOKEN_BYTES + len(one.text) for token in logprobs for one in (token, *token.top))
     extra = len(str(delta.extra)) if delta.extra else 0
-    return _TOKEN_BYTES + len(delta.text) + extra + 8 * len(delta.token_ids) + tokens
+    texts, ids = len(prompt.text) + len(delta.text), len(prompt.token_ids) + len(delta.token_ids)
+    return _TOKEN_BYTES + texts + extra + 8 * ids + tokens
 
 
 class CallNumbers:

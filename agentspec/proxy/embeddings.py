@@ -28,6 +28,9 @@ def _texts(value: Any) -> Any:
     return texts
 
 
+FLOAT_BYTES = 20  # as JSON has them
+
+
 class _EmbeddingBody(Body):
     model: Text = ""
     input: Annotated[list[Text], BeforeValidator(_texts)] | None = None
@@ -62,8 +65,9 @@ class EmbeddingsEndpoint(GenerationEndpoint):
             counts = await _counted(backend, body, texts)
             vectors = await backend.embed(texts, exchange.route.upstream_model, exchange.record.tenant)
         exchange.record.read(Delta(usage=Usage(prompt_tokens=sum(counts))))
-        answer = _answer(body, vectors, sum(counts))
-        await respond(exchange.send, json_response(answer))
+        size = FLOAT_BYTES * sum(map(len, vectors))
+        whole = await exchange.account.run(size, lambda: json_response(_answer(body, vectors, sum(counts))))
+        await respond(exchange.send, whole)
 
 
 def _check_dimensions(wanted: int | None, dimensions: int) -> None:

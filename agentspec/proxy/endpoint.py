@@ -118,43 +118,42 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        with self.budget.account(record.tenant) as account:
-            program = self._program(Headers(scope=scope))
-            async with self.limiter.enter(record.tenant, account.counting(receive), program) as receive:
-                await self._admitted(scope, receive, send, record, account)
-
-    async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
-    ) -> None:
-        headers, tenant = Headers(scope=scope), record.tenant
         deadline = self.deadlines.start(self.settings.request_timeout)
-        body = await self._read_body(headers, receive, deadline)
-        fields = await self.budget.run(tenant, len(body), parse_object, body)
-        model = _model(fields)
-        runtime = self.ready()
-        model = _chosen(runtime, model, headers)
-        name = runtime.aliases.meant(model)
-        if self.engine is not None and runtime.is_elsewhere(name):
-            record.model = name
+        with self.budget.account(record.tenant) as account:
+            reading = self._read_body(Headers(scope=scope), account.counting(receive), deadline)
+            await self._answer_to(await reading, scope, receive, send, deadline, account)
+
+    async def _answer_to(
+        self, body: bytes, scope: Scope, receive: Receive, send: Send, deadline: Deadline, account: BodyAccount
+    ) -> None:
+        """Answer a request whose body was read: a client that sends slowly takes no place from others."""
+        headers, record = Headers(scope=scope), RequestRecord.of(scope)
+        async with self.limiter.enter(record.tenant, receive, self._program(headers)) as receive:
+            fields = await self.budget.run(record.tenant, len(body), parse_object, body)
+            runtime = self.ready()
+            model = _chosen(runtime, _model(fields), headers)
+            name = runtime.aliases.meant(model)
+            if self.engine is not None and runtime.is_elsewhere(name):
+                record.model = name
+                metered = await self._within_limits(record, body, fields)
+                del fields
+                async with metered, until_disconnect(receive) as client:
+                    await self.engine.relay(scope, send, body, deadline, self._follower())
+                note_disconnect(client, record)
+                return
+            route = runtime.route(model)
+            record.model = name if name in runtime.models() else OTHER
+            caller = read_caller(headers, record.tenant, fields)
+            record.labels = caller.labels
+            exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
             metered = await self._within_limits(record, body, fields)
-            del fields
-            async with metered, until_disconnect(receive) as client:
-                await self.engine.relay(scope, send, body, deadline, self._follower())
+            del body, fields  # an answer can take minutes
+            async with metered, until_disconnect(receive) as client, self._place(route, record.tenant, headers):
+                if isinstance(route.backend, PoolBackend):
+                    await self._try(exchange, route.backend.pool)
+                else:
+                    await self._respond(exchange)
             note_disconnect(client, record)
-            return
-        route = runtime.route(model)
-        record.model = name if name in runtime.models() else OTHER
-        caller = read_caller(headers, tenant, fields)
-        record.labels = caller.labels
-        exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
-        metered = await self._within_limits(record, body, fields)
-        del body, fields  # an answer can take minutes
-        async with metered, until_disconnect(receive) as client, self._place(route, tenant, headers):
-            if isinstance(route.backend, PoolBackend):
-                await self._try(exchange, route.backend.pool)
-            else:
-                await self._respond(exchange)
-        note_disconnect(client, record)
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
@@ -301,7 +300,8 @@ class GenerationEndpoint:
     async def _answer(self, deltas: AsyncGenerator[Delta], writer: ResponseWriter, exchange: Exchange) -> None:
         record, send, deadline = exchange.record, exchange.send, exchange.deadline
         if not record.stream:
-            await send_json(deadline.within(collected(deltas, exchange.account)), writer, record, send)
+            deltas = deadline.within(collected(deltas, exchange.account))
+            await send_json(deltas, writer, record, send, exchange.account)
             return
         pacing, form = self.settings.stream_pacing, writer.format
         if pacing:

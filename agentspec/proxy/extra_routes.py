@@ -47,27 +47,27 @@ class ExtraRoute(GenerationEndpoint):
     root: ClassVar[str] = ""
     upstream: str = ""
 
-    async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
+    async def _answer_to(
+        self, body: bytes, scope: Scope, receive: Receive, send: Send, deadline: Deadline, account: BodyAccount
     ) -> None:
-        deadline = self.deadlines.start(self.settings.request_timeout)
-        body = await self._read_body(Headers(scope=scope), receive, deadline)
-        fields = await self.budget.run(record.tenant, len(body), parse_object, body)
-        backend = self.ready().backends()[self.upstream]
-        record.model = OTHER
-        check_head(scope)
-        read_caller(Headers(scope=scope), record.tenant)  # they pass as they are, but none that is wrong
-        await self._check_tenants(backend)
-        async with await self._within_limits(record, body, fields), until_disconnect(receive) as client:
-            if isinstance(backend, PoolBackend):
-                async for attempt in Attempts(backend.pool, Call(), deadline.at, fallbacks=True):
-                    async with attempt:
-                        record.attempt = attempt
-                        await self._pass(scope, send, attempt.backend, body, fields, deadline, account)
-            else:
-                assert is_forwarding(backend)
-                await self._pass(scope, send, backend, body, fields, deadline, account)
-        note_disconnect(client, record)
+        record = RequestRecord.of(scope)
+        async with self.limiter.enter(record.tenant, receive) as receive:
+            fields = await self.budget.run(record.tenant, len(body), parse_object, body)
+            backend = self.ready().backends()[self.upstream]
+            record.model = OTHER
+            check_head(scope)
+            read_caller(Headers(scope=scope), record.tenant)  # they pass as they are, but none that is wrong
+            await self._check_tenants(backend)
+            async with await self._within_limits(record, body, fields), until_disconnect(receive) as client:
+                if isinstance(backend, PoolBackend):
+                    async for attempt in Attempts(backend.pool, Call(), deadline.at, fallbacks=True):
+                        async with attempt:
+                            record.attempt = attempt
+                            await self._pass(scope, send, attempt.backend, body, fields, deadline, account)
+                else:
+                    assert is_forwarding(backend)
+                    await self._pass(scope, send, backend, body, fields, deadline, account)
+            note_disconnect(client, record)
 
     async def _check_tenants(self, backend: Backend) -> None:
         """Raise `UpstreamIsolationError` if servers need salts, which this route cannot carry. Asked before a server is

@@ -99,6 +99,8 @@ class Endpoint:
             timeouts = self._timeouts if timeout is None else (timeout, timeout)
             answer = await self._connections().send(OutgoingRequest(method, url, given, body, *timeouts))
         try:
+            if answer.status >= 600:
+                raise UpstreamError(f"upstream {self.name} answered {answer.status}, which is no status of HTTP")
             if not 200 <= answer.status < 300 and answer.status < 400:
                 raise UpstreamError(f"upstream {self.name} answered {answer.status}; redirects are not followed")
             yield UpstreamResponse(answer, self.name, own_key=self.has_key)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
@@ -324,6 +325,34 @@ def test_c1_large_bodies_leave_the_loop_free(gateway: Any, monkeypatch: pytest.M
         assert begun.wait(60)
         assert httpx.get(f"{url}/health").status_code == 200
         assert httpx.post(url + CHAT, json=small).status_code == 200
+        go.set()
+        assert waiting.result().status_code == 200
+
+
+ASKED_BY = {COMPLETIONS: "prompt", "/v1/responses": "input"}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", *ASKED_BY])
+def test_c1_large_answers_leave_the_loop_free(gateway: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Whatever the encoding of one takes, other requests are answered meanwhile."""
+    begun, go, dumps = threading.Event(), threading.Event(), orjson.dumps
+
+    def slow(value: Any) -> bytes:
+        encoded = dumps(value)
+        if len(encoded) > INLINE_BYTES:
+            begun.set()
+            assert go.wait(60)
+        return encoded
+
+    monkeypatch.setattr(orjson, "dumps", slow)
+    url = gateway({"local": FakeBackend(9 * ("x" * 20_000 + " "))}).url
+    asked: dict[str, Any] = {"model": "local", ASKED_BY.get(path, "messages"): "hi"}
+    if "messages" in asked:
+        asked |= {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(httpx.post, url + path, json=asked, timeout=60)
+        assert begun.wait(60)
+        assert httpx.get(f"{url}/health").status_code == 200
         go.set()
         assert waiting.result().status_code == 200
 

@@ -63,12 +63,15 @@ class Gateway:
         self.app = create_app(self.runtime, settings)
         self.outcomes: defaultdict[str, Outcomes] = defaultdict(Outcomes)
 
-    async def ask(self, tenant: str, stays: float | None = None) -> int:
-        """One request of a client that leaves after `stays` seconds if it is given; returns the status."""
+    async def ask(self, tenant: str, stays: float | None = None, sends: float = 0.0) -> int:
+        """One request of a client that takes `sends` seconds to send its body, and leaves after `stays` if that is
+        given; returns the status.
+        """
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
         messages: asyncio.Queue[Any] = asyncio.Queue()
-        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
         loop, sent = asyncio.get_running_loop(), []
+        messages.put_nowait({"type": "http.request", "body": body[:9], "more_body": True})
+        loop.call_later(sends, messages.put_nowait, {"type": "http.request", "body": body[9:], "more_body": False})
         leaving = None if stays is None else loop.call_later(stays, messages.put_nowait, {"type": "http.disconnect"})
 
         async def send(message: Any) -> None:
@@ -321,6 +324,18 @@ def test_neighbours_a_flood_leaves_other_tenants_their_share(tmp_path: Path, in_
     assert modest.statuses == {200: round(CAPACITY * 0.4 * 2)}
     assert modest.within(SECONDS * 2.1) == len(modest.seconds)  # a place is given back after one request's time
     assert flooding.statuses[200] >= 0.95 * 0.6 * CAPACITY * 2  # the rest of the places is not idle
+
+
+def test_neighbours_bodies_that_trickle_keep_nobody_out(tmp_path: Path, in_virtual_time: Any) -> None:
+    gateway = Gateway(tmp_path, {"slow": TenantLimits(), "other": TenantLimits()})
+
+    async def both() -> None:
+        slow = asyncio.gather(*(gateway.ask("slow", sends=60) for _ in range(PLACES)))
+        await asyncio.gather(slow, flow(gateway, "other", CAPACITY * 0.9, 2))
+
+    in_virtual_time(both())
+    assert gateway.outcomes["other"].statuses == {200: round(CAPACITY * 0.9 * 2)}
+    assert gateway.outcomes["slow"].statuses == {200: PLACES}
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,13 @@ def test_u2_an_error_object_passes_byte_for_byte(gateway: Any, upstream: Any) ->
     assert (response.status_code, response.content) == (500, body)
 
 
-@pytest.mark.parametrize("why", ["refused", "dns", "tls", "redirect", "no http", "too long"])
+@pytest.mark.parametrize("why", ["refused", "dns", "tls", "redirect", "600", "no http", "too long"])
 def test_u3_a_server_that_cannot_be_reached(gateway: Any, upstream: Any, why: str) -> None:
     def script(request: Any) -> None:
         if why == "redirect":
             request.answer(b"", 307, location="http://169.254.169.254/")
+        elif why == "600":
+            request.answer(b"{}", 600)
         elif why == "too long":
             request.head(200, "application/json", content_length=str(80 << 20))
             request.send(bytes(80 << 20))

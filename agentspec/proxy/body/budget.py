@@ -168,6 +168,11 @@ class BodyAccount:
         if missing > 0:
             await self.wait_for(-(-missing // INLINE_BYTES) * INLINE_BYTES)  # seldom, however small its pieces are
 
+    @property
+    def answer(self) -> int:
+        """The bytes that are held of the answer."""
+        return self._answer
+
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """As `BodyBudget.run`, for this request's tenant."""
         return await self._budget.run(self.tenant, size, function, *arguments)

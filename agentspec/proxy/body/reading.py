@@ -19,7 +19,7 @@ async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     has both Transfer-Encoding and Content-Length.
     """
     _check_headers(headers)
-    length = headers.get("content-length", "0")
+    length = headers.get("content-length", "0").strip(" \t")  # RFC 9110, 5.5
     if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
         raise _too_large(limit)
     body = bytearray()

@@ -15,6 +15,7 @@ from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import named_event
 from agentspec.protocol.upstream_errors import without_account
+from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.sending import EVENT_STREAM, json_response, note, record_failure, respond
@@ -25,7 +26,12 @@ Keep = Callable[[EventWriter], Awaitable[None]]
 
 
 async def send_whole(
-    deltas: AsyncGenerator[Delta], writer: EventWriter, record: RequestRecord, send: Send, keep: Keep
+    deltas: AsyncGenerator[Delta],
+    writer: EventWriter,
+    record: RequestRecord,
+    send: Send,
+    keep: Keep,
+    account: BodyAccount,
 ) -> None:
     """Answer with one response object."""
     async with aclosing(deltas):
@@ -36,7 +42,7 @@ async def send_whole(
     for _ in writer.close():
         pass
     await keep(writer)
-    await respond(send, json_response(writer.response))
+    await respond(send, await account.run(account.answer, json_response, writer.response))
 
 
 async def send_events(

@@ -198,7 +198,8 @@ class ResponsesEndpoint(GenerationEndpoint):
         keep = self._keeping(exchange, request)
         deltas = collected(count_reasoning(deltas), exchange.account)  # a stream ends with the whole answer, too
         if not request.stream:
-            await send_whole(exchange.deadline.within(deltas), writer, record, exchange.send, keep)
+            deltas = exchange.deadline.within(deltas)
+            await send_whole(deltas, writer, record, exchange.send, keep, exchange.account)
             return
         if settings.stream_pacing:
             deltas = paced(deltas, settings.stream_pacing, settings.stream_pacing_characters)

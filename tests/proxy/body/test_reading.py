@@ -33,6 +33,12 @@ async def test_a_body_in_parts() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("length", ["2", "2 ", "\t2"])
+async def test_blanks_around_a_length_do_not_count(length: str) -> None:
+    assert await read_body(Headers({**DECLARED, "content-length": length}), receiver(part(b"{}")), 3) == b"{}"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("length", ["4", "99999999999999999999999999", "-1", "x", ""])
 async def test_a_declared_length_is_refused_unread(length: str) -> None:
     with pytest.raises(RequestTooLargeError):
