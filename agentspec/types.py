@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from agentspec.errors import InvalidRequestError
 from agentspec.sampling_params import MAX_CHOICES as MAX_CHOICES
@@ -236,7 +236,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What speculation did for one generation. `steps` counts verification forwards, including the first token's.
+    """What speculation did for one generation. `steps` counts verification forwards, including the first token's;
+    where a strategy counts other work, `forwards` is 0.
 
     `estimated_seconds_saved` compares the time taken with the measured cost of one-token steps on the same engine. It
     is an estimate, since the run without speculation did not happen.
@@ -246,6 +247,11 @@ class Speculation:
     accepted: int = 0
     steps: int = 0
     estimated_seconds_saved: float = 0.0
+    steps_are_forwards: ClassVar[bool] = True
+
+    @property
+    def forwards(self) -> int:
+        return self.steps if self.steps_are_forwards else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +276,7 @@ class StepSpeculation(Speculation):
     `degraded` maps each abandoned model to the reason. `trace` is the answer's id for `agentspec trace show`.
     """
 
+    steps_are_forwards = False
     lossy: bool = True
     strategy: str = ""
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -315,6 +322,7 @@ class RetrievalSpeculation(Speculation):
     the work.
     """
 
+    steps_are_forwards = False
     lossy: bool = False
     strategy: str = ""
     knobs: Mapping[str, Any] = field(default_factory=dict)

@@ -273,7 +273,7 @@ class RetrievalSettings(SettingsModel):
         default="os3", description="Documents guessed before a verification: os3 adapts, down to none; or a number"
     )
     asynchronous: bool = Field(default=True, description="Generate on while documents are verified, where that pays")
-    prefetch: int = Field(default=20, ge=1, description="Documents a search brings into the cache: P of the paper")
+    prefetch: int = Field(default=20, ge=1, description="Documents each search asks for, with and without guesses: P")
     cache_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=0, description="Memory for cached documents")
     search_timeout: float = Field(default=30.0, gt=0, description="Seconds that one search may take")
 

@@ -114,8 +114,7 @@ class GatewayMiddleware:
             metrics.tokens(record.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
         if (done := record.speculation) is not None:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
-            counts = {"drafted": done.drafted, "accepted": done.accepted, "steps": done.steps}
-            metrics.speculation(record.model, **counts, failed_roles=failed)
+            metrics.speculation(record.model, done, failed)
         if record.prediction_refused:
             metrics.prediction_refused(record.model)
         if self.logs_requests:

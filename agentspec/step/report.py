@@ -29,7 +29,8 @@ class StepRow:
 
     `runs`, `errors` (runs that raised) and `seconds` (wall clock inside the step, nested steps included) describe the
     step's own code. The other fields describe its model calls, without those of nested steps. `verified_tokens` are
-    the completion tokens of calls that reported their verify steps.
+    the completion tokens of calls that reported their verify steps: forwards that verified drafts. `rounds` are what a
+    strategy counts instead: steps of thinking, or rounds of retrieval.
     """
 
     workflow: str | None = None
@@ -44,6 +45,7 @@ class StepRow:
     completion_tokens: int = 0
     verified_tokens: int = 0
     verify_steps: int = 0
+    rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     estimated_seconds_saved: float = 0.0
@@ -87,8 +89,9 @@ class StepStatistics:
                 model_seconds=row.model_seconds + seconds,
                 prompt_tokens=row.prompt_tokens + used.prompt_tokens,
                 completion_tokens=row.completion_tokens + used.completion_tokens,
-                verified_tokens=row.verified_tokens + (used.completion_tokens if speculated.steps else 0),
-                verify_steps=row.verify_steps + speculated.steps,
+                verified_tokens=row.verified_tokens + (used.completion_tokens if speculated.forwards else 0),
+                verify_steps=row.verify_steps + speculated.forwards,
+                rounds=row.rounds + speculated.steps - speculated.forwards,
                 drafted=row.drafted + speculated.drafted,
                 accepted=row.accepted + speculated.accepted,
                 estimated_seconds_saved=row.estimated_seconds_saved + speculated.estimated_seconds_saved,
@@ -174,6 +177,7 @@ _COLUMNS = (
     ("tokens", "completion_tokens"),
     ("forwards", "verify_steps"),  # in words that no step of a workflow is meant by
     ("tokens/forward", "tokens_per_step"),
+    ("rounds", "rounds"),
     ("drafted", "drafted"),
     ("accepted", "accepted"),
     ("est. s saved", "estimated_seconds_saved"),

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from agentspec.telemetry import scraped
 from agentspec.telemetry.samples import BackendSample, IndexFigures, MemberSample, TenantSample
+from agentspec.types import Speculation
 
 T = TypeVar("T", Counter, Histogram)
 
@@ -59,6 +60,7 @@ class Metrics:
         self._drafted = counter("agentspec_draft_tokens", "Tokens proposed", model)
         self._accepted = counter("agentspec_accepted_tokens", "Proposed tokens kept", model)
         self._steps = counter("agentspec_verify_steps", "Verification forwards", model)
+        self._rounds = counter("agentspec_strategy_rounds", "Steps of thinking, rounds of retrieval", model)
         alone = "Answers in which the model of a role failed, so that the base model went on alone"
         self._off = counter("agentspec_speculation_off", alone, ("model", "reason"))
         unpredicted = "Requests that an upstream refused with a prediction and got again without"
@@ -99,16 +101,15 @@ class Metrics:
         self._child(self._prompt, label).inc(prompt)
         self._child(self._completion, label).inc(completion)
 
-    def speculation(
-        self, model: str | None, *, drafted: int, accepted: int, steps: int, failed_roles: Iterable[str] = ()
-    ) -> None:
+    def speculation(self, model: str | None, done: Speculation, failed_roles: Iterable[str] = ()) -> None:
         """Count what speculation did for one answer; of `failed_roles`, which an upstream may have sent, known ones."""
         label = self._label(model)
         for role in set(_HELPERS).intersection(failed_roles):
             self._off.labels(label, f"{role}_failed").inc()
-        self._drafted.labels(label).inc(drafted)
-        self._accepted.labels(label).inc(accepted)
-        self._steps.labels(label).inc(steps)
+        self._drafted.labels(label).inc(done.drafted)
+        self._accepted.labels(label).inc(done.accepted)
+        self._steps.labels(label).inc(done.forwards)
+        self._rounds.labels(label).inc(done.steps - done.forwards)
 
     def prediction_refused(self, model: str | None) -> None:
         self._unpredicted.labels(self._label(model)).inc()

@@ -98,14 +98,14 @@ class OpenAIBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Stream the answer to `request`, sent with its model name, or with the settings' if it has none.
 
-        A request to a vLLM server also asks for token ids and carries the labels. The delta with the finish reason is
-        held back until the usage is known.
+        A request to a server that is known to send token ids also asks for them, and one to vLLM carries the labels.
+        The delta with the finish reason is held back until the usage is known.
 
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for any other
         failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
         path, body = payload(self._limited(request), request.model or self.settings.model or "")
-        if await self._detector.is_vllm():
+        if self._capabilities.token_ids or await self._detector.is_vllm():
             body |= token_id_fields(body)
         if request.priority and self.settings.priority != "off":
             body[PRIORITY] = request.priority

@@ -6,11 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from agentspec.backends.base import Capabilities
+from agentspec.backends.base import NONE, Capabilities
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport
@@ -18,9 +18,9 @@ from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.blocks import MAX_BYTES, PromptBlocks
 from agentspec.backends.pool.pool import Pool
-from agentspec.errors import NoServerError
+from agentspec.errors import NoServerError, UpstreamError
 from agentspec.placement import Call
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message
 
 PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
 T = TypeVar("T")
@@ -39,19 +39,21 @@ class PoolBackend:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self._shown: OpenAIBackend | None = None
 
     def __repr__(self) -> str:
         return f"PoolBackend({self.pool.name!r})"
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the first server: all are meant to be alike."""
-        return next((member.backend.capabilities for member, _ in self.pool.members()), Capabilities(logprobs=True))
+        """Those of the server that `probe` has reported, or of the first one: all are meant to be alike."""
+        shown = self._shown or next((member.backend for member, _ in self.pool.members()), None)
+        return Capabilities(logprobs=True) if shown is None else shown.capabilities
 
     @property
-    def tokenization(self) -> ServerTokenization | None:
-        """None: prompts go as text, since which server reads them is decided later."""
-        return None
+    def tokenization(self) -> PoolTokenization | None:
+        """The servers' tokenizer, if `probe` has found that each server which answers has one."""
+        return None if self._shown is None or self._shown.tokenization is None else PoolTokenization(self)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Stream the answer of a server. Raises as that server's backend does, and `NoServerError`.
@@ -75,14 +77,31 @@ class PoolBackend:
         return await self._ask(lambda backend, _: backend.models(headers))
 
     async def probe(self, timeout: float = 10.0) -> ProbeReport:
-        """Find out what the first server that answers can do. Never raises; see `ProbeReport.error`."""
+        """Find out what the servers can do, and report one that answers: if there is one, one that takes no token ids.
+
+        Never raises; see `ProbeReport.error`.
+        """
         await self.pool.prepare()
-        report = ProbeReport(error="no server is known")
-        for member, _ in self.pool.members():
-            report = await member.backend.probe(timeout)
-            if report.answers:
-                break
-        return report
+        backends = [member.backend for member, _ in self.pool.members()]
+        reports = await asyncio.gather(*(backend.probe(timeout) for backend in backends))
+        answering = [at for at, report in enumerate(reports) if report.answers]
+        if not answering:
+            return next(iter(reports), ProbeReport(error="no server is known"))
+        least = min(answering, key=lambda at: reports[at].tokenizes and reports[at].token_ids)
+        self._shown = backends[least]
+        return reports[least]
+
+    async def ask_tokenizer(self, ask: Callable[[ServerTokenization], Awaitable[T]]) -> T:
+        """What `ask` gets from the tokenizer of a server. Raises as `generate` does."""
+
+        async def asked(backend: OpenAIBackend, _: str | None) -> T:
+            if backend.tokenization is None:  # it did not answer when it was probed, or came later
+                await backend.probe()
+            if backend.tokenization is None:
+                raise UpstreamError(f"a server of {self.pool.name} has no tokenizer, which others have")
+            return await ask(backend.tokenization)
+
+        return await self._ask(asked)
 
     async def any_server(self) -> tuple[OpenAIBackend, str | None]:
         """A server for what is no call of a client's, and its name for the model. Raises `NoServerError`."""
@@ -107,6 +126,27 @@ class PoolBackend:
             async with attempt:
                 return await ask(attempt.backend, attempt.model)
         raise NoServerError("no server of this model answered")  # not reached: the last try raises or returns
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTokenization:
+    """The tokenizer and chat template of a pool's servers: any of them is asked. Raises as `PoolBackend` does."""
+
+    pool: PoolBackend
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
+        return await self.pool.ask_tokenizer(lambda side: side.render(messages, tools, template_arguments))
+
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        return await self.pool.ask_tokenizer(lambda side: side.tokenize(text, begins=begins))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self.pool.ask_tokenizer(lambda side: side.detokenize(token_ids))
 
 
 def scoped_call(tenant: str, labels: Labels, pieces: Iterable[bytes] | None = None, *, begins: bool = False) -> Call:

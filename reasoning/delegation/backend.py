@@ -121,7 +121,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         model = self.roles[role]
         if role == "judge" and model is self.roles["base"]:
             return "judge = base"
-        deletes = ", but its template deletes closed thinking" if model.keeps_thinking is False else ""
+        deletes = ", whose template is not known to keep closed thinking" if model.keeps_thinking is False else ""
         return f"{role} = {getattr(self.settings, role)} ({model.description}{deletes})"
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
@@ -161,7 +161,9 @@ class DelegationBackend(Strategy[DelegationSettings]):
 
     async def _think(self, thinking: Thinking) -> None:
         await thinking.open()
-        if thinking.request.speculation:
+        if thinking.over is not None:
+            pass  # the request leaves no room for thoughts
+        elif thinking.request.speculation:
             await self.algorithm.run(thinking, self.settings)
         else:
             await base_only(thinking)

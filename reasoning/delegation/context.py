@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from agentspec.backends.base import Tokenization
 from agentspec.backends.chat_templates import escape_markers
 from agentspec.types import GenerateRequest, Message, SamplingParams
+
+ENCODED = 4  # texts: one is enough for a question, and one for the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +52,24 @@ class Context(ABC):
 
 @dataclass(slots=True)
 class TokenContext(Context):
-    """A context of token ids. Text of other models is encoded piece by piece and appended: earlier ids never change."""
+    """A context of token ids. Text of other models is encoded piece by piece and appended: earlier ids never change.
+
+    Forks share the ids of the last texts, since a step is judged and kept, and a question is asked again.
+    """
 
     base: GenerateRequest
     tokenization: Tokenization
     turn: TurnMarkup
     token_ids: list[int]
     length: int | None = None  # of the model's context
+    _encoded: dict[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def room(self) -> int | None:
         return None if self.length is None else self.length - len(self.token_ids)
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        self.token_ids.extend(token_ids or (await self.tokenization.tokenize(escape_markers(text)) if text else ()))
+        self.token_ids.extend(token_ids or (await self._encode(escape_markers(text)) if text else ()))
 
     def fork(self) -> TokenContext:
         return replace(self, token_ids=list(self.token_ids))
@@ -73,8 +79,15 @@ class TokenContext(Context):
 
     async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
         asked = self.fork()
-        asked.token_ids.extend(await self.tokenization.tokenize(self.turn.wrap(question, prefill)))
+        asked.token_ids.extend(await self._encode(self.turn.wrap(question, prefill)))
         return asked.request(sampling)
+
+    async def _encode(self, text: str) -> Sequence[int]:
+        ids = self._encoded.pop(text, None) or await self.tokenization.tokenize(text)
+        self._encoded[text] = ids
+        if len(self._encoded) > ENCODED:
+            del self._encoded[next(iter(self._encoded))]
+        return ids
 
 
 @dataclass(slots=True)

@@ -166,7 +166,7 @@ async def aligned(thinking: Thinking, draft: Step, own: Step, settings: Lookahea
 
 
 def equal(draft: Step, own: Step) -> bool:
-    """Whether two steps differ in case, spaces and line ends only."""
+    """Whether two steps differ in case, spaces and line ends only, which needs no judge."""
     return _letters(draft) == _letters(own)
 
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from agentspec.backends.base import Embeds
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.reasoning.delegation.context import Context
 from agentspec.reasoning.delegation.events import Proposed, Scored
 from agentspec.reasoning.delegation.judge import aligned, equal
@@ -227,9 +227,11 @@ async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, ow
     """Whether the draft may replace the base model's own step."""
     if draft.blank or own.blank or not _may_replace(thinking, settings, draft, own):
         return False
+    if settings.compare == "equal":
+        return draft.text == own.text
     if equal(draft, own):
         return True
-    if settings.compare == "equal" or not thinking.has("judge"):
+    if not thinking.has("judge"):
         return False
     if settings.compare == "judge":
         return await aligned(thinking, draft, own, settings)
@@ -252,6 +254,8 @@ def _may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, o
 
 
 def _cosine(one: list[float], other: list[float]) -> float:
+    if len(one) != len(other):
+        raise UpstreamError("the judge gave two texts vectors of different lengths")
     dot = sum(a * b for a, b in zip(one, other, strict=True))
     norms = sum(a * a for a in one) * sum(b * b for b in other)
     return dot / norms**0.5 if norms else 0.0

@@ -56,7 +56,7 @@ async def _completes(model: ModelRole) -> bool:
 
 async def find_keeps_thinking(model: ModelRole, settings: DelegationSettings) -> None:
     """Find out, unless that is known, whether the endpoint's template keeps closed thinking in a message that the
-    endpoint continues. It stays unknown where the endpoint does not say.
+    endpoint continues. It stays unknown where the endpoint does not answer; one that counts no tokens may not.
 
     Templates of reasoning models delete closed thinking: with the closing mark the prompt then gets shorter, or the
     endpoint refuses to continue what its template does not show.
@@ -69,7 +69,8 @@ async def find_keeps_thinking(model: ModelRole, settings: DelegationSettings) ->
     except AgentSpecError:
         return
     try:
-        model.keeps_thinking = await _prompt_tokens(model, f"{start}{_LONG}\n{end}\n\nHello") >= opened
+        closed = await _prompt_tokens(model, f"{start}{_LONG}\n{end}\n\nHello")
+        model.keeps_thinking = 0 < opened <= closed
     except AgentSpecError as error:
         model.keeps_thinking = False if error.status in _REFUSED else None
 

@@ -7,26 +7,33 @@ from agentspec.reasoning.delegation.events import Proposed, Scored
 from agentspec.reasoning.delegation.judge import Score, score
 from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.steps import Step
-from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
+from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.reasoning.speculative_task import SpeculativeTask
 
-HIGHEST = 9  # a threshold above it accepts no step, not even where a judge answers "10"
+HIGHEST = 9  # above it the base model thinks alone: no step is accepted, not even where a judge answers "10"
 
 
 async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
     """Draft, score, then keep or rewrite, until the thinking is over.
 
     While the judge scores a step, the small model already drafts the next step, which is cancelled if the first is
-    rejected. If the judge or the small model fails, the base model continues alone.
+    rejected. If the judge or the small model fails, the base model continues alone. As published, a mark that closes
+    the thinking ends nothing: it is removed from a step once that is scored.
     """
+    if settings.threshold > HIGHEST:
+        await base_only(thinking)
+        return
+    thinking.ignore_closing()
     async with SpeculativeTask[Step]() as drafting:
         while thinking.over is None:
-            step = await propose(thinking, drafting) if may_draft(thinking, settings) else None
-            if step is not None:
+            draft = await propose(thinking, drafting) if may_draft(thinking, settings) else None
+            step = None if draft is None else draft.without(settings.think_end)
+            if draft is not None and step is not None:
+                await thinking.emit(Proposed(step))
                 if settings.pipelined and not is_final(thinking, step):
                     drafting.start(draft_behind(thinking, step))
-                if await accepts(thinking, step, settings):
+                if await accepts(thinking, step if step.blank else draft, settings):
                     await thinking.keep(step)
                     continue
                 await drafting.cancel()
@@ -40,8 +47,6 @@ async def propose(thinking: Thinking, drafting: SpeculativeTask[Step]) -> Step |
         if not drafting:
             drafting.start(thinking.draft(thinking.context("small")))
         step = await drafting.result()
-    if step is not None:
-        await thinking.emit(Proposed(step))
     return step
 
 
@@ -50,7 +55,7 @@ async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) 
     verdict = Score(0.0, reason="no judge")
     async with thinking.degrading("judge"):
         verdict = await score(thinking, step, settings)
-    accepted = thinking.has("judge") and settings.threshold <= HIGHEST and verdict.value >= settings.threshold
+    accepted = thinking.has("judge") and verdict.value >= settings.threshold
     await thinking.emit(Scored(verdict.value, accepted, verdict.seconds, verdict.reason))
     return accepted
 
@@ -64,7 +69,7 @@ def may_draft(thinking: Thinking, settings: SpecReasonSettings) -> bool:
 def is_final(thinking: Thinking, step: Step) -> bool:
     """Whether the small model will draft no further step if `step` is accepted."""
     marks = thinking.settings.answer_marks
-    ends = step.ending in ("closed", "stop") or step.blank or any(mark in step.text for mark in marks)
+    ends = step.ending == "stop" or step.blank or any(mark in step.text for mark in marks)
     return ends or not thinking.room("small", pending=step.tokens)
 
 

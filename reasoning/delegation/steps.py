@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentspec.text.stop_strings import partial_end
@@ -32,6 +32,12 @@ class Step:
     @property
     def blank(self) -> bool:
         return not self.text.strip()
+
+    def without(self, mark: str) -> Step:
+        """This step without `mark` in its text."""
+        if not mark or mark not in self.text:
+            return self
+        return replace(self, text=self.text.replace(mark, ""), token_ids=())
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimi
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.event_sink import EventSink
 from agentspec.reasoning.settings import DelegationSettings
+from agentspec.text.stop_strings import partial_end
 from agentspec.types import GenerateRequest, Message, SamplingParams
 
 RESERVED = 4  # a quarter of a model's context is left for the answer
@@ -57,7 +58,12 @@ class Thinking:
         self.failed: dict[str, str] = {}
         self.over: str | None = None
         self.step_limits = StepLimits(_sampling(request, settings), settings.think_end, settings.call_timeout)
+        self._ignored = ""
         self._contexts: dict[str, Context] = {}
+
+    def ignore_closing(self) -> None:
+        """From now on the mark that closes the thinking ends no step, and is removed from what `write` keeps."""
+        self.step_limits, self._ignored = replace(self.step_limits, closing=""), self.settings.think_end
 
     async def emit(self, event: Event) -> None:
         await self.events.emit(event)
@@ -75,6 +81,7 @@ class Thinking:
             if role == "base" or (model is not self.roles["base"] and role not in self.settings.shown_nothing):
                 async with self.degrading(role):
                     self._contexts[role] = await model.open(thought, self.settings.think_start)
+        self.over = None if self.room("base") else "budget"
 
     def request_for(self, messages: Sequence[Message]) -> GenerateRequest:
         """A request with `messages` and the fields that concern every call made for this answer."""
@@ -167,12 +174,16 @@ class Thinking:
 
         If the small model fails within the step, what was emitted is kept, and the base model goes on behind it.
         """
-        sent, before = "", self.counts.spent.get(author, 0)
+        sent, held, before = "", "", self.counts.spent.get(author, 0)
 
         async def on_text(text: str) -> None:
-            nonlocal sent
+            nonlocal sent, held
+            text = (held + text).replace(self._ignored, "") if self._ignored else text
+            cut = len(text) - partial_end(text, self._ignored)
+            text, held = text[:cut], text[cut:]
             sent += text
-            await self.emit(ThinkingText(author, text))
+            if text:
+                await self.emit(ThinkingText(author, text))
 
         limits = limits or self.limits(author)
         try:
@@ -181,8 +192,10 @@ class Thinking:
             if author == "base" or not sent or not is_model_failure(error):
                 raise
             await self.degrade(author, error)
-            step = Step(sent, author, "length", self.counts.spent[author] - before)
-        await self._keep(step, rejected)
+            step = Step(sent + held, author, "length", self.counts.spent[author] - before)
+        if step.text != sent + held:
+            step = replace(step, text=sent + held, token_ids=())
+        await self._keep(step, rejected, text=held)
 
     async def keep(self, step: Step, *, rejected: Step | None = None) -> None:
         """Add `step` to the thinking and to every model's context."""

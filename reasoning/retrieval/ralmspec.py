@@ -31,7 +31,10 @@ async def sequential(
     settings: RetrievalSettings | None = None,
     stats: SearchStats | None = None,
 ) -> AsyncGenerator[Event]:
-    """Search, then generate a round, until the answer ends. This defines the answer. Raises as `ralmspec` does."""
+    """Search, then generate a round, until the answer ends. This defines the answer. Raises as `ralmspec` does.
+
+    A search asks for as many documents as speculation does: the best one of an approximate service may depend on it.
+    """
     settings, stats = settings or RetrievalSettings(), stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, settings)
     yield AnswerBegan(generator.reader)
@@ -40,7 +43,7 @@ async def sequential(
     while not answer.over:
         query = await client.query(await generator.query(answer))
         asked = time.perf_counter()
-        found = await client.search([query], 1)
+        found = await client.search([query], settings.prefetch)
         generating = time.perf_counter()
         document = first(found.hits[0])
         stats.count_search(1, 0)
@@ -84,7 +87,7 @@ async def ralmspec(
     governor = StrideGovernor(measured or StrideMeasurements(), settings.stride, settings.asynchronous)
     cache = RetrievedDocuments(settings.cache_bytes) if cache is None else cache
     async with SpeculationState(generator, client, cache, governor) as state:
-        yield await state.retrieve(settings.prefetch)
+        yield await state.retrieve()
         while not state.answer.over:
             state.choose_stride()
             if state.must_retrieve:

@@ -114,11 +114,11 @@ class SpeculationState:
             return True
         return not self._searching and len(self._unsent()) < self.plan.stride
 
-    async def retrieve(self, count: int = 1) -> Retrieved:
+    async def retrieve(self) -> Retrieved:
         """Search for the next document and wait for it. Also records whether the cache would have guessed it."""
         query = await self.client.query(await self.generator.query(self.answer))
         guess = self.cache.best(query, self.client.base.metric)
-        found, seconds = await self._search([query], count)
+        found, seconds = await self._search([query])
         self.governor.measured.retrieved(seconds, alone=True)
         self.stats.count_search(1, 0)
         self.stats.retrieve += seconds
@@ -161,7 +161,7 @@ class SpeculationState:
             round.sent = True
         self.ahead[-1].beside = True
         queries = [round.query for round in rounds if round.query is not None]
-        task = asyncio.create_task(self._search(queries, self.generator.settings.prefetch))
+        task = asyncio.create_task(self._search(queries))
         self._searching.append(VerificationBatch(rounds, task))
         self.stats.count_search(len(rounds), len(rounds))
 
@@ -258,7 +258,7 @@ class SpeculationState:
     def _unsent(self) -> list[Round]:
         return [round for round in self.ahead if round.query is not None and not round.sent]
 
-    async def _search(self, queries: list[Query], count: int) -> tuple[SearchResult, float]:
+    async def _search(self, queries: list[Query]) -> tuple[SearchResult, float]:
         began = time.perf_counter()
-        found = await self.client.search(queries, count)
+        found = await self.client.search(queries, self.generator.settings.prefetch)
         return found, time.perf_counter() - began

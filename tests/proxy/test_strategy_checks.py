@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from agentspec.cli.doctor import strategy_checks
 from agentspec.cli.doctor.checks import Check
 from agentspec.cli.doctor.strategy_checks import Unloaded, check_strategies
 from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
+from agentspec.reasoning.retrieval.knowledge.base import Query, SearchResult
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
 from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
 from agentspec.reasoning.settings import (
     KnnLmSettings,
@@ -22,6 +27,7 @@ from agentspec.reasoning.settings import (
     RaLMSpecSettings,
     SpecReasonSettings,
 )
+from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import ThinkingModel
 from agentspec.types import GenerateRequest
@@ -112,6 +118,43 @@ def test_retrieval_needs_a_model_that_takes_token_ids(serving: Any, tiny_model: 
     found = check(serving())
     assert found.state == "fail" and "takes no token ids" in found.detail
     assert check(DOWN).detail.startswith("no answer from base")
+
+
+def pool(gateway: Any, *takes_ids: bool) -> OpenAISettings:
+    """Servers of one vocabulary, with token ids and without."""
+    shared, urls = ThinkingModel(lambda thinking: "one Answer: 1\n\n"), []
+    for ids in takes_ids:
+        model = copy(shared)
+        model._capabilities = Capabilities(continue_final=True, logprobs=True, token_ids=ids)
+        urls.append(f"{gateway({'m': model}).url}/v1")
+    return OpenAISettings(base_urls=urls, model="m")  # type: ignore[arg-type]
+
+
+def test_a_pool_takes_token_ids_where_each_of_its_servers_does(gateway: Any) -> None:
+    class Nowhere:
+        metric = Bm25Metric()
+
+        async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
+            return SearchResult("1", ((),) * len(queries))
+
+        async def aclose(self) -> None: ...
+
+    able = pool(gateway, True, True)
+    reader = RaLMSpecSettings(base="large", knowledge="kb")
+    reading = settings(able, able).model_copy(update={"knowledge": {"kb": RemoteSettings(url="http://127.0.0.1:9")}})  # type: ignore[arg-type]
+    reading = reading.model_copy(update={"models": {**reading.models, "reader": reader}})
+
+    async def answers() -> list[str]:
+        texts = []
+        async with Runtime(reading, knowledge={"kb": Nowhere()}) as runtime:
+            for model in ("fast", "reader"):
+                ask = GenerateRequest(model, messages=[{"role": "user", "content": "Two?"}])
+                texts.append("".join([delta.text async for delta in runtime.generate(ask)]))
+        return texts
+
+    assert asyncio.run(answers()) == ["The answer is four.", "one Answer: 1\n\n"]
+    (check,) = check_strategies(settings(able, pool(gateway, True, False)))
+    assert check.detail.startswith("base = large (token ids); small = tiny (continues messages)")
 
 
 def test_lossy_acceptance_needs_a_draft_model_and_its_own_judge(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from agentspec.reasoning.delegation.thinking import Algorithm
 from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, SpecReasonSettings, StrategySettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, prepare
 from agentspec.testing import Script, ThinkingModel
-from agentspec.types import GenerateRequest, Message
+from agentspec.types import Delta, GenerateRequest, Message
 
 pytestmark = pytest.mark.anyio
 
@@ -38,6 +38,14 @@ class Refusing(ThinkingModel):
     def _respond(self, request: GenerateRequest) -> Script:
         closed = request.continue_final and "</think>" in self.prompt_text(request)
         return InvalidRequestError("cannot continue") if closed else super()._respond(request)
+
+
+class Uncounted(ThinkingModel):
+    """Reports no usage."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        async for delta in super().generate(request):
+            yield replace(delta, usage=None)
 
 
 def step(thinking: str) -> Script:
@@ -81,7 +89,7 @@ async def test_calls_are_held_where_all_who_may_answer_hold_them(
     assert backend.holds_calls(ASK) is False
 
 
-@pytest.mark.parametrize(("kind", "keeps"), [(ThinkingModel, True), (Forgetful, False)])
+@pytest.mark.parametrize(("kind", "keeps"), [(ThinkingModel, True), (Forgetful, False), (Uncounted, False)])
 async def test_thinking_that_a_template_would_delete_stands_as_plain_text(
     kind: Callable[..., ThinkingModel], keeps: bool
 ) -> None:

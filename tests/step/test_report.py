@@ -7,7 +7,7 @@ from rich.console import Console
 
 from agentspec.step.report import OTHER, Report, StepStatistics
 from agentspec.step.tool_report import ToolRow
-from agentspec.types import Speculation, Usage
+from agentspec.types import RetrievalSpeculation, Speculation, StepSpeculation, Usage
 
 
 def test_rows_are_bounded_and_nothing_is_lost() -> None:
@@ -34,6 +34,14 @@ def test_threads_do_not_lose_counts() -> None:
         thread.join()
     (row,) = ledger.rows()
     assert (row.calls, row.prompt_tokens, row.verified_tokens, row.verify_steps) == (2000, 4000, 6000, 2000)
+
+
+def test_steps_of_thinking_and_rounds_of_retrieval_are_no_forwards() -> None:
+    ledger = StepStatistics()
+    for speculation in (Speculation(steps=2), StepSpeculation(steps=5), RetrievalSpeculation(steps=4)):
+        ledger.add_call(("w", "s"), Usage(1, 60), speculation, 0.1)
+    (row,) = ledger.rows()
+    assert (row.verify_steps, row.rounds, row.tokens_per_step) == (2, 9, 30)
 
 
 def test_a_report_is_a_snapshot_and_a_table() -> None:

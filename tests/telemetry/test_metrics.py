@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentspec.telemetry.metrics import Metrics
 from agentspec.telemetry.samples import EngineSample, IndexFigures, UpstreamSample
+from agentspec.types import Speculation, StepSpeculation
 
 
 def test_everything_is_rendered() -> None:
@@ -13,7 +14,8 @@ def test_everything_is_rendered() -> None:
     metrics.request("/v1/chat/completions", "m", "ok", 0.2)
     metrics.first_token("m", 0.1)
     metrics.tokens("m", prompt=5, completion=4)
-    metrics.speculation("m", drafted=6, accepted=2, steps=3)
+    metrics.speculation("m", Speculation(drafted=5, accepted=2, steps=3))
+    metrics.speculation("m", StepSpeculation(drafted=1, steps=14))
     metrics.in_flight.inc()
     families = text_string_to_metric_families(metrics.render().decode())
     samples = {sample.name: sample.value for family in families for sample in family.samples}
@@ -22,7 +24,8 @@ def test_everything_is_rendered() -> None:
     assert samples["agentspec_time_to_first_token_seconds_count"] == 1
     assert (samples["agentspec_prompt_tokens_total"], samples["agentspec_completion_tokens_total"]) == (5, 4)
     assert (samples["agentspec_draft_tokens_total"], samples["agentspec_accepted_tokens_total"]) == (6, 2)
-    assert samples["agentspec_verify_steps_total"] == 3 and samples["agentspec_requests_in_flight"] == 1
+    assert samples["agentspec_verify_steps_total"] == 3 and samples["agentspec_strategy_rounds_total"] == 14
+    assert samples["agentspec_requests_in_flight"] == 1
     assert (samples["agentspec_index_bytes"], samples["agentspec_index_sequences"]) == (4096, 3)
     assert samples["agentspec_cache_damaged_rows"] == 2
     assert (samples["agentspec_cache_unread_rows"], samples["agentspec_cache_behind_seconds"]) == (5, 1.5)

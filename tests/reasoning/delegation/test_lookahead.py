@@ -140,7 +140,7 @@ async def test_the_base_models_steps_run_side_by_side_and_a_mismatch_cancels_the
 
 
 @given(
-    small=st.lists(st.sampled_from("abc"), min_size=1, max_size=6),
+    small=st.lists(st.sampled_from(["a", "b", "c", "A", " a"]), min_size=1, max_size=6),
     base=st.lists(st.sampled_from("abc"), min_size=1, max_size=6),
     depth=st.integers(0, 4),
 )
@@ -232,6 +232,16 @@ async def test_an_embedding_judge_compares_directions() -> None:
     events = await run(small, base, knobs(compare="embedding", similarity=0.99))
     assert [author for author, _ in authors(events)] == ["small", "base"]
     assert base.asked == []
+
+
+async def test_a_judge_whose_vectors_differ_in_length_is_given_up() -> None:
+    class Uneven(Embedding):
+        async def embed(self, texts: Sequence[str], model: str, tenant: str = "default") -> list[list[float]]:
+            return [[1.0] * (len(text) + 1) for text in texts]
+
+    events = await run(ThinkingModel(telling("ab")), Uneven(slowly("c", "d Answer: 4")), knobs(compare="embedding"))
+    assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
+    assert {author for author, _ in authors(events)} == {"base"}
 
 
 def test_an_embedding_judge_must_embed() -> None:

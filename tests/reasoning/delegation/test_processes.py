@@ -100,8 +100,7 @@ async def test_every_strategy_thinks_across_two_processes(configured: Settings) 
     for text, told in thought.values():
         assert text.strip() and 0 < sum(told.kept_tokens.values()) <= 24
     none, told = thought["none"]
-    assert none.encode() == alone.encode() and told.accepted_steps == 0 < told.proposed_steps
-    assert 0 < told.spent_tokens["judge"] <= told.proposed_steps  # one token each
+    assert none.encode() == alone.encode() and told.proposed_steps == 0
     assert thought["kept"][1].kept_tokens["base"] == 0 < thought["handed"][1].kept_tokens["base"]
 
 

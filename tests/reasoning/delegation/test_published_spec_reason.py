@@ -56,7 +56,7 @@ CASES = {
     # The score: the generated token, if it is a number, from the threshold on.
     **{f"score {score} at 7": scored(str(score), score >= 7) for score in range(10)},
     **{f"score 5 at {threshold}": scored("5", threshold <= 5, threshold=threshold) for threshold in (0, 3, 5, 5.5, 9)},
-    "above 9 none": scored("9", False, threshold=9.5),
+    "above 9 none": Case("", ALL_BASE, settings={"threshold": 9.5}),
     "a space before the digit": scored(" 7", False),
     "a word": scored("seven", False),
     "a word, at threshold 0": scored("seven", True, threshold=0),
@@ -116,8 +116,22 @@ CASES = {
     ),
     "a step without end is cut": Case("99", ["s a b c d e f", "s boxed\n\n"], small=["a b c d e f g\n\n", "boxed\n\n"]),
     "an empty step is not scored": Case("9", ["b b1\n\n", "s boxed\n\n"], small=["", "boxed\n\n"]),
-    "a closing mark ends": Case("9", ["s s1 "], small=["s1 </think>"], ended="closed"),
+    # A mark that closes the thinking is removed, and the thinking goes on to an answer mark.
+    "a closing mark": Case("999", ["s s1\n\n\n", *ALL_SMALL[1:]], small=["s1\n</think>\n\n", *S3[1:]]),
+    "a closing mark with words behind it": Case(
+        "999", ["s s1  more\n\n", *ALL_SMALL[1:]], small=["s1 </think> more\n\n", *S3[1:]]
+    ),
     "a closing mark in a rejected draft": Case("19", ["b b1\n\n", "s boxed\n\n"], small=["s1 </think>", "boxed\n\n"]),
+    "a closing mark of the base model": Case(
+        "191", ["b b1 \n\n", "s s2\n\n", ALL_BASE[2]], small=S3, base=["b1 </think>\n\n", *B3[1:]]
+    ),
+    "a closing mark behind an answer": Case("9", ["s boxed \n\n"], small=["boxed </think>\n\n"]),
+    "a closing mark alone leaves the step to the base model": Case(
+        "9", [ALL_BASE[0], "s boxed\n\n"], small=["</think>\n\n", "boxed\n\n"]
+    ),
+    "closing marks alone of both end": Case(
+        "", ["b \n\n"], small=["</think>\n\n"], base=["</think>\n\n"], ended="silent"
+    ),
     "a step about a score": Case("9", ["s the score is 8 boxed\n\n"], small=["the score is 8 boxed\n\n"]),
 }
 

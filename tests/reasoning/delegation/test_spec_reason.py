@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -26,6 +26,7 @@ from agentspec.reasoning.delegation.events import (
     Scored,
     ThinkingText,
 )
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
@@ -214,6 +215,21 @@ async def test_a_threshold_above_nine_accepts_no_score() -> None:
     base, small = ThinkingModel(numbered("base"), score=lambda step: "10"), ThinkingModel(numbered("small"))
     events = await events_of(DelegationBackend.of(knobs(threshold=9.5), base=base, small=small))
     assert {step.author for step in kept(events)} == {"base"}
+
+
+async def test_a_step_and_the_question_about_it_are_tokenized_once() -> None:
+    """By a server that costs a round trip each: once for each step of another model, once for the question."""
+
+    class Counting(ThinkingModel):
+        asked_for: ClassVar[list[str]] = []
+
+        async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+            self.asked_for.append(text)
+            return await super().tokenize(text, begins=begins)
+
+    base, small = Counting(numbered("base", 9)), ThinkingModel(numbered("small", 9))
+    await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    assert len(base.asked_for) == len(set(base.asked_for)) == 1 + 9 + 1  # the problem, the steps, the question
 
 
 PUBLISHED = (
@@ -460,12 +476,47 @@ async def test_min_tokens_counts_thinking_and_answer() -> None:
 
 
 @MODES
-async def test_thinking_that_closes_itself(abilities: Capabilities) -> None:
-    base = ThinkingModel(numbered("base"), capabilities=abilities)
-    small = ThinkingModel(lambda thinking: "all clear\n</think>\n\nThe answer", capabilities=abilities)
-    deltas = await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(ask()))
-    assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == "all clear\n"
+@pytest.mark.parametrize(("threshold", "thought"), [(7, "all clear\n\n\nAnswer: 4\n\n"), (9.5, "all clear\n")])
+async def test_the_base_model_alone_closes_its_thinking(
+    abilities: Capabilities, threshold: float, thought: str
+) -> None:
+    """Under SpecReason the mark is removed, also from what is sent as it comes."""
+
+    def closing(thinking: str) -> str:
+        return "Answer: 4\n\n" if "clear" in thinking else "all clear\n</think>\n\nThe answer"
+
+    base = ThinkingModel(closing, score=lambda step: "1", capabilities=abilities)
+    small = ThinkingModel(numbered("small"), capabilities=abilities)
+    backend = DelegationBackend.of(knobs(threshold=threshold), base=base, small=small)
+    deltas = await deltas_of(backend.generate(ask()))
+    assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == thought
     assert "".join(delta.text for delta in deltas) == "The answer is four."
+    assert bool(small.requests) is (threshold <= 9)
+
+
+@given(said=st.text(alphabet="<a>k/think \n", max_size=30), pieces=st.lists(st.integers(0, 30), max_size=8))
+def test_no_closing_mark_is_sent_however_the_text_is_cut(said: str, pieces: list[int]) -> None:
+    text = said[:9] + "</think>" + said[9:] + "</thi"
+    cuts = [0, *sorted(cut for cut in pieces if cut < len(text)), len(text)]
+    thinking = Thinking(ask(), knobs(), {})
+
+    class Writer(ModelRole):
+        async def write(self, context: Any, author: Any, limits: Any, spend: Any, on_text: Any = None) -> Step:
+            for start, end in pairwise(cuts):
+                await on_text(text[start:end])
+            return Step(text, "base", "length")
+
+    async def write() -> None:
+        thinking.roles["base"] = Writer("base", ThinkingModel(numbered("base")), "base")
+        await thinking.open()
+        thinking.ignore_closing()
+        await thinking.write("base")
+
+    async def sent() -> str:
+        return "".join([event.text async for event in thinking.events.stream(write) if isinstance(event, ThinkingText)])
+
+    shown = anyio.run(sent)
+    assert shown == thinking.text and "</think>" not in shown and shown.endswith("</thi")
 
 
 async def test_what_the_base_model_writes_goes_out_as_it_comes() -> None:

@@ -119,14 +119,17 @@ def test_what_is_set_is_what_counts() -> None:
 
 @pytest.mark.parametrize("kind", [SpecReasonSettings, SpeculativeThinkingSettings, LookaheadSettings])
 @pytest.mark.parametrize("speculation", [True, False])
-def test_a_requests_own_budget_of_thoughts_ends_the_thinking(kind: type[DelegationSettings], speculation: bool) -> None:
+@pytest.mark.parametrize("budget", [40, 0])
+def test_a_requests_own_budget_of_thoughts_ends_the_thinking(
+    kind: type[DelegationSettings], speculation: bool, budget: int
+) -> None:
     backend = DelegationBackend.of(
         kind(**NAMED, budget_tokens=200), base=ThinkingModel(steps("base")), small=ThinkingModel(steps("small"))
     )
-    request = replace(ASKED, thinking_budget=40, speculation=speculation)
+    request = replace(ASKED, thinking_budget=budget, speculation=speculation)
 
     async def last() -> Delta:
         return [delta async for delta in backend.generate(request)][-1]
 
     told = anyio.run(last).speculation
-    assert isinstance(told, StepSpeculation) and told.ended == "budget" and sum(told.kept_tokens.values()) == 40
+    assert isinstance(told, StepSpeculation) and told.ended == "budget" and sum(told.kept_tokens.values()) == budget

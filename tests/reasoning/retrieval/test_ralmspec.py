@@ -247,10 +247,19 @@ class Passages(FakeKnowledge):
         return replace(found, hits=hits)
 
 
-async def test_another_passage_of_the_same_document_is_another_document() -> None:
+class Approximate(FakeKnowledge):
+    """Looks at as many documents as are asked for."""
+
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
+        return await FakeKnowledge(self.documents[:count]).search(queries, count)
+
+
+@pytest.mark.parametrize("knowledge", [Passages(corpus(2)), Approximate(corpus(30))], ids=["passages", "approximate"])
+async def test_a_service_that_finds_by_its_own_rules_gives_equal_answers(knowledge: FakeKnowledge) -> None:
+    """Another passage of the same document is another document, and the best one may depend on the count."""
     knobs = RetrievalSettings(stride=3, round_tokens=3)
     for n in range(5):
-        given = {"backend": HashedModel(), "knowledge": Passages(corpus(2)), "settings": knobs}
+        given = {"backend": HashedModel(), "knowledge": knowledge, "settings": knobs}
         found, plain = [await outcome(run, asking(n), **given) for run in (ralmspec, sequential)]
         assert found.answer == plain.answer
 
