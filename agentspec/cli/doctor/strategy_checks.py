@@ -116,21 +116,24 @@ def _inspected(name: str, settings: Settings) -> tuple[Strategy[Any], list[str]]
 
     from agentspec.reasoning.strategy import Dependencies, ModelRef, open_strategy
     from agentspec.settings.model_names import named_model
+    from agentspec.settings.pools import open_fleet
 
     backends: dict[str, Backend] = {}
+    fleet = open_fleet(settings, {})
+    pools = {} if fleet is None else fleet.backends
 
     def find(role: str) -> ModelRef:
         backend_name, model = named_model(settings, role)
         if backend_name not in backends:
-            backends[backend_name] = _stand_in(settings, backend_name)
+            backends[backend_name] = pools.get(backend_name) or _stand_in(settings, backend_name)
         return ModelRef(backends[backend_name], model)
 
     async def probed() -> list[str]:
         try:
             return await built.inspect()
         finally:
-            for backend in backends.values():
-                await backend.aclose()
+            for one in (*backends.values(), *((fleet,) if fleet else ())):
+                await one.aclose()
 
     strategy: Any = settings.models[name]
     built = open_strategy(name, strategy, Dependencies(find, lambda knowledge: cast(Any, None)))
@@ -138,20 +141,15 @@ def _inspected(name: str, settings: Settings) -> tuple[Strategy[Any], list[str]]
 
 
 def _stand_in(settings: Settings, name: str) -> Backend:
-    """What answers for a backend, or for a pool of upstreams."""
+    """What answers for a backend."""
     from agentspec.backends.openai import OpenAIBackend
-    from agentspec.settings.pools import open_fleet
 
-    backend = settings.backends.get(name)
+    backend = settings.backends[name]
     if isinstance(backend, TorchSettings):
         return Unloaded(backend)
     if isinstance(backend, EncoderSettings):
         raise ConfigurationError('it is an embedding model (kind = "encoder"), which answers nothing')
-    if isinstance(backend, OpenAISettings) and not backend.has_several_servers:
-        return OpenAIBackend(backend)
-    fleet = open_fleet(settings, {})
-    assert fleet is not None, "the settings name it as a model's pool"
-    return fleet.backends[name]
+    return OpenAIBackend(backend)
 
 
 def _local_models(name: str, settings: Settings) -> list[str]:
