@@ -287,7 +287,7 @@ async def test_a_large_grammar_waits_beside_other_requests(backend_of: Any, monk
         return len(source)
 
     monkeypatch.setattr(CompileHelper, "try_out", slow)
-    formed = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z]{500}"))
+    formed = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z]{500}|&"))
     several = [asyncio.create_task(answer(backend, ask(formed))) for _ in range(20)]
     await asyncio.to_thread(tried.wait, 60)
     for _ in range(3):
