@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -146,9 +146,11 @@ class Forwards(Protocol):
         """
         ...
 
-    async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def body_fields(
+        self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any], off: Collection[str] = ()
+    ) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`: they send the `labels` and
-        keep the tenant's requests apart from others'.
+        the switches that are `off`, and keep the tenant's requests apart from others'.
 
         Raises `UpstreamIsolationError` if that cannot be done, `InvalidRequestError` for a salt that is no text.
         """
@@ -163,8 +165,10 @@ class Forwards(Protocol):
         """Learn from a forwarded answer how long the answers of its step are."""
         ...
 
-    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether requests to `path` can be forwarded, by a tenant whose `headers` may carry a client's key."""
+    async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:
+        """Whether requests to `path` can be forwarded, by a tenant whose `headers` may carry a client's key, with what
+        is switched `off`.
+        """
         ...
 
     async def server_kind(self) -> str | None:

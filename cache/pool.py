@@ -173,8 +173,12 @@ class CachePool:
         tokens: Tokens,
         context: Tokens,
         decode: Decode | None,
+        *,
+        ended: bool,
     ) -> None:
         """Add an output to the cached past outputs, unless its session was deleted or the content filter refuses it.
+
+        Learns the token after which it `ended`.
 
         `release`, which follows, looks after the budgets.
         """
@@ -185,7 +189,8 @@ class CachePool:
             if session.forgotten:
                 return
             record = SequenceRecord(next(self._numbers), partition.namespace, labels, tokens, context, time.time())
-            partition.drafter.observe_end(int(tokens[-1]))
+            if ended:
+                partition.drafter.observe_end(int(tokens[-1]))
             partition.add(record)
             if self._persist:
                 self._persist(record)

@@ -181,15 +181,18 @@ class CacheRequest:
         """Count a draft that the caller, with threads of its own, made from `drafter` and `indexes` directly."""
         self.pool.count(steps=1, drafted=drafted, accepted=accepted, hits=int(accepted > 0))
 
-    def close(self) -> None:
-        """Finish cleanly: the output joins the namespace's cached past outputs. Idempotent."""
-        self.end(clean=True)
+    def close(self, *, ended: bool = True) -> None:
+        """Finish cleanly: the output joins the namespace's cached past outputs. Idempotent.
+
+        Its last token is learned as one after which outputs end, unless it was cut, say by a limit: then not `ended`.
+        """
+        self.end(clean=True, ended=ended)
 
     def abandon(self) -> None:
         """Abort: the output so far is partial, so only this session keeps it. Idempotent."""
         self.end(clean=False)
 
-    def end(self, *, clean: bool, settle: bool = True) -> None:
+    def end(self, *, clean: bool, ended: bool = True, settle: bool = True) -> None:
         """`close` or `abandon`. Without `settle` the caller looks after the budgets afterwards."""
         if not self._open:
             return
@@ -204,7 +207,13 @@ class CacheRequest:
                     self.pool.count(partial=1)
                 elif self._output and self.share:
                     self.pool.add_output(
-                        self.partition, self._session, self.labels, self.output, self._prompt_end, self._decode
+                        self.partition,
+                        self._session,
+                        self.labels,
+                        self.output,
+                        self._prompt_end,
+                        self._decode,
+                        ended=ended,
                     )
         finally:
             self.pool.release(self.partition, self._session, keep=self.store, settle=settle)

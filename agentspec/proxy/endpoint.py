@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
@@ -143,7 +143,7 @@ class GenerationEndpoint:
                 return
             route = runtime.route(model)
             record.model = name if name in runtime.models() else OTHER
-            caller = read_caller(headers, record.tenant, fields)
+            caller = replace(read_caller(headers, record.tenant, fields), cached=runtime.settings.cache.store)
             record.labels = caller.labels
             exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
             metered = await self._within_limits(record, body, fields)

@@ -83,7 +83,7 @@ class CacheRouter:
             session=labels.session,
             workflow=labels.workflow,
             step=labels.step,
-            store=self._settings.cache.store,
+            store=self._settings.cache.store and request.store,
             decode=self._decode,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,16 +11,16 @@ from agentspec.telemetry.safe_errors import safe_message
 
 
 class FailureLog:
-    """Says once, as a warning, that something failed and what that costs; of later failures only for debugging."""
+    """Warns that something failed and what that costs: of the first failure, the tenth, the hundredth and so on."""
 
     def __init__(self, logger: logging.Logger, cost: str) -> None:
         self._logger, self._cost = logger, cost
-        self._failed = False
+        self.failures = 0
 
     def report(self, error: Exception) -> None:
-        level = logging.DEBUG if self._failed else logging.WARNING
-        self._failed = True
-        self._logger.log(level, "agentspec: %s: %s", self._cost, safe_message(error))
+        self.failures += 1
+        level = logging.WARNING if re.fullmatch("10*", str(self.failures)) else logging.DEBUG
+        self._logger.log(level, "agentspec: %s (failure %d): %s", self._cost, self.failures, safe_message(error))
 
     @contextmanager
     def caught(self) -> Iterator[None]:

@@ -9,18 +9,21 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from agentspec.backends.engine_plugin.failure_log import FailureLog
-from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
+from agentspec.backends.engine_plugin.request_state import Ending, RequestCache, RequestState
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
+CLOSE_SECONDS = 30.0  # that a cache which hangs may hold up the end of the server
 
 logger = logging.getLogger(__name__)
 
 Open = Callable[[RequestState, Tokens], RequestCache]
+_Asked = tuple[Callable[..., None], tuple[object, ...], int]
 
 
 class OutputUpdate(NamedTuple):
@@ -41,7 +44,9 @@ class CacheRecorder:
 
     def __init__(self, open_cache: Open) -> None:
         self._open = open_cache
-        self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[object, ...], int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._held: list[_Asked] = []
+        self._holds = False
         self._waiting = 0
         self._lock = threading.Lock()
         self._failures = FailureLog(logger, "a request goes on without the token cache")
@@ -55,39 +60,58 @@ class CacheRecorder:
             self.dropped += 1
             state.ready.set()
             return
-        self._put(self._begin, state, prompt, tokens=len(prompt))
+        self._put(self._begin, state, prompt, tokens=len(prompt), at_once=True)
 
     def extend(self, updates: Sequence[OutputUpdate]) -> None:
         """Record the new tokens of all outputs in a round."""
         self._put(self._extend, updates, tokens=sum(len(update.tokens) for update in updates))
 
-    def end(self, state: RequestState) -> None:
-        """Close the request's cache: its output is complete."""
-        self._put(self._end, state)
-
-    def abandon(self, state: RequestState) -> None:
-        """Close the request's cache, of which nothing is kept for others: the output will go on in another."""
-        self._put(self._abandon, state)
+    def end(self, state: RequestState, ending: Ending) -> None:
+        """Close the request's cache. What was aborted is not stored, and only a stop token says how outputs end."""
+        self._put(self._end, state, ending)
 
     def run(self, act: Callable[[], None]) -> None:
         """Do something else that would hold the server's thread up."""
         self._put(act)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hand over at the end what is asked within, but beginnings: the thread would compete with a search for the
+        interpreter.
+        """
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._release()
+
     def flush(self, timeout: float) -> bool:
         """Wait until all calls so far are carried out; false if that took longer than `timeout` seconds."""
+        self._release()
         done = threading.Event()
         self._put(done.set)
         return done.wait(timeout)
 
     def close(self) -> None:
-        """Carry out all calls so far, then stop the thread. Idempotent."""
+        """Carry out all calls so far, in at most `CLOSE_SECONDS`, then stop the thread. Idempotent."""
+        self._release()
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("agentspec: the last outputs were not recorded within %.0f s", CLOSE_SECONDS)
 
-    def _put(self, act: Callable[..., None], *args: object, tokens: int = 0) -> None:
+    def _put(self, act: Callable[..., None], *args: object, tokens: int = 0, at_once: bool = False) -> None:
         with self._lock:
             self._waiting += tokens
-        self._queue.put((act, args, tokens))
+        if self._holds and not at_once:
+            self._held.append((act, args, tokens))
+        else:
+            self._queue.put((act, args, tokens))
+
+    def _release(self) -> None:
+        held, self._held, self._holds = self._held, [], False
+        for asked in held:
+            self._queue.put(asked)
 
     def _work(self) -> None:
         while (asked := self._queue.get()) is not None:
@@ -118,19 +142,13 @@ class CacheRecorder:
                 cache.extend(tokens)
             except Exception as error:
                 self._failures.report(error)
-                self._abandon(state)
+                self._end(state, Ending.ABORTED)
 
-    def _end(self, state: RequestState) -> None:
+    def _end(self, state: RequestState, ending: Ending) -> None:
         cache, state.cache = state.cache, None
         if cache is not None:
             with self._failures.caught():
-                cache.close()
-
-    def _abandon(self, state: RequestState) -> None:
-        cache, state.cache = state.cache, None
-        if cache is not None:
-            with self._failures.caught():
-                cache.abandon()
+                cache.abandon() if ending is Ending.ABORTED else cache.close(ended=ending is Ending.STOPPED)
 
 
 def wait_ready(states: Sequence[RequestState], seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
@@ -41,7 +42,7 @@ class RequestCache(Protocol):
 
     def count_draft(self, drafted: int, accepted: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, ended: bool) -> None: ...
 
     def abandon(self) -> None: ...
 
@@ -67,17 +68,33 @@ class PrivateCache:
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Does nothing: a private cache has no counts."""
 
-    def close(self) -> None:
+    def close(self, *, ended: bool) -> None:
         """Does nothing: a private cache keeps no output."""
 
     def abandon(self) -> None:
         """Does nothing: a private cache keeps no output."""
 
 
+class Ending(Enum):
+    """How an output ended."""
+
+    STOPPED = auto()  # by a token after which outputs end
+    CUT = auto()  # at its length limit or at a stop string, in the middle of what the model would have written
+    ABORTED = auto()  # it is no answer, and is not stored
+
+    @classmethod
+    def cut(cls, tokens: int) -> Ending:
+        """The ending of an output cut after so many tokens. One token is a probe's answer, or what the first half of
+        disaggregated serving writes.
+        """
+        return cls.CUT if tokens > 1 else cls.ABORTED
+
+
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
     """What the server knows of a request: labels, tenant salt, LoRA adapter, stop tokens, the output's length limit,
-    the tokens of the answer that its client predicts, and the time per token that its answer should keep.
+    the tokens of the answer that its client predicts, the time per token that its answer should keep, whether its
+    output may be stored, whether drafts are made for it, and whether it may end at a stop string.
     """
 
     labels: Labels = field(default_factory=Labels)
@@ -87,6 +104,14 @@ class RequestInfo:
     max_tokens: int | None = None  # of output
     prediction: tuple[int, ...] = ()
     seconds_per_token: float | None = None
+    store: bool = True
+    speculation: bool = True
+    stop_strings: bool = False
+
+
+def switch_in(fields: Mapping[str, object], name: str) -> bool:
+    """A switch that a client sends as `agentspec_store` or `agentspec_speculation`. What cannot be read is off."""
+    return fields.get(f"agentspec_{name}", "on") == "on"
 
 
 def labels_in(fields: Mapping[str, object]) -> Labels:
@@ -119,7 +144,7 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "asked cache chain finished latency length output_length predicted prompt_length ready request stats"
+        "asked cache chain finished latency length output_length predicted prompt_length ready request stats stopped"
     ).split()
 
     def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
@@ -127,12 +152,12 @@ class RequestState:
         self.stats = stats
         self.request = request
         self.output_length = 0  # tokens of output
-        self.finished = False
+        self.finished = self.stopped = False  # at a stop token or at the length limit; at a stop token
         self.cache: RequestCache | None = None
         self.ready = threading.Event()  # set also if opening the cache failed
         self.chain = Chain()  # for engines that verify chains
         self.asked = False
-        self.predicted = PredictedText(request.prediction) if request.prediction else None
+        self.predicted = PredictedText(request.prediction) if request.prediction and request.speculation else None
         self.latency = None if request.seconds_per_token is None else LatencyGoal(request.seconds_per_token)
 
     def advance(self, fresh: Tokens) -> Tokens:
@@ -153,7 +178,7 @@ class RequestState:
         """
         self.length = min(self.length, length)
         if self.output_length > (left := max(0, self.length - self.prompt_length)):
-            self.output_length, self.finished = left, False
+            self.output_length, self.finished, self.stopped = left, False, False
 
     def _still_output(self, fresh: Tokens) -> int:
         request, count = self.request, 0 if self.finished else len(fresh)
@@ -161,10 +186,22 @@ class RequestState:
             count = min(count, request.max_tokens - self.output_length)
         if request.stops and not request.stops.isdisjoint(tokens := fresh[:count].tolist()):
             count = 1 + next(i for i, token in enumerate(tokens) if token in request.stops)
-            self.finished = True
+            self.finished = self.stopped = True
         self.output_length += count
         self.finished = self.finished or self.output_length == request.max_tokens
         return count
+
+    @property
+    def ending(self) -> Ending:
+        """How the output ended, if it ends now. The server does not tell a stop string from an abort."""
+        if self.stopped:
+            return Ending.STOPPED
+        return Ending.cut(self.output_length) if self.finished or self.request.stop_strings else Ending.ABORTED
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafts are made for the request."""
+        return self.request.speculation and not self.finished
 
     def required_tokens(self, now: float, step_seconds: float) -> float:
         """How many tokens a step of `step_seconds`, begun `now`, must add to keep the latency goal; 0 without one."""

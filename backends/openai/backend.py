@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
 from types import NoneType
@@ -14,15 +14,8 @@ from typing import Any
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Endpoint, Room, Transport, UpstreamResponse
 from agentspec.backends.http.failures import decode_json, status_error
+from agentspec.backends.openai import hints
 from agentspec.backends.openai.answer_lengths import AnswerLengths
-from agentspec.backends.openai.hints import (
-    PRIORITY,
-    SESSION,
-    hint_fields,
-    priority_fields,
-    session_fields,
-    session_headers,
-)
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.latency import GOAL, GoalDetector, goal_fields
 from agentspec.backends.openai.payload import payload
@@ -108,10 +101,11 @@ class OpenAIBackend:
         if self._capabilities.token_ids or await self._detector.is_vllm():
             body |= token_id_fields(body)
         if request.priority and self.settings.priority != "off":
-            body[PRIORITY] = request.priority
+            body[hints.PRIORITY] = request.priority
         goal = request.latency_target_ms_per_token
         asked = body if goal is None else body | {GOAL: goal}
-        body |= await self.body_fields(path, request.tenant, request.labels, asked)
+        off = hints.switched_off(store=request.store, speculation=request.speculation)
+        body |= await self.body_fields(path, request.tenant, request.labels, asked, off)
         labels = self._own_labels(request.tenant, request.labels)
         headers = {
             "content-type": "application/json",
@@ -203,14 +197,16 @@ class OpenAIBackend:
                 " it is one that hides it"
             )
 
-    async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def body_fields(
+        self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any], off: Collection[str] = ()
+    ) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
         A vLLM server is sent the labels and the tokens of a prediction, one with our drafter the latency goal, one that
         knows sessions the session's name, one that schedules by priority the client's on its own scale, if the settings
-        allow it. With several tenants, vLLM and SGLang are sent a salt for each tenant, and names of sessions and
-        workflows are made the tenant's own. May wait until the upstream is recognised. Raises `UpstreamIsolationError`
-        if it is neither, `InvalidRequestError` for a salt that is no text, and for a goal that is no number.
+        allow it; vLLM and SGLang what is switched `off`, and with several tenants a salt for each, while names of
+        sessions and workflows are made the tenant's own. May wait until the upstream is recognised. Raises
+        `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt or goal that is none.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -220,7 +216,9 @@ class OpenAIBackend:
             own = labels_in(given)
             named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
             sent = self._apart.labels(tenant, named)
-        return salts | await self._labels_told(tenant, sent, labels, given)
+        fields = salts | await self._labels_told(tenant, sent, labels, given)
+        kind = await self._detector.kind() if off else None
+        return fields | hints.switch_fields(kind, path, off, {**given, **fields})
 
     async def _labels_told(self, tenant: str, sent: Labels, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields for the labels `sent` to our drafter, the session of `labels`, and the priority in `given`."""
@@ -228,13 +226,13 @@ class OpenAIBackend:
         tells = self.settings.vllm_labels
         predicts, hurries = (tells and given.get(field) is not None for field in ("prediction", GOAL))
         session = self._own_labels(tenant, labels).session if self.settings.session_names else None
-        if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
-            raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
+        if self._apart and not isinstance(given.get(hints.SESSION), (str, NoneType)):
+            raise InvalidRequestError(f"{hints.SESSION} must be a string", param=hints.SESSION)
         length = self._lengths.expected(tenant, labels)
-        if not (added or predicts or hurries or session or length or PRIORITY in given):
+        if not (added or predicts or hurries or session or length or hints.PRIORITY in given):
             return {}
         kind = await self._detector.kind()
-        if (given.get(SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
+        if (given.get(hints.SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
             session = None  # the client's own stays
         fields = added if kind == "vllm" else {}
         if predicts and kind == "vllm":
@@ -242,8 +240,8 @@ class OpenAIBackend:
             fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
         if hurries and kind == "vllm" and await self._goals.keeps():
             fields |= goal_fields({**given, **fields})
-        fields |= session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
-        return fields | (hint_fields({"osl": length}, {**given, **fields}) if length else {})
+        fields |= hints.session_fields(kind, session, given) | hints.priority_fields(self.settings, kind, given)
+        return fields | (hints.hint_fields({"osl": length}, {**given, **fields}) if length else {})
 
     @property
     def needs_salt(self) -> bool:
@@ -255,10 +253,13 @@ class OpenAIBackend:
         if usage is not None and self.settings.dynamo:
             self._lengths.observe(tenant, labels, usage.completion_tokens)
 
-    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+    async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:
         """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
-        route cannot carry.
+        route cannot carry; nor one of the switches `off` that vLLM or SGLang could be told at another one.
         """
+        kind = await self._detector.kind() if off else None
+        if hints.takes_switches(kind, CHAT) and not hints.takes_switches(kind, path):
+            return False
         return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
 
     async def server_kind(self) -> ServerKind | None:
@@ -346,7 +347,7 @@ class OpenAIBackend:
         """The headers that name the session in `labels`, which are the tenant's own, to routers."""
         parent = self._own_labels(tenant, Labels(headers.get(SESSION_PARENT) or None)).session
         final = headers.get(SESSION_FINAL, "").strip().lower()
-        return session_headers(self.settings, self._detector.known, labels.session, parent, final)
+        return hints.session_headers(self.settings, self._detector.known, labels.session, parent, final)
 
     async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if self._isolation is None or not (self._apart or given.get(SALT)):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 from urllib.parse import quote
 
+from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.openai.server_kind import ServerKind
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
@@ -16,6 +17,8 @@ SESSION, PRIORITY, NVEXT = "session_id", "priority", "nvext"
 # Which end of the scale each kind serves first, unless its flags say otherwise.
 ORDERS: Mapping[str, Order] = {"vllm": "lowest_first", "sglang": "highest_first"}
 _SESSION_KINDS = ("vllm", "sglang")
+# The field in which our drafter inside a server is told switches, and the routes that have it.
+_SWITCHES = {"vllm": ("vllm_xargs", (CHAT, COMPLETIONS, RESPONSES)), "sglang": ("custom_params", (CHAT, COMPLETIONS))}
 
 
 def session_fields(kind: ServerKind | None, session: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,6 +26,27 @@ def session_fields(kind: ServerKind | None, session: str | None, given: Mapping[
     if session is None or kind not in _SESSION_KINDS or given.get(SESSION) == session:
         return {}
     return {SESSION: session}
+
+
+def switched_off(*, store: bool, speculation: bool) -> tuple[str, ...]:
+    """The names of the switches that are off for a request."""
+    return tuple(name for name, on in (("store", store), ("speculation", speculation)) if not on)
+
+
+def takes_switches(kind: str | None, path: str) -> bool:
+    """Whether a server of that kind can be told, at that route, what is switched off for a request."""
+    return kind in _SWITCHES and path in _SWITCHES[kind][1]
+
+
+def switch_fields(kind: ServerKind | None, path: str, off: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The field that tells our drafter what is `off`: `store`, `speculation`. One that is no object is left for the
+    server to refuse.
+    """
+    if kind is None or not takes_switches(kind, path):
+        return {}
+    field = _SWITCHES[kind][0]
+    theirs = given.get(field) or {}
+    return {field: {**theirs, **{f"agentspec_{name}": "off" for name in off}}} if isinstance(theirs, Mapping) else {}
 
 
 def priority_fields(settings: OpenAISettings, kind: ServerKind | None, given: Mapping[str, Any]) -> dict[str, Any]:

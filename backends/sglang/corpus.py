@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import Open
-from agentspec.backends.engine_plugin.request_state import RequestInfo, labels_in, prediction_in
+from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, labels_in, prediction_in, switch_in
 from agentspec.backends.sglang.drafting import TreeDrafter, TreeRequest, TreeTurn
 from agentspec.backends.sglang.external_text import ExternalTexts
 from agentspec.backends.sglang.tree_layout import EMPTY_TREE, Int64s, TokenTree, to_arrays
@@ -92,15 +93,21 @@ class TokenCacheCorpus:
                 else:
                     self._record(live, req.output_ids)
 
+    def recorded_later(self) -> AbstractContextManager[None]:
+        """What is seen within is recorded at the end, after the drafts are made."""
+        return nullcontext() if self._drafter is None else self._drafter.recorded_later()
+
     def finish(self, rid: str) -> None:
-        """End a finished request and keep its output up to where it stopped."""
+        """End a request and keep its output up to where it stopped; one that is gone or aborted keeps nothing."""
         live = self._live.pop(rid, None)
         if live is None or self._drafter is None:
             return
+        ending = Ending.ABORTED
         with self._failures.caught():
-            if live.req is not None:
+            if live.req is not None and live.req.finished():
                 self._record(live, live.req.output_ids_through_stop)
-        self._drafter.end(live.request)
+                ending = _ending(live.req.finished_reason.to_json(), live.recorded)
+        self._drafter.end(live.request, ending)
 
     def close(self) -> None:
         if self._drafter is not None:
@@ -133,7 +140,7 @@ class TokenCacheCorpus:
             self.finish(rid)
 
     def reset(self) -> None:
-        """Ends all requests. What the cache learned stays: `agentspec cache forget` deletes it."""
+        """Aborts all requests. What the cache learned stays: `agentspec cache forget` deletes it."""
         for rid in list(self._live):
             self.finish(rid)
 
@@ -158,7 +165,7 @@ class TokenCacheCorpus:
         if self._drafter is None or req.input_embeds is not None:
             return  # a prompt without token ids
         if (before := self._live.pop(req.rid, None)) is not None:
-            self._drafter.end(before.request)
+            self._drafter.end(before.request, Ending.ABORTED)
         prompt = np.array(req.origin_input_ids_unpadded, dtype=np.int32)
         live = self._live[req.rid] = _Live(req, self._drafter.begin(prompt, request_info(req)))
         self._record(live, req.output_ids)
@@ -211,8 +218,20 @@ def request_info(req: Any) -> RequestInfo:
     labels = labels_in(custom)
     session = labels.session or req.session_id or (req.session.session_id if req.session is not None else None)
     return RequestInfo(
-        replace(labels, session=session), _salt(req), req.lora_id or "", prediction=prediction_in(custom)
+        replace(labels, session=session),
+        _salt(req),
+        req.lora_id or "",
+        prediction=prediction_in(custom),
+        store=switch_in(custom, "store"),
+        speculation=switch_in(custom, "speculation"),
     )
+
+
+def _ending(reason: Mapping[str, Any], tokens: int) -> Ending:
+    """How an output of so many tokens ended, by SGLang's description of it: at a token (by its id), at a text, ..."""
+    if reason["type"] == "abort":
+        return Ending.ABORTED
+    return Ending.STOPPED if isinstance(reason.get("matched"), int) else Ending.cut(tokens)
 
 
 def _salt(req: Any) -> str | None:

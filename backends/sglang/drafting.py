@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple
 
 from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
-from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
+from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.round_search import RoundSearch
 from agentspec.backends.engine_plugin.round_stats import RoundStats
 from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, chain, within
-from agentspec.cache.index import DraftJob, Sourced, propose_batch
+from agentspec.cache.index import DraftJob, Sourced
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.speculation.governor import RequestStats
 from agentspec.types import path_length
@@ -56,6 +58,7 @@ class TreeDrafter:
         self._on_close = on_close
         self._failures = FailureLog(logger, "a round went without drafts")
         self._stats = RoundStats()
+        self._rounds = RoundSearch(self._stats)
 
     def begin(self, prompt: Tokens, info: RequestInfo) -> TreeRequest:
         """Start drafting for a new request. `open_cache` decides where its output is kept."""
@@ -67,9 +70,13 @@ class TreeDrafter:
         """Record further tokens of the request's output, which are final."""
         self._recorder.extend([OutputUpdate(request.state, tokens, 0, 0)])
 
-    def end(self, request: TreeRequest) -> None:
-        """End a request and keep its output."""
-        self._recorder.end(request.state)
+    def end(self, request: TreeRequest, ending: Ending) -> None:
+        """End a request, and keep its output unless that was aborted."""
+        self._recorder.end(request.state, ending)
+
+    def recorded_later(self) -> AbstractContextManager[None]:
+        """What is asked to be recorded within is recorded at the end."""
+        return self._recorder.held()
 
     def flush(self, timeout: float = 10.0) -> bool:
         return self._recorder.flush(timeout)
@@ -108,13 +115,16 @@ class TreeDrafter:
 
     def _search(self, turns: Sequence[TreeTurn], nodes: int) -> list[TokenTree]:
         trees = [chain(turn.request.state.from_prediction(nodes)) for turn in turns]
-        searched: list[int] = []
-        jobs: list[DraftJob] = []
-        for row, (turn, tree) in enumerate(zip(turns, trees, strict=True)):
-            cache = turn.request.state.cache  # the recorder may take it away meanwhile
-            if cache is not None and not tree.tokens:
-                searched.append(row)
-                jobs.append((cache.drafter, [*cache.indexes, *self._shared], turn.context, nodes, 0.0, False))
-        for row, draft in zip(searched, propose_batch(jobs, PATIENCE) if jobs else (), strict=True):
-            trees[row] = TokenTree(draft.tokens.tolist(), draft.parents.tolist())
+        jobs = [None if tree.tokens else self._job(turn, nodes) for turn, tree in zip(turns, trees, strict=True)]
+        for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
+            if draft is not None:
+                trees[row] = TokenTree(draft.tokens.tolist(), draft.parents.tolist())
         return [within(tree, self._vocabulary) for tree in trees]
+
+    def _job(self, turn: TreeTurn, nodes: int) -> DraftJob | None:
+        """The search for a request; None if its cache is not open, or no drafts are made for it."""
+        state = turn.request.state
+        cache = state.cache  # the recorder may take it away meanwhile
+        if cache is None or not state.drafts:
+            return None
+        return cache.drafter, [*cache.indexes, *self._shared], turn.context, nodes, 0.0, False

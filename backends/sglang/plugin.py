@@ -20,8 +20,8 @@ ENGINE = "SGLANG"
 _SPECULATIVE = "sglang.srt.speculative"
 _WORKER = f"{_SPECULATIVE}.ngram_worker"
 _REQUEST_PARTS = (
-    "rid origin_input_ids_unpadded output_ids output_ids_through_stop finished sampling_params input_embeds".split()
-    + "session session_id cache_salt extra_key lora_id".split()
+    "rid origin_input_ids_unpadded output_ids output_ids_through_stop finished finished_reason".split()
+    + "sampling_params input_embeds session session_id cache_salt extra_key lora_id".split()
 )
 _CORPUS_METHODS = (
     "batch_put synchronize remaining_token_budget load_external_corpus_named commit_external_corpus_load".split()
@@ -41,6 +41,7 @@ REQUIREMENTS = (
         f"{_SPECULATIVE}.cpp_ngram.ngram_corpus", "NgramCorpus.batch_get", ("req_ids", "batch_tokens", "total_lens")
     ),
     Requirement("sglang.srt.managers.schedule_batch", "Req", tuple(_REQUEST_PARTS)),
+    Requirement("sglang.srt.managers.schedule_batch", "BaseFinishReason", ("to_json",)),
     Requirement("sglang.srt.managers.schedule_batch", "ScheduleBatch", ("reqs",)),
     Requirement("sglang.srt.sampling.sampling_params", "SamplingParams", ("custom_params",)),
     Requirement("sglang.srt.distributed.parallel_state", "get_tp_group"),
@@ -110,8 +111,9 @@ def worker_with_cache(base: Any) -> Any:
                 module["NgramCorpus"] = theirs
 
         def _prepare_draft_tokens(self, batch: Any) -> Any:
-            self.ngram_corpus.see(batch.reqs)
-            return super()._prepare_draft_tokens(batch)
+            with self.ngram_corpus.recorded_later():
+                self.ngram_corpus.see(batch.reqs)
+                return super()._prepare_draft_tokens(batch)
 
         def note_request_finished(self, *, rid: str, **more: Any) -> None:
             super().note_request_finished(rid=rid, **more)

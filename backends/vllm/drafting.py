@@ -14,6 +14,7 @@ import numpy as np
 from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
+from agentspec.backends.engine_plugin.round_search import SearchOrder
 from agentspec.backends.engine_plugin.round_stats import RoundStats
 from agentspec.backends.vllm.padding import ChainPadding
 from agentspec.backends.vllm.step_cost import StepTimeModel
@@ -66,6 +67,7 @@ class ServerDrafter:
         self._later: list[Callable[[], None]] = []  # what the recorder's thread learns after this round
         self._cost = StepTimeModel(self._later.append)
         self._trials = TrialSteps()
+        self._order = SearchOrder()
         self._padding = cache(padding)
         self._padded = False  # the last round's chains were filled
         self._vocab_size = vocab_size
@@ -86,8 +88,8 @@ class ServerDrafter:
         self._recorder.extend([self._update(state, fresh)])
 
     def end(self, state: RequestState) -> None:
-        """End a request and record its output."""
-        self._recorder.end(state)
+        """End a request and record its output, as it ended."""
+        self._recorder.end(state, state.ending)
 
     def close(self) -> None:
         """Record all outputs so far, then stop. Idempotent."""
@@ -110,7 +112,7 @@ class ServerDrafter:
         except Exception as error:
             self._failures.report(error)
             chains = [[] for _ in turns]
-        self._recorder.extend(updates)  # last: the recorder's thread would compete with drafting for the interpreter
+        self._recorder.extend(updates)  # last, as in `CacheRecorder.held`
         for learn in self._later:
             self._recorder.run(learn)
         self._later.clear()
@@ -164,6 +166,13 @@ class ServerDrafter:
 
     def _draft(self, turns: Sequence[DraftTurn], now: float) -> list[list[int]]:
         wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
+        rows = self._order.rows(len(turns))
+        chains = dict(zip(rows, self._chains([turns[row] for row in rows], now), strict=True))
+        asked = [row for row in rows if turns[row].state.asked]
+        self._order.reached(asked, [turns[row].state.chain.is_certain(1, 0.0) for row in asked])
+        return [chains[row] for row in range(len(turns))]
+
+    def _chains(self, turns: Sequence[DraftTurn], now: float) -> list[list[int]]:
         step = self._cost.seconds(len(turns))  # without drafts
         parts = [self._chain_turn(turn, turn.state.required_tokens(now, step)) for turn in turns]
         curve, floor = self._curve(parts)
@@ -202,7 +211,7 @@ class ServerDrafter:
         state, _, context, limit = turn
         cache, predicted, factor = state.cache, state.from_prediction(limit), state.factor
         nothing = cache is None and not predicted
-        if nothing or state.finished or limit <= 0 or not state.stats.ask():
+        if nothing or not state.drafts or limit <= 0 or not state.stats.ask():
             state.asked = False
             state.chain.clear()
             return ChainTurn(state.chain, None, (), context, 0, factor)

@@ -42,7 +42,7 @@ REQUIREMENTS = (
     Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
     Requirement("vllm.v1.request", "Request", ("cache_salt",)),
     Requirement(
-        "vllm.sampling_params", "SamplingParams", ("extra_args", "eos_token_id", "stop_token_ids", "max_tokens")
+        "vllm.sampling_params", "SamplingParams", ("extra_args", "eos_token_id", "stop", "stop_token_ids", "max_tokens")
     ),
     Requirement("vllm.config.model", "ModelConfig", ("hf_config", "tokenizer", "tokenizer_revision", "max_model_len")),
     Requirement("vllm.config.model", "ModelConfig.get_vocab_size"),

@@ -15,6 +15,7 @@ from agentspec.backends.engine_plugin.request_state import (
     labels_in,
     prediction_in,
     seconds_per_token_in,
+    switch_in,
 )
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.backends.vllm.startup import drafts_here, open_drafter
@@ -95,7 +96,8 @@ class SuffixDecodingProposer:
             length = int(input_batch.num_tokens_no_spec[row])
             # A preempted request may have more new tokens than were sampled in this step.
             tokens = input_batch.token_ids_cpu[row]
-            limit = 0 if self._skip else min(num_speculative_tokens, self._max_length - length - 1)
+            wanted = state.request.speculation and not self._skip
+            limit = min(num_speculative_tokens, self._max_length - length - 1) if wanted else 0
             turns[row] = draft_turn(state, tokens, length, len(sampled), limit)
         chains = self._drafter.propose(list(turns.values()), computed=self._computed)
         self._computed = None
@@ -136,6 +138,9 @@ def request_info(new: Any) -> RequestInfo:
         sampling.max_tokens,
         prediction_in(told),
         seconds_per_token_in(told),
+        switch_in(told, "store"),
+        switch_in(told, "speculation"),
+        bool(sampling.stop),
     )
 
 

@@ -59,7 +59,7 @@ def propose_chains(
     What requests require is served first; then the chains are cut together where the expected tokens per second are
     highest. No chain holds a token that is not below `vocabulary`, or that is less likely than `floor`: for a request
     that requires more than one token, which has to pay for that request alone, than `floor / len(turns)`. What is not
-    found after `patience` seconds is left out.
+    found after `patience` seconds is left out; a chain of which more was known before goes on as it is then.
     """
     patience = None if patience is None else min(patience, 1e6)  # the native clock knows no infinity
     native = [

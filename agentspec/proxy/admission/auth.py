@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 
+from agentspec.backends.openai.hints import switched_off
 from agentspec.errors import AuthenticationError
 from agentspec.protocol.headers import ANY, StepPolicy, read_labels, read_policy, read_switch, refuse_misspelt
 from agentspec.proxy.admission.identity import identified
@@ -25,7 +26,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Tenant, labels and switches of one request. The tenant comes from the API key alone."""
+    """Tenant, labels and switches of one request. The tenant comes from the API key alone. `cached`: the operator lets
+    the gateway store sequences.
+    """
 
     tenant: str
     labels: Labels
@@ -33,6 +36,12 @@ class Caller:
     store: bool
     policy: StepPolicy = ANY
     prefill: bool = True
+    cached: bool = True
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """What is switched off, for servers that draft and store themselves."""
+        return switched_off(store=self.store and self.cached, speculation=self.speculation)
 
     def sign(self, request: GenerateRequest) -> GenerateRequest:
         """`request` with this caller's tenant, labels and switches, and with the policy where the body says nothing."""

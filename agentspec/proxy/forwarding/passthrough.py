@@ -53,7 +53,7 @@ async def added_fields(
 ) -> dict[str, Any]:
     """What a body with `fields` gets on its way to the upstream: see `upstream_body`."""
     asked = await with_policy(backend, path, fields, caller)
-    added = await backend.body_fields(path, caller.tenant, caller.labels, asked)
+    added = await backend.body_fields(path, caller.tenant, caller.labels, asked, caller.off)
     if path == CHAT and fields.get("store") and not caller.store:  # off holds wherever it stands
         added = {**added, "store": False}
     return added if model == fields["model"] else {**added, "model": model}

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentspec.backends.base import RESPONSES, Forwards
-from agentspec.backends.openai.hints import PRIORITY
+from agentspec.backends.openai.hints import PRIORITY, takes_switches
 from agentspec.backends.openai.latency import GOAL
 from agentspec.proxy.admission.auth import Caller
 
@@ -27,13 +27,14 @@ async def with_policy(backend: Forwards, path: str, fields: Mapping[str, Any], c
         PRIORITY: policy.priority if backend.settings.priority != "off" else None,
         GOAL: goal if goal is not None and await backend.keeps_latency(path) else None,
     }
+    told = bool(caller.off) and takes_switches(await backend.server_kind(), path)
     unheeded = {
         "deadline-s": policy.deadline_s,
         "latency-ms-per-token": goal if heeded[GOAL] is None else None,
         "priority": policy.priority if heeded[PRIORITY] is None else None,
         "strategy": policy.strategy,
-        "speculation": None if caller.speculation else "off",
-        "store": None if caller.store or path == RESPONSES else "off",  # a field of theirs says it
+        "speculation": None if caller.speculation or told else "off",
+        "store": None if caller.store or told or path == RESPONSES else "off",  # a field of theirs says it
     }
     for name, value in unheeded.items():
         if value is not None:

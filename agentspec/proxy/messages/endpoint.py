@@ -37,7 +37,8 @@ class MessagesEndpoint(GenerationEndpoint):
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
         async with exchange.deadline.limit():
-            native = await backend.has_route(self.path, request_headers(exchange.scope, exchange.record))
+            headers = request_headers(exchange.scope, exchange.record)
+            native = await backend.has_route(self.path, headers, exchange.caller.off)
         await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
 
     async def _pass(self, exchange: Exchange, backend: Forwards) -> None:

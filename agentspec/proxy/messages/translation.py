@@ -41,7 +41,7 @@ async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Calle
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     asked = await with_policy(backend, CHAT, chat, caller)
-    return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked)
+    return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked, caller.off)
 
 
 def name_bound(backend: Forwards, chat: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             # What one server of a pool keeps the others do not have: there, the gateway keeps answers itself.
             several = exchange.record.attempt is not None
             headers = request_headers(exchange.scope, exchange.record)
-            native = not several and await backend.has_route(RESPONSES, headers)
+            native = not several and await backend.has_route(RESPONSES, headers, exchange.caller.off)
         await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
@@ -132,8 +132,9 @@ class ResponsesEndpoint(GenerationEndpoint):
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
             name_bound(backend, chat)
-            asked = await with_policy(backend, CHAT, chat, exchange.caller)
-            chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
+            caller = exchange.caller
+            asked = await with_policy(backend, CHAT, chat, caller)
+            chat |= await backend.body_fields(CHAT, caller.tenant, caller.labels, asked, caller.off)
             predicted = await self._predicted(exchange, backend, chat)
             encoded, model = partial(self._run_on, exchange, history, encode), exchange.route.upstream_model
             room = exchange.account.wait_for

@@ -130,15 +130,15 @@ class CacheSession:
         if self._late:
             self._release()
 
-    def close(self, *, clean: bool) -> None:
+    def close(self, *, clean: bool, ended: bool = True) -> None:
         """End the session of an answer that finished cleanly (`clean`) and may be shared, or was aborted and stays
-        partial. Idempotent.
+        partial. The cache learns that answers end after its last token if it `ended` by itself. Idempotent.
         """
         if self._health.paused:  # whoever waits for the cache now is not the engine
             threading.Thread(target=self._end, kwargs={"clean": False}, daemon=True).start()
             return
         self._release()
-        self._end(clean=clean)
+        self._end(clean=clean, ended=ended)
 
     def record(self, answer: Sequence[int]) -> None:
         """Close the session of an answer whose parts were answers of requests before, so that the cache has learned."""
@@ -164,14 +164,14 @@ class CacheSession:
         finally:
             self._health.called(started)
 
-    def _end(self, *, clean: bool) -> None:
+    def _end(self, *, clean: bool, ended: bool = True) -> None:
         request, self._request = self._request, None
         if request is None:
             return
         started = perf_counter()
         try:
             if clean:
-                request.close()
+                request.close(ended=ended)
             else:
                 request.abandon()
         except Exception as error:

@@ -215,7 +215,7 @@ class Sequence:
         """Close the token cache session and the drafter. Only a sequence that finished cleanly (`clean`) may be shared;
         an aborted one stays partial.
         """
-        self._session.close(clean=clean)
+        self._session.close(clean=clean, ended=not self.request.stop_ids.isdisjoint(self.tokens[-1:]))
         if self._drafter is not None:
             self._drafter.close()
 

@@ -61,7 +61,7 @@ class HybridSpeculator(PassageSpeculator):
         ours = torch.full_like(model, _NO_TOKEN)
         if self._retriever is not None:
             count = how.get("num_speculative_tokens")
-            with self._failures.caught():
+            with self._failures.caught(), self._retriever.recorded_later():
                 ours = self._better(self._retriever, input_batch, num_sampled, rows, model, count)
         ours = shared_by_ranks(ours)
         used = ours[:, :1] >= 0
@@ -102,9 +102,9 @@ class HybridSpeculator(PassageSpeculator):
         return torch.where(used[:, None], ours, _NO_TOKEN)
 
     def _least(self, request: PassageRequest | None) -> int:
-        return (
-            NEVER if request is None else self._choice.least_match(self._records.setdefault(request, RequestChoice()))
-        )
+        if request is None or not request.state.drafts:
+            return NEVER
+        return self._choice.least_match(self._records.setdefault(request, RequestChoice()))
 
     def _known_tokens(self) -> int:
         """Token ids below this have a draft probability."""
@@ -137,7 +137,6 @@ class HybridSpeculator(PassageSpeculator):
             if record is not None and known and request.drafted:
                 self._choice.observe(record, match, ours, model, min(known, drafted))
             (verified if used and request.drafted else others).append((request, tokens))
-            request.drafted = request.drafted or known > 0
         retriever.advance(others)
         retriever.advance(verified, self.num_speculative_steps)
 

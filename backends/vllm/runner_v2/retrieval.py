@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import numpy as np
 
 from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate
-from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
+from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.round_search import RoundSearch
 from agentspec.backends.engine_plugin.round_stats import RoundStats
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows, likeliest_paths, passages
-from agentspec.cache.index import DEPTH, DraftJob, propose_batch
+from agentspec.cache.index import DEPTH, DraftJob
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
 
@@ -23,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class PassageRequest:
-    """A request: its state, and the last tokens of its text as far as the host knows it."""
+    """A request: its state, the last tokens of its text as far as the host knows it, and the passages found last."""
 
-    __slots__ = ("context", "drafted", "preempted", "state")
+    __slots__ = ("context", "drafted", "passages", "preempted", "state")
 
-    def __init__(self, state: RequestState, text: Tokens) -> None:
-        self.state, self.context = state, text[-DEPTH:]
+    def __init__(self, state: RequestState, text: Tokens, passages: Rows) -> None:
+        self.state, self.context, self.passages = state, text[-DEPTH:], passages
         self.drafted = False  # whether a draft came before its newest tokens
         self.preempted = False  # it ends here and begins anew, with its output so far
 
@@ -53,29 +55,39 @@ class PassageRetriever:
         self._on_close = on_close
         self._failures = FailureLog(logger, "a round went without passages")
         self.stats = RoundStats()
+        self._rounds = RoundSearch(self.stats)
 
     def begin(self, prompt: Tokens, info: RequestInfo) -> PassageRequest:
         """Follow a new request. `open_cache` decides where its output is kept."""
-        request = PassageRequest(RequestState(len(prompt), RequestStats(), info), prompt)
+        state = RequestState(len(prompt), RequestStats(), info)
+        request = PassageRequest(state, prompt, passages([], prompt, self._shape))
         self._recorder.begin(request.state, prompt)
         return request
 
     def advance(self, outputs: Sequence[tuple[PassageRequest, Tokens]], drafted: int = 0) -> None:
-        """Take in new tokens of outputs: all but the last one of each are accepted ones of `drafted` tokens."""
+        """Take in new tokens of outputs: all but the last one of each are accepted ones of `drafted` tokens, if a draft
+        came before them.
+        """
         updates: list[OutputUpdate] = []
         for request, fresh in outputs:
             if len(fresh):
+                count = drafted if request.drafted and request.state.drafts else 0
                 tokens = request.state.advance(fresh)
                 request.context = np.concatenate((request.context, fresh))[-DEPTH:]
-                accepted = len(fresh) - 1 if drafted else 0
+                request.drafted = True
+                accepted = len(fresh) - 1 if count else 0
                 self.stats.accepted += accepted
-                updates.append(OutputUpdate(request.state, tokens, drafted, accepted))
+                updates.append(OutputUpdate(request.state, tokens, count, accepted))
         if updates:
             self._recorder.extend(updates)
 
     def end(self, request: PassageRequest) -> None:
-        """End a request and keep its output, unless that goes on later."""
-        (self._recorder.abandon if request.preempted else self._recorder.end)(request.state)
+        """End a request and keep its output, unless that was aborted or goes on later."""
+        self._recorder.end(request.state, Ending.ABORTED if request.preempted else request.state.ending)
+
+    def recorded_later(self) -> AbstractContextManager[None]:
+        """What is taken in within is recorded at the end."""
+        return self._recorder.held()
 
     def retrieve(self, requests: Sequence[PassageRequest | None]) -> Rows:
         """Passages for each request, as an int32 array (requests, count, width), filled up with -1."""
@@ -96,22 +108,25 @@ class PassageRetriever:
 
     def _fill(self, found: Rows, requests: Sequence[PassageRequest | None]) -> None:
         shape = self._shape
-        searched = {row: job for row, request in enumerate(requests) if (job := self._job(request))}
-        trees = dict(zip(searched, propose_batch(list(searched.values()), PATIENCE), strict=True)) if searched else {}
-        for row, request in enumerate(requests):
-            if request is None or request.state.finished:
+        trees = self._rounds.search([self._job(request) for request in requests], PATIENCE)
+        for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            if request is None or not request.state.drafts:
                 continue
-            paths = likeliest_paths(trees[row], shape.rows) if row in trees else []
+            if tree is not None:  # else what was found before still serves, as far as the text goes on like it
+                request.passages = self._passages(likeliest_paths(tree, shape.rows), request)
+            found[row] = request.passages
             if predicted := request.state.from_prediction(shape.ahead):
-                paths.insert(0, predicted)
-            found[row] = passages([self._legal(path) for path in paths], request.context, shape)
+                found[row, 1:] = request.passages[:-1]
+                found[row, 0] = self._passages([predicted], request)[0]
 
     def _job(self, request: PassageRequest | None) -> DraftJob | None:
-        """The search for a request; None if it has no cache, not yet or not any more."""
-        if request is None or request.state.finished or (cache := request.state.cache) is None:
+        """The search for a request; None if it has no cache, not yet or not any more, or wants no drafts."""
+        if request is None or not request.state.drafts or (cache := request.state.cache) is None:
             return None
         return cache.drafter, cache.indexes, request.context, self._shape.nodes, 0.0, False
 
-    def _legal(self, path: list[int]) -> list[int]:
-        """The path up to the first token that is not in the model's vocabulary."""
-        return path[: next((i for i, token in enumerate(path) if token >= self._vocabulary), len(path))]
+    def _passages(self, paths: Sequence[list[int]], request: PassageRequest) -> Rows:
+        """The paths as passages, each up to the first token that is not in the model's vocabulary."""
+        most = self._vocabulary
+        legal = [path[: next((i for i, token in enumerate(path) if token >= most), len(path))] for path in paths]
+        return passages(legal, request.context, self._shape)

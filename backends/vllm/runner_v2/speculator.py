@@ -102,6 +102,7 @@ class PassageSpeculator:
                 request = self._retriever.begin(_int32(prompt), request_info(new))
                 self._requests[new.req_id] = request
                 self._retriever.advance([(request, output)])
+                request.drafted = False
 
     def finish(self, identities: Iterable[str], preempted: Iterable[str] = ()) -> None:
         """End requests that are over, or `preempted`, which begin anew later, once all their tokens have arrived."""
@@ -130,7 +131,8 @@ class PassageSpeculator:
             return drafts
         if self._retriever is not None:
             try:
-                self._draft(self._retriever, input_batch, num_sampled, drafts)
+                with self._retriever.recorded_later():
+                    self._draft(self._retriever, input_batch, num_sampled, drafts)
             except Exception as error:
                 self._failures.report(error)
                 drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
@@ -152,6 +154,9 @@ class PassageSpeculator:
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
         self._send(self._sampled(own, lengths, rows.long(), sampled), requests)  # first: what follows may fail
         self._match(own, lengths, rows, sampled, self._found(requests), drafts)
+        for row, request in enumerate(requests):
+            if request is not None and not request.state.request.speculation:
+                drafts[row] = 0  # every row has drafts: these are no guess
 
     def _found(self, requests: Sequence[PassageRequest | None]) -> torch.Tensor:
         """The requests' passages, on the device."""

@@ -1,6 +1,7 @@
 #include "drafting/chains.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -138,7 +139,9 @@ std::vector<std::vector<Token>> propose_chains(std::span<const ChainTurn> turns,
         searched.push_back(turn.chain);
     }
     std::vector<DraftTree> trees = draft_batch(jobs, until);
+    const bool late = until && std::chrono::steady_clock::now() >= *until;
     for (std::size_t i = 0; i < trees.size(); ++i) {
+        if (late && trees[i].tokens.size() < searched[i]->tokens().size()) continue;  // more was known before
         searched[i]->replace(std::move(trees[i].tokens),
                              {trees[i].probabilities.begin(), trees[i].probabilities.end()});
     }

@@ -47,7 +47,12 @@ class Req:
     def take(self, tokens: Sequence[int]) -> None:
         self.output_ids.extend(tokens)
         if len(self.output_ids) >= len(self.answer):
-            self.finished_len = len(self.answer)
+            self.finish(len(self.answer))
+
+    def finish(self, length: int, **reason: Any) -> None:
+        self.finished_len = length
+        described = {"type": "length", **reason}
+        self.finished_reason = SimpleNamespace(to_json=lambda: described)
 
 
 def parents_of(mask: np.ndarray) -> list[int]:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentspec.backends.engine_plugin import round_search
 from agentspec.backends.engine_plugin.request_state import PREDICTION
 from agentspec.backends.sglang import drafting
 from agentspec.backends.sglang.corpus import TokenCacheCorpus, request_info
 from agentspec.backends.sglang.external_text import SEPARATOR
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import DEPTH
-from agentspec.types import Labels
+from agentspec.cache.index import DEPTH, IndexDrafter
+from agentspec.cache.tokens import EMPTY
+from agentspec.types import Draft, Labels
 from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Scheduler, parents_of, stored, verified
 
 TEXT = list(range(100, 160))
@@ -62,7 +64,7 @@ def test_an_answer_is_kept_up_to_where_it_stopped(corpora: Corpora, cache: Suffi
     req.output_ids.extend(TEXT[:5])
     corpus.see([req])
     req.output_ids.extend(TEXT[5:9])
-    req.finished_len = 7
+    req.finish(7)
     corpus.finish("a")
     corpus.finish("a")
     assert corpus.flush()
@@ -77,7 +79,7 @@ def test_a_request_that_was_set_back_goes_on(corpora: Corpora, cache: SuffixCach
     corpus.erase_match_state(["a", "unknown"])
     req.output_ids.extend(TEXT[5:9])
     corpus.see([req])
-    req.finished_len = 9
+    req.finish(9)
     corpus.erase_match_state(["a"])
     assert corpus.flush()
     assert stored(cache) == [TEXT[:9]]
@@ -92,7 +94,7 @@ def test_requests_that_vanish_are_ended(corpora: Corpora, cache: SuffixCache) ->
     gc.collect()
     corpus.erase_match_state([])
     assert corpus.flush()
-    assert stored(cache) == [TEXT[:5]]
+    assert stored(cache) == [] and not corpus._live
 
 
 def test_another_request_of_the_same_name(corpora: Corpora, cache: SuffixCache) -> None:
@@ -101,9 +103,61 @@ def test_another_request_of_the_same_name(corpora: Corpora, cache: SuffixCache) 
     for req, text in zip(reqs, (TEXT[:4], OTHER[:4]), strict=True):
         req.output_ids.extend(text)
         corpus.see([req])
+    reqs[-1].finish(4)
     corpus.reset()
     assert corpus.flush()
-    assert stored(cache) == [TEXT[:4], OTHER[:4]]
+    assert stored(cache) == [OTHER[:4]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "length", "kept", "ends"),
+    [
+        ({"type": "stop", "matched": 102}, 3, [TEXT[:3]], [102]),
+        ({"type": "stop", "matched": "!"}, 3, [TEXT[:3]], []),
+        ({"type": "length"}, 3, [TEXT[:3]], []),
+        ({"type": "length"}, 1, [], []),
+        ({"type": "abort"}, 3, [], []),
+    ],
+)
+def test_an_output_is_kept_as_it_ended(
+    corpora: Corpora, cache: SuffixCache, reason: dict[str, Any], length: int, kept: list[list[int]], ends: list[int]
+) -> None:
+    corpus, req = corpora(), Req("a", [1], [])
+    req.output_ids.extend(TEXT[:length])
+    corpus.see([req])
+    req.finish(length, **reason)
+    corpus.finish("a")
+    assert corpus.flush()
+    state = cache.request([1]).drafter.state()
+    assert stored(cache) == kept and state[len(IndexDrafter().state()) :: 3].tolist() == ends
+
+
+@pytest.mark.parametrize("off", ["off", False, None, ["on"]])
+def test_what_is_switched_off_or_cannot_be_read_is_off(corpora: Corpora, cache: SuffixCache, off: object) -> None:
+    corpus = corpora()
+    scheduler(corpus).run(Req("a", [1], TEXT, sampling_params=custom(agentspec_store=off)))
+    assert corpus.flush()
+    assert stored(cache) == []
+    params = custom(agentspec_speculation=off, agentspec_prediction=TEXT)
+    assert first_tree(corpus, Req("b", TEXT, TEXT, sampling_params=params), TEXT) == 0
+
+
+def test_every_request_has_its_search_where_a_round_has_no_time_for_all(
+    corpora: Corpora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = Draft(EMPTY, EMPTY, np.array([], dtype=np.float32), EMPTY, np.array([], dtype=np.uint8))
+    propose_batch = round_search.propose_batch
+    monkeypatch.setattr(
+        round_search, "propose_batch", lambda jobs, _: [*propose_batch(jobs[:3]), *[nothing] * (len(jobs) - 3)]
+    )
+    corpus, reqs = corpora(), [Req(f"r{number}", TEXT, []) for number in range(8)]
+    for req in reqs:
+        req.output_ids.extend(TEXT[:9])
+    corpus.see(reqs)
+    monkeypatch.setattr(drafting, "PATIENCE", 0.0)
+    given = [(req.rid, [*TEXT[:9]], len(TEXT) + 9) for req in reqs]
+    rounds = [corpus.batch_get(*zip(*given, strict=True))[0].reshape(8, NODES) for _ in range(3)]
+    assert all(any(TEXT[9] in tokens[row] for tokens in rounds) for row in range(8))
 
 
 def test_salts_keep_requests_apart(corpora: Corpora, cache: SuffixCache) -> None:
@@ -228,9 +282,9 @@ def test_more_text_counts_than_the_tail_that_is_given(
 ) -> None:
     """SGLang passes the last 18 tokens, of which the last `pending` are not in the request's output yet."""
     searched: list[list[int]] = []
-    propose_batch = drafting.propose_batch
+    propose_batch = round_search.propose_batch
     monkeypatch.setattr(
-        drafting,
+        round_search,
         "propose_batch",
         lambda jobs, *more: (searched.extend(job[2].tolist() for job in jobs), propose_batch(jobs, *more))[1],
     )

@@ -179,7 +179,7 @@ class ScriptedSession(CacheSession):
     def extend(self, tokens: Sequence[int]) -> None:
         self.text += tokens
 
-    def close(self, *, clean: bool) -> None:
+    def close(self, *, clean: bool, ended: bool = True) -> None:
         self.clean = clean
 
 

@@ -29,7 +29,7 @@ class Client:
         self, drafter: ServerDrafter, prompt: Tokens, prediction: Tokens | None = None, goal: float | None = None
     ) -> None:
         told = () if prediction is None else tuple(prediction.tolist())
-        info = RequestInfo(prediction=told, seconds_per_token=goal)
+        info = RequestInfo(prediction=told, seconds_per_token=goal, stop_strings=True)
         self.state, self.tokens = drafter.begin(prompt, info), prompt
 
     def turn(self, fresh: Tokens, limit: int) -> DraftTurn:

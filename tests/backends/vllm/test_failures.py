@@ -30,7 +30,7 @@ class Broken:
     def count_draft(self, drafted: int, accepted: int) -> None:
         self._act()
 
-    def close(self) -> None:
+    def close(self, *, ended: bool) -> None:
         self._act()
 
     def abandon(self) -> None:

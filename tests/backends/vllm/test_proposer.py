@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.backends.vllm.step_cost import StepTimeModel
 from agentspec.cache import SuffixCache
+from agentspec.cache.index import IndexDrafter
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
 
@@ -108,13 +109,17 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         bench.drafter.close()
 
 
-def new(name: str, prompt: Tokens, salt: str | None = None, **extra: object) -> Any:
+def new(
+    name: str, prompt: Tokens, salt: str | None = None, stop: Sequence[str] = (), most: int = 100, **extra: object
+) -> Any:
     request = SimpleNamespace(
         req_id=name,
         prompt_token_ids=prompt.tolist(),
         prompt_embeds=None,
         lora_request=None,
-        sampling_params=SimpleNamespace(extra_args=extra, eos_token_id=EOS, stop_token_ids=[], max_tokens=100),
+        sampling_params=SimpleNamespace(
+            extra_args=extra, eos_token_id=EOS, stop=[*stop], stop_token_ids=[], max_tokens=most
+        ),
     )
     setattr(request, SALT, salt)
     return request
@@ -132,9 +137,11 @@ class Runner:
     def __init__(self, bench: Bench) -> None:
         self.bench, self.proposer = bench, SuffixDecodingProposer(config())
 
-    def begin(self, name: str, prompt: Tokens, salt: str | None = None, **extra: object) -> None:
+    def begin(
+        self, name: str, prompt: Tokens, salt: str | None = None, stop: Sequence[str] = ("!",), **extra: Any
+    ) -> None:
         self.bench.server.add(name, prompt)
-        self.proposer.scheduled(scheduled(new(name, prompt, salt, **extra)), self.bench.server)
+        self.proposer.scheduled(scheduled(new(name, prompt, salt, stop, **extra)), self.bench.server)
         self.bench.drafter.flush()
 
     def step(self, **tokens: list[int]) -> dict[str, list[int]]:
@@ -288,6 +295,44 @@ def test_what_is_sampled_behind_the_end_is_no_output(bench: Bench) -> None:
     assert runner.step(b=[7] * 60)["b"] == []
     runner.finish("b")
     assert outputs(bench) == [[7] * 100, [100, 101, EOS]]
+
+
+def learned_ends(bench: Bench) -> list[float]:
+    """The tokens after which outputs end, as the cache has learned it."""
+    state = bench.cache.request([1]).drafter.state()
+    return state[len(IndexDrafter().state()) :: 3].tolist()
+
+
+@pytest.mark.parametrize(
+    ("output", "limits", "kept", "ends"),
+    [
+        ([1, 2, EOS], {}, [[1, 2, EOS]], [EOS]),
+        ([1, 2, 3], {"most": 3}, [[1, 2, 3]], []),  # cut
+        ([1, 2], {"stop": ["!"]}, [[1, 2]], []),  # vLLM does not tell the drafter's process of stop strings
+        ([1, 2], {}, [], []),  # aborted
+        ([1], {"most": 1}, [], []),  # a probe, or what reads a prompt for another server
+        ([EOS], {"most": 1}, [[EOS]], [EOS]),
+    ],
+)
+def test_an_output_is_kept_as_it_ended(
+    runner: Runner, bench: Bench, output: list[int], limits: dict[str, Any], kept: list[list[int]], ends: list[int]
+) -> None:
+    runner.begin("a", TEXT, **{"stop": (), **limits})
+    runner.step(a=output)
+    runner.finish("a")
+    assert outputs(bench) == kept and learned_ends(bench) == ends
+
+
+@pytest.mark.parametrize("off", ["off", "OFF", "false", False, None, 0, ["on"], {}])
+def test_what_is_switched_off_or_cannot_be_read_is_off(runner: Runner, bench: Bench, off: object) -> None:
+    runner.begin("a", TEXT, agentspec_store=off)
+    assert runner.step(a=TEXT[:4].tolist())["a"]
+    runner.finish("a")
+    assert outputs(bench) == []
+    runner.begin("b", TEXT, agentspec_speculation=off, agentspec_store="on", agentspec_prediction=TEXT.tolist())
+    assert [runner.step(b=TEXT[at : at + 4].tolist())["b"] for at in (0, 4)] == [[], []]
+    runner.finish("b")
+    assert outputs(bench) == [TEXT[:8].tolist()]
 
 
 def test_what_was_said_in_steps_without_drafts_is_kept(bench: Bench) -> None:

@@ -234,3 +234,13 @@ def test_time_that_is_up_leaves_chains_short() -> None:
     turn = ChainTurn(chain, IndexDrafter(), [(index, Source.SHARED)], tokens(1, 2, 3), 32, 1.0)
     assert propose_chains([turn], FREE, patience=0.0) == [[]]
     assert len(propose_chains([turn], FREE, patience=1e9)[0]) > 8
+
+
+def test_time_that_is_up_takes_nothing_away() -> None:
+    """A longer chain that is known stays, and one that is searched for in time may become shorter."""
+    index, chain = SuffixIndex(), Chain()
+    index.append(0, list(range(1, 6)))
+    chain.replace([4, 5, 6, 7], [0.9, 0.8, 0.7, 0.6])
+    turn = ChainTurn(chain, IndexDrafter(), [(index, Source.SHARED)], tokens(1, 2, 3), 32, 1.0)
+    assert propose_chains([turn], FREE, patience=0.0) == [[4, 5, 6, 7]]
+    assert propose_chains([turn], FREE, patience=1e9) == [[4, 5]]

@@ -141,7 +141,7 @@ class Recording:
     def extend(self, tokens: Any) -> None:
         self.calls.append(("extend", tokens.tolist()))
 
-    def close(self) -> None:
+    def close(self, *, ended: bool) -> None:
         self.calls.append(("close", []))
 
 

@@ -304,7 +304,7 @@ def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of
     closed: list[bool] = []
 
     class Watched(CacheSession):
-        def close(self, *, clean: bool) -> None:
+        def close(self, *, clean: bool, ended: bool = True) -> None:
             closed.append(clean)
 
     client = Client(engine_of(lambda request: Watched(None)))
@@ -403,7 +403,7 @@ def test_a_lower_priority_is_served_first_and_takes_the_place_of_a_higher_one(la
 def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
     closed: list[bool] = []
     gate = Gate()
-    gate.close = lambda *, clean: closed.append(clean)  # type: ignore[method-assign]
+    gate.close = lambda *, clean, ended: closed.append(clean)  # type: ignore[method-assign]
     engine = engine_of(lambda request: gate if request.original.priority else CacheSession(None), max_active=1)
     slow = Client(engine, max_tokens=400, priority=5).submit()
     assert gate.reached.wait(WAIT)

@@ -21,7 +21,7 @@ from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, Samp
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 
-VOCABULARY, REQUESTS, LONGEST, DRAFTED = 1000, 4, 256, 4
+VOCABULARY, REQUESTS, LONGEST, DRAFTED, EOS = 1000, 4, 256, 4, 1001
 
 
 class NgramGPUSpeculator:
@@ -60,7 +60,7 @@ class Runner:
         self.states.total_len.gpu[row] = len(text)
         self.rows[identity], self.answers[identity] = row, list(answer)
         self.outputs[identity], self.drafts[identity] = list(answer[:done]), []
-        self.speculator.begin([new_request(identity, list(prompt), text, **more)])
+        self.speculator.begin([new_request(identity, list(prompt), text, **{"max_tokens": len(answer), **more})])
         assert self.speculator._retriever is not None and self.speculator._retriever.flush()  # as if reading took time
 
     def finish(self, *identities: str) -> None:
@@ -108,10 +108,9 @@ class Runner:
 
 def new_request(identity: str, prompt: list[int] | None, text: list[int], **more: Any) -> Any:
     """The part of vLLM's `NewRequestData` that is read."""
-    given = {"salt": None, "xargs": {}, "max_tokens": None, "embeds": None, **more}
-    sampling = SimpleNamespace(
-        extra_args=given["xargs"], eos_token_id=None, stop_token_ids=[], max_tokens=given["max_tokens"]
-    )
+    given = {"salt": None, "xargs": {}, "max_tokens": None, "stop": [], "embeds": None, **more}
+    sampling = SimpleNamespace(extra_args=given["xargs"], eos_token_id=EOS, stop_token_ids=[])
+    sampling.max_tokens, sampling.stop = given["max_tokens"], given["stop"]
     new = SimpleNamespace(req_id=identity, prompt_token_ids=prompt, prefill_token_ids=text, lora_request=None)
     new.sampling_params, new.prompt_embeds = sampling, given["embeds"]
     setattr(new, SALT, given["salt"])

@@ -28,6 +28,12 @@ def learn(runner: Runner, late: Late, prompt: list[int] = PROMPT, answer: list[i
     return runner.steps - before
 
 
+def recorded(cache: SuffixCache) -> list[list[int]]:
+    with cache.request([1], namespace=Namespace("default", "m", "t")) as request:
+        index = request.indexes[-1][0]
+    return [index.tokens(number).tolist() for number in index.usage().sequences.tolist()]
+
+
 @pytest.mark.parametrize("steps_late", [0, 1, 2])
 def test_what_was_generated_once_is_drafted_though_the_host_is_behind(
     runner: Runner, late: Late, steps_late: int
@@ -103,9 +109,7 @@ def test_the_output_of_a_preempted_request_is_kept_once_and_whole(
         runner.begin("a", PROMPT, ANSWER, done=len(runner.outputs["a"]))
     runner.run()
     runner.speculator.close()
-    with cache.request([1], namespace=Namespace("default", "m", "t")) as request:
-        index = request.indexes[-1][0]
-    assert [index.tokens(number).tolist() for number in index.usage().sequences.tolist()] == [ANSWER]
+    assert recorded(cache) == [ANSWER]
 
 
 def test_a_request_that_cannot_be_read_costs_its_own_drafts_only(runner: Runner, late: Late) -> None:
@@ -142,6 +146,35 @@ def test_a_failing_step_costs_no_tokens_of_the_output(
         assert request.draft(100, chain=True).tokens.tolist() == ANSWER[1:]
 
 
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [({}, [ANSWER]), ({"max_tokens": None}, []), ({"max_tokens": None, "stop": ["!"]}, [ANSWER])],
+)
+def test_an_output_is_kept_as_it_ended(
+    runner: Runner, late: Late, cache: SuffixCache, limits: dict[str, Any], kept: list[list[int]]
+) -> None:
+    learn(runner, late, **limits)
+    assert recorded(cache) == kept
+
+
+@pytest.mark.parametrize("off", ["off", False, None, ["on"]])
+def test_what_is_switched_off_or_cannot_be_read_is_off(
+    runner: Runner, late: Late, cache: SuffixCache, off: object
+) -> None:
+    learn(runner, late, xargs={"agentspec_store": off})
+    assert recorded(cache) == []
+    learn(runner, late)
+    assert learn(runner, late, [*PROMPT, *ANSWER], xargs={"agentspec_speculation": off}) == len(ANSWER)
+    assert recorded(cache) == [ANSWER] * 2
+
+
+def test_drafts_are_counted_from_the_second_step_on(runner: Runner, late: Late, cache: SuffixCache) -> None:
+    steps = learn(runner, late)
+    assert (cache.stats().drafted, cache.stats().accepted) == ((steps - 1) * DRAFTED, 0)
+    learn(runner, late, xargs={"agentspec_speculation": "off"})
+    assert cache.stats().drafted == (steps - 1) * DRAFTED
+
+
 def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
     learn(runner, late, salt="pepper")
     assert learn(runner, late) == len(ANSWER)
@@ -171,7 +204,7 @@ def test_a_dummy_run_touches_nothing(runner: Runner) -> None:
 
 def test_failing_retrieval_costs_only_drafts(runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     learn(runner, late)
-    monkeypatch.setattr("agentspec.backends.vllm.runner_v2.retrieval.propose_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr("agentspec.backends.engine_plugin.round_search.propose_batch", lambda *_: 1 / 0)
     assert learn(runner, late) == len(ANSWER)
 
 

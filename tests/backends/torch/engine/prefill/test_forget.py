@@ -136,7 +136,7 @@ def test_a_deletion_that_comes_while_an_answer_ends_reaches_it(stepped: Any, con
     one = stepped()
 
     class Session(CacheSession):
-        def close(self, *, clean: bool) -> None:
+        def close(self, *, clean: bool, ended: bool = True) -> None:
             one.engine.forget(reach(**conditions))
             super().close(clean=clean)
 
