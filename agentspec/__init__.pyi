@@ -43,9 +43,6 @@ from .errors import (
     EngineError as EngineError,
 )
 from .errors import (
-    EngineRestartingError as EngineRestartingError,
-)
-from .errors import (
     EngineStoppedError as EngineStoppedError,
 )
 from .errors import (

@@ -18,7 +18,6 @@ AgentSpecError
 ├── NotReadyError            503  the server is still loading its models
 ├── AnswerMemoryError        503  there is no memory for an upstream's large answer now
 ├── ShuttingDownError        503  the server is draining
-├── EngineRestartingError    503  the process of the local engine ended during the request
 ├── RequestTimeoutError      504  no answer within the request's time limit
 ├── ModelUnavailableError    500  a model's files cannot be fetched, read or verified
 ├── EngineError              500  the local engine failed on this request
@@ -156,11 +155,6 @@ class AnswerMemoryError(AgentSpecError):
 class ShuttingDownError(AgentSpecError):
     status = 503
     code = "shutting_down"
-
-
-class EngineRestartingError(AgentSpecError):
-    status = 503
-    code = "engine_restarting"
 
 
 class RequestTimeoutError(AgentSpecError):

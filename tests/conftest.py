@@ -59,8 +59,8 @@ def costly(test: Callable[..., Any]) -> Callable[..., Any]:
 # One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
 # (With --no-loadscope-reorder: xdist would order them by their number of tests.)
 LONGEST = """
-    tests/cache/native/test_stress.py tests/backends/torch/test_real_model.py tests/proxy/workers/test_engine.py
-    tests/proxy/workers/test_lives.py tests/backends/torch/engine/test_batching.py tests/test_examples.py
+    tests/cache/native/test_stress.py tests/backends/torch/test_real_model.py
+    tests/backends/torch/engine/test_batching.py tests/test_examples.py
     tests/reasoning/delegation/test_models.py tests/backends/torch/test_exactness.py
     tests/reliability/test_pool_chaos.py tests/cache/test_deleter.py tests/backends/torch/model/graphs/test_recording.py
     tests/test_example_agents.py tests/cli/test_demo.py tests/reasoning/retrieval/test_models.py

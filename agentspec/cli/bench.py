@@ -156,7 +156,6 @@ def gateway(
     ] = None,
     connections: Annotated[str | None, typer.Option(help="Numbers of connections [default: 16,64]")] = None,
     streams: Annotated[int | None, typer.Option(help="Streams at once [default: 1000]", min=1, max=20_000)] = None,
-    workers: Annotated[int, typer.Option(help="Processes of the gateway that serve the port", min=1)] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes where none are given: half a minute")] = False,
     soak: Annotated[
         str | None, typer.Option(help="An even load for so long, e.g. 2h, after the measures that --measure names")
@@ -174,7 +173,6 @@ def gateway(
         calls=calls or plan.calls,
         connections=connections_of(connections) if connections is not None else plan.connections,
         streams=streams or plan.streams,
-        workers=workers,
     )
     named = [one.value for one in (measure or ([] if soak else list(GatewayMeasure)))]
     length = length_of(soak) if soak is not None else 0.0

@@ -38,7 +38,6 @@ def serve(
     tls_key: Annotated[
         Path | None, typer.Option(help="The certificate's private key, if in a file of its own", dir_okay=False)
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes that share the port [default: 1]")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log")] = LogLevel.info,
 ) -> None:
     """Run the OpenAI-compatible gateway until it is told to stop (SIGTERM drains, SIGHUP reloads keys and limits).
@@ -48,15 +47,12 @@ def serve(
     if model is not None and upstream is not None:
         raise typer.BadParameter("give --model or --upstream, not both; a configuration file can name several backends")
     backends = _backends(model, upstream)
-    server = _given(host=host, port=port, tls_cert_file=tls_cert, tls_key_file=tls_key, workers=workers)
+    server = _given(host=host, port=port, tls_cert_file=tls_cert, tls_key_file=tls_key)
     overrides = {"server": server, "cache": _given(store=store), "backends": backends}
     read = partial(load, config, overrides, only_overridden_backends=bool(backends))
     settings = read()
 
-    if settings.server.workers > 1:
-        from agentspec.proxy.workers.supervisor import serve as run
-    else:
-        from agentspec.proxy.serving.server import serve as run
+    from agentspec.proxy.serving.server import serve as run
 
     run(settings, log_level=log_level.upper(), reload=read)
 

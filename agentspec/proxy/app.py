@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -46,8 +45,7 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.extra_routes import ExtraRoute, sole_upstream
-from agentspec.proxy.fleet import DrainNotice, FleetPages
-from agentspec.proxy.forwarding.engine_link import EngineLink
+from agentspec.proxy.fleet import FleetPages
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
@@ -75,33 +73,10 @@ from agentspec.version import __version__
 MODELS_SECONDS = 10.0  # to list the models of an upstream
 Handler = Callable[[Request], Awaitable[Response]]
 # What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
-EndpointArguments = tuple[
-    Runtime, ServerSettings, Admission, BodyBudget, Deadlines, EnginePlaces, Metering, EngineLink | None
-]
+EndpointArguments = tuple[Runtime, ServerSettings, Admission, BodyBudget, Deadlines, EnginePlaces, Metering]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessContext:
-    """What one process of the gateway is given: its part of what all share, and ways to the processes beside it.
-
-    `limiter` gives requests their places. `body_memory` is this process's share in bytes, `engine` the process of local
-    models, None if it is this one. `scrape` returns the metrics of all processes, given those of this one; `drain`
-    tells the others of a drained server. The gateway was started at `since`, in seconds since 1970; None is now.
-    `metering` is around requests for models.
-    """
-
-    limiter: Admission
-    body_memory: int
-    engine: EngineLink | None = None
-    scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
-    since: int | None = None
-    drain: DrainNotice | None = None
-    metering: Metering | None = None
-
-
-def create_app(
-    runtime: Runtime, settings: Settings | None = None, *, process: ProcessContext | None = None
-) -> GatewayMiddleware:
+def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:
     """The gateway as an ASGI application, to be run with its lifespan.
 
     The lifespan starts the runtime in a thread; until that is done, generation requests get 503. The end of the
@@ -109,19 +84,19 @@ def create_app(
     """
     settings = settings or runtime.settings
     server = settings.server
-    process = process or ProcessContext(ConcurrencyLimiter(server), server.max_body_memory)
+    limiter = ConcurrencyLimiter(server)
     if server.order == "workflow":
-        process.limiter.pressed = lambda: runtime.fleet is not None and runtime.fleet.is_pressed()
+        limiter.pressed = lambda: runtime.fleet is not None and runtime.fleet.is_pressed()
     _warn_of_unpaced(settings)
-    budget = BodyBudget(process.body_memory, server.parsing_threads, shared=bool(server.api_keys))
+    budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
     places, deadlines = EnginePlaces(server, settings.backends), Deadlines()
-    pages = Pages(runtime, process, places)
-    metering = process.metering or _metering(runtime)
+    pages = Pages(runtime, limiter, places)
+    metering = _metering(runtime)
     metering.metrics = pages.registry
     metering.update(server)
-    common: EndpointArguments = (runtime, server, process.limiter, budget, deadlines, places, metering, process.engine)
+    common: EndpointArguments = (runtime, server, limiter, budget, deadlines, places, metering)
     endpoints, responses = _endpoints(settings, common)
-    fleet = FleetPages(runtime, process.drain, pages.all_metrics)
+    fleet = FleetPages(runtime)
     routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
     _refuse_twice(routes)
     turns = endpoints[0].turns  # of chats, the only ones with a next turn
@@ -133,7 +108,7 @@ def create_app(
         routes=router,
         authenticator=Authenticator(server.api_keys),
         hosts=HostCheck(server),
-        limiter=process.limiter,
+        limiter=limiter,
         deadlines=deadlines,
         metrics=pages.registry,
         loading=loading,
@@ -192,11 +167,10 @@ def _stored(responses: ResponsesEndpoint) -> Iterator[_RecordedRoute]:
 class Pages:
     """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
-    def __init__(self, runtime: Runtime, process: ProcessContext, places: EnginePlaces) -> None:
+    def __init__(self, runtime: Runtime, limiter: ConcurrencyLimiter, places: EnginePlaces) -> None:
         self._runtime = runtime
-        self._limiter, self._engine = process.limiter, process.engine
-        self._scrape = process.scrape or _rendered
-        self._created = process.since or int(time.time())
+        self._limiter = limiter
+        self._created = int(time.time())
         self._samples: list[BackendSample] = []
         self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(
@@ -204,7 +178,7 @@ class Pages:
             models=runtime.models(),
             index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
-            tenants=lambda: places.add_to(process.limiter.samples()),
+            tenants=lambda: places.add_to(limiter.samples()),
             members=lambda: runtime.fleet.samples() if runtime.fleet else (),
         )
 
@@ -226,8 +200,7 @@ class Pages:
 
         Which of these it is, only those who have a key are told.
         """
-        loaded = self._runtime.ready and (self._engine is None or self._engine.ready)
-        status = "draining" if self._limiter.closed else "ready" if loaded else "loading"
+        status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
         if self._runtime.failure is not None:
             status = "failed"
         told = RequestRecord.of(request.scope).identity is not None or status == "ready"
@@ -238,11 +211,8 @@ class Pages:
 
     async def metrics(self, request: Request) -> Response:
         self._samples = await self._sampled()
-        return Response(await self.all_metrics(), headers={"content-type": CONTENT_TYPE})
-
-    async def all_metrics(self) -> bytes:
-        """The metrics of all processes."""
-        return await self._scrape(self.registry)
+        rendered = await anyio.to_thread.run_sync(self.registry.render)
+        return Response(rendered, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": await self._objects(request)})
@@ -323,7 +293,7 @@ def _refuse_twice(routes: Sequence[Route]) -> None:
 
 
 def _metering(runtime: Runtime) -> Metering:
-    """The limits and counts of a gateway of one process."""
+    """The limits of keys, and the counts of what they used."""
     limits, source = KeyLimits(), UsageSource(runtime)
     return Metering(limits, UsageMeter(source, limits), close=source.close)
 
@@ -334,12 +304,8 @@ async def _lifespan(loading: Loading, metering: Metering) -> AsyncIterator[None]
         yield
 
 
-async def _rendered(metrics: Metrics) -> bytes:
-    return await anyio.to_thread.run_sync(metrics.render)
-
-
 def index_size(runtime: Runtime) -> IndexFigures | None:
-    """Figures of the token index and its database; None if this process has no index."""
+    """Figures of the token index and its database; None where there is no index."""
     if not runtime.keeps_index:
         return None
     stats = runtime.cache.stats()

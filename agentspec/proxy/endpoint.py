@@ -36,7 +36,6 @@ from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields, strategy_upstreams
 from agentspec.proxy.forwarding.answer_edits import AnswerEdits
 from agentspec.proxy.forwarding.auto_prediction import AutoPredictions, PredictedAnswer
-from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.next_turns import UpstreamTurns
 from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
@@ -98,7 +97,7 @@ class Exchange:
 class GenerationEndpoint:
     """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
 
-    `settings` may be replaced while requests run. `engine` answers for the models that are in another process.
+    `settings` may be replaced while requests run.
     """
 
     root: ClassVar[str] = "/v1"  # what stands before `path` in the gateway's routes
@@ -112,7 +111,6 @@ class GenerationEndpoint:
     deadlines: Deadlines
     places: EnginePlaces
     metering: Metering
-    engine: EngineLink | None = None
     turns: UpstreamTurns = field(default_factory=UpstreamTurns, init=False)
     _predictions: AutoPredictions | None = field(default=None, init=False)
 
@@ -133,14 +131,6 @@ class GenerationEndpoint:
             runtime = self.ready()
             model = _chosen(runtime, _model(fields), headers)
             name = runtime.aliases.meant(model)
-            if self.engine is not None and runtime.is_elsewhere(name):
-                record.model = name
-                metered = await self._within_limits(record, body, fields)
-                del fields
-                async with metered, until_disconnect(receive) as client:
-                    await self.engine.relay(scope, send, body, deadline, self._follower())
-                note_disconnect(client, record)
-                return
             route = runtime.route(model)
             record.model = name if name in runtime.models() else OTHER
             caller = replace(read_caller(headers, record.tenant, fields), cached=runtime.settings.cache.store)
@@ -174,10 +164,6 @@ class GenerationEndpoint:
         except RequestTimeoutError:
             seconds = f"{self.settings.request_timeout:g} s (server.request_timeout)"
             raise SlowClientError(f"the body did not arrive within {seconds}") from None
-
-    def _follower(self) -> Follows:
-        """What follows a stream from the process of the engine."""
-        return FramedStream(self.framing)
 
     async def _base_of(self, model: str) -> Route:
         """The route of a plain model, or of a strategy's base model; of a pool, that of one of its servers."""

@@ -17,7 +17,6 @@ from agentspec.errors import (
     AnswerMemoryError,
     AuthenticationError,
     EngineError,
-    EngineRestartingError,
     InvalidRequestError,
     NoServerError,
     NotReadyError,
@@ -125,7 +124,7 @@ def outcome(error: Exception) -> str:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, (OverloadedError, NoServerError)):
         return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, (*_UNAVAILABLE, EngineRestartingError)):
+    if isinstance(error, _UNAVAILABLE):
         return {"retry-after": "1"}
     if isinstance(error, SlowClientError):
         return {"connection": "close"}  # the rest of the body may never come

@@ -105,9 +105,9 @@ class ExtraRoute(GenerationEndpoint):
         model = fields.get("model")
         if not isinstance(model, str):
             return body
-        route = None if self.runtime.is_elsewhere(self.runtime.aliases.meant(model)) else self.runtime.route(model)
-        served = route is not None and (route.backend_name == self.upstream or isinstance(route.backend, PoolBackend))
-        if route is None or not served:  # all servers of all pools are the only upstream's
+        route = self.runtime.route(model)
+        # All servers of all pools are the only upstream's.
+        if route.backend_name != self.upstream and not isinstance(route.backend, PoolBackend):
             raise InvalidRequestError(
                 f"{self.path} is passed to an upstream that does not serve this model", param="model"
             )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentspec.backends.openai.vllm_metrics import samples
 from agentspec.backends.pool.fleet import Fleet
 from agentspec.errors import InvalidRequestError
 from agentspec.proxy.body.json_object import parse_object
@@ -17,29 +15,18 @@ from agentspec.proxy.streaming.sending import json_response
 from agentspec.runtime import Runtime
 
 MAX_BODY_BYTES = 4096
-_SUMS = {"agentspec_member_in_flight": "in_flight"} | {
-    f"agentspec_member_{name}_total": name for name in ("calls", "retries", "failures", "ejections")
-}
-"""The metrics that add up over processes."""
-DrainNotice = Callable[[str, bool], None]
 
 
 class FleetPages:
-    """The routes. `spread` tells the gateway's other processes which member is drained, or no longer; `scrape` returns
-    the metrics of all.
-    """
+    """The routes."""
 
-    def __init__(self, runtime: Runtime, spread: DrainNotice | None, scrape: Callable[[], Awaitable[bytes]]) -> None:
-        self._runtime, self._spread, self._scrape = runtime, spread, scrape
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     async def status(self, request: Request) -> Response:
-        """The members: states and loads as this process sees them, calls of all processes."""
+        """The members: their states, loads and calls."""
         fleet = self._runtime.fleet
-        members = {} if fleet is None else {sample.member: asdict(sample) for sample in fleet.samples()}
-        for name, labels, value in samples((await self._scrape()).decode(), tuple(_SUMS)):
-            if name in _SUMS and labels["member"] in members:
-                members[labels["member"]][_SUMS[name]] = int(value)
-        return json_response({"members": list(members.values())})
+        return json_response({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
 
     async def drain(self, request: Request) -> Response:
         """Send no new calls to a member, or to all of a backend; those that run go on."""
@@ -52,10 +39,7 @@ class FleetPages:
     async def _switch(self, request: Request, *, on: bool) -> Response:
         name = await _name(request)
         fleet = self._fleet()
-        members = fleet.drain(name, on=on)
-        if self._spread is not None:
-            for one in dict.fromkeys([name, *members]):  # other processes may not have found all members of a backend
-                self._spread(one, on)
+        fleet.drain(name, on=on)
         logger.info("member drained" if on else "member resumed", member=name)
         return json_response({"drained": fleet.drained()})
 

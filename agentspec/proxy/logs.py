@@ -10,12 +10,11 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from select import PIPE_BUF
-from types import MappingProxyType
 from typing import Any, TextIO, cast
 
 from agentspec.telemetry.safe_errors import class_of, frames_of
@@ -65,14 +64,7 @@ logger = EventLogger("agentspec.proxy")
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats any record as a JSON object: class and frames in place of a traceback, which would end with a message.
-
-    `fields` stand in every line.
-    """
-
-    def __init__(self, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
-        super().__init__()
-        self._fields = fields
+    """Formats any record as a JSON object: class and frames in place of a traceback, which would end with a message."""
 
     def format(self, record: logging.LogRecord) -> str:
         said = cast(object, record.msg)
@@ -81,7 +73,6 @@ class JsonFormatter(logging.Formatter):
             line = {**said.fields, "event": said.event}
         else:
             line = {"event": _message(record), "logger": record.name}
-        line |= self._fields
         line["level"] = record.levelname.lower()
         second = int(record.created)
         line["timestamp"] = f"{_clock(second)}.{int((record.created - second) * 1e6):06d}Z"
@@ -166,27 +157,16 @@ def _together(lines: Iterable[str]) -> Iterator[str]:
     yield text
 
 
-def configure(
-    level: str = "INFO",
-    stream: TextIO | None = None,
-    *,
-    background: bool = False,
-    fields: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
+def configure(level: str = "INFO", stream: TextIO | None = None, *, background: bool = False) -> None:
     """Write the process's log records from `level` on to `stream` (stderr) as JSON; the HTTP client's from WARNING.
 
-    `background`: write from a thread, as a server does that must not wait for its log. `fields` go into every line.
+    `background`: write from a thread, as a server does that must not wait for its log.
     """
     given = stream or sys.stderr
     handler = BackgroundHandler(given) if background else logging.StreamHandler(given)
-    handler.setFormatter(JsonFormatter(fields))
+    handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
     for name in ("httpx", "httpx2", "httpcore", "httpcore2"):  # at INFO and DEBUG they log addresses and headers
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def quiet_server() -> None:
-    """Leave out what the HTTP server says about its start and its end, since another process says it."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.settings import BackendSettings
 from agentspec.protocol.anthropic.errors import anthropic_error
-from agentspec.proxy.admission.auth import Identifies, request_id
+from agentspec.proxy.admission.auth import Authenticator, request_id
 from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.body.budget import BodyBudget
@@ -37,13 +37,10 @@ OPEN_ROUTES = ("/health", "/ready")
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes.
-
-    `logs_requests`: write a line about each request.
-    """
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
 
     routes: Router
-    authenticator: Identifies
+    authenticator: Authenticator
     hosts: HostCheck
     limiter: Admission
     deadlines: Deadlines
@@ -53,13 +50,12 @@ class GatewayMiddleware:
     runtime: Runtime
     budget: BodyBudget
     metering: Metering
-    logs_requests: bool = True
 
     async def check(self, settings: ServerSettings) -> None:
         """Raises `ConfigurationError` for keys and limits that cannot be used with the upstreams that there are."""
         await self.runtime.check_tenants(settings.tenant_names)
 
-    def apply(self, settings: ServerSettings, authenticator: Identifies) -> None:
+    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
         """Use other keys and limits for the requests to come."""
         self.authenticator, self.hosts = authenticator, HostCheck(settings)
         self.limiter.update(settings)
@@ -117,8 +113,7 @@ class GatewayMiddleware:
             metrics.speculation(record.model, done, failed)
         if record.prediction_refused:
             metrics.prediction_refused(record.model)
-        if self.logs_requests:
-            logger.log(_level(record), "request", **_log_fields(record))
+        logger.log(_level(record), "request", **_log_fields(record))
 
 
 async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:

@@ -46,9 +46,7 @@ class Runtime:
 
     `backends` are ready backends: each replaces the configured backend of its name; a name that is not configured
     becomes a model name as well. Without `settings`, only these backends exist. `cache` is an open cache, which the
-    caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. With
-    `local` false another process answers for local backends and strategies, and none of them is built here;
-    `responses` then is the store of stored responses, in place of the cache's. Nothing is
+    caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. Nothing is
     built before `start()`. Thread-safe, except that `aclose` may only be called once no new request arrives.
     """
 
@@ -59,8 +57,6 @@ class Runtime:
         backends: Mapping[str, Backend] | None = None,
         cache: SuffixCache | None = None,
         knowledge: Mapping[str, KnowledgeBase] | None = None,
-        local: bool = True,
-        responses: KeepsResponses | None = None,
     ) -> None:
         self.settings = settings or (Settings(backends={}) if backends else Settings())
         self.fleet: Fleet | None = None
@@ -70,8 +66,6 @@ class Runtime:
         self._strategies = StrategyModels(self.settings, knowledge or {})
         self._tenants = UpstreamTenants(self.settings.server)
         self._cache = LazyCache(self.settings.cache, cache)
-        self._local = local
-        self._responses = responses
         self._most_tokens: int | None = None
         self._building = threading.Lock()
         self._started = False
@@ -96,7 +90,7 @@ class Runtime:
     @property
     def responses(self) -> KeepsResponses:
         """The stored answers of the Responses API. Raises `CacheError` if the cache cannot be opened."""
-        return self.cache.responses if self._responses is None else self._responses
+        return self.cache.responses
 
     def start(self) -> None:
         """Build the backends. Blocks until their models are loaded. Idempotent.
@@ -108,15 +102,13 @@ class Runtime:
             for name, settings in self.settings.backends.items():
                 if self._closed:
                     raise ShuttingDownError("the runtime is closed")
-                here = self._local or not settings.local
-                if here and name not in self._backends and not settings.has_several_servers:
+                if name not in self._backends and not settings.has_several_servers:
                     self._backends[name] = build_backend(name, settings, self._cache.get)
             self.fleet = self.fleet or open_fleet(self.settings, self._backends)
             self._pools = {} if self.fleet is None else self.fleet.backends
             self._tenants.separate([one for one in self._all() if isinstance(one, SharesCaches)])
             self._limit_upstreams()
-            if self._local:
-                self._strategies.build(self._backend)
+            self._strategies.build(self._backend)
             self._started = True
 
     async def start_for(self, model: str) -> None:
@@ -139,18 +131,10 @@ class Runtime:
         """Whether requests for names that `models` does not list go to the sole upstream."""
         return self._directory.takes_any_model
 
-    def is_elsewhere(self, model: str) -> bool:
-        """Whether another process answers for `model`. Raises `ModelNotFoundError` if it is unknown."""
-        if self._local:
-            return False
-        backend, _ = self._directory.find(model)
-        local = backend in self.settings.backends and self.settings.backends[backend].local  # a pool is none of them
-        return local or self._directory.strategy(model) is not None
-
     @property
     def keeps_index(self) -> bool:
         """Whether a local engine of this process keeps an index of tokens in `cache`."""
-        return self.ready and self._local and any(backend.local for backend in self.settings.backends.values())
+        return self.ready and any(backend.local for backend in self.settings.backends.values())
 
     def backends(self) -> dict[str, Backend]:
         """The backends and pools by name; empty before `start()`."""

@@ -49,8 +49,7 @@ def open_fleet(settings: Settings, backends: Mapping[str, object]) -> Fleet | No
 
     upstreams = {name: one for name, one in settings.backends.items() if isinstance(one, OpenAISettings)}
     built = {name: one for name, one in backends.items() if isinstance(one, OpenAIBackend)}
-    floor = settings.fleet.retry_floor / settings.server.workers  # each process has such a fleet
-    return Fleet(specs, upstreams, built, settings.fleet.model_copy(update={"retry_floor": floor}))
+    return Fleet(specs, upstreams, built, settings.fleet)
 
 
 def fallback_cycle(settings: Settings) -> list[str] | None:

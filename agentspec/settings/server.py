@@ -130,25 +130,6 @@ class ServerSettings(SettingsModel):
         default=(), description="Further routes to pass to the only upstream: POST with a JSON body, such as /v1/rerank"
     )
 
-    # Processes.
-    workers: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Processes that serve the port; with more than one, local models run in a process of their own",
-    )
-    hang_timeout: float = Field(
-        default=60.0,
-        ge=0,
-        description="Seconds of silence after which one of several processes is killed and started again; 0: never",
-    )
-    load_timeout: float = Field(
-        default=3600.0,
-        ge=0,
-        description="Seconds that one of several processes may load, downloads included, before it is started again;"
-        " 0: without end",
-    )
-
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:
         known = dict.fromkeys([*(key.tenant for key in self.api_keys), DEFAULT_TENANT])

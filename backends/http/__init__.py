@@ -4,7 +4,6 @@ from agentspec.backends.http.connections import Transport
 from agentspec.backends.http.endpoint import Endpoint
 from agentspec.backends.http.failures import decode_json, mapped_errors, status_error
 from agentspec.backends.http.library import httpx
-from agentspec.backends.http.local_server import LocalServer, pieces_of
 from agentspec.backends.http.response import MAX_ANSWER_BYTES, MAX_LIST_BYTES, MEMBER_HEADER, Room, UpstreamResponse
 
 __all__ = [
@@ -12,13 +11,11 @@ __all__ = [
     "MAX_LIST_BYTES",
     "MEMBER_HEADER",
     "Endpoint",
-    "LocalServer",
     "Room",
     "Transport",
     "UpstreamResponse",
     "decode_json",
     "httpx",
     "mapped_errors",
-    "pieces_of",
     "status_error",
 ]

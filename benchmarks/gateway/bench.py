@@ -83,8 +83,7 @@ class GatewayReport:
 
     def show(self) -> Iterator[RenderableType]:
         columns = ("figure", "measured", "required", "aim", "verdict", "note")
-        workers = "one worker" if self.plan.workers == 1 else f"{self.plan.workers} workers"
-        yield report.table(f"The gateway under load: {workers}, two tenants", columns, map(_cells, self.figures()))
+        yield report.table("The gateway under load, two tenants", columns, map(_cells, self.figures()))
 
     def data(self) -> dict[str, Any]:
         return {
@@ -111,10 +110,10 @@ def run_gateway(
     for number in range(runs):
         for name in measures:
             progress(f"run {number + 1} of {runs}: {name}")
-            with _processes(plan.streams if name == "streams" else 0, plan.workers) as bench:
+            with _processes(plan.streams if name == "streams" else 0) as bench:
                 found.add(MEASURES[name](bench, plan))
     if soak_seconds:
-        with _processes(0, plan.workers) as bench:
+        with _processes(0) as bench:
             found.soak = soak(bench, plan, soak_seconds, progress)
         found.add(found.soak.figures())
     return found
@@ -140,10 +139,10 @@ def connections_of(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _processes(streams: int, workers: int) -> Iterator[Bench]:
+def _processes(streams: int) -> Iterator[Bench]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), streams=streams, places=PLACES, workers=workers) as bench,
+        running(Path(folder), streams=streams, places=PLACES) as bench,
     ):
         warm_up(bench)
         yield bench

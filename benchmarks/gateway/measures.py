@@ -34,7 +34,7 @@ class GatewayPlan:
 
     `pairs` calls are made one at a time to each side; `calls` at each number of `connections`; `streams` at once, each
     with an event `every` so many seconds, are measured for `stream_seconds`; the overload is `overload` times the
-    upstream's capacity for `overload_seconds`. The gateway has `workers` processes.
+    upstream's capacity for `overload_seconds`.
     """
 
     pairs: int = 2000
@@ -48,7 +48,6 @@ class GatewayPlan:
     overload_seconds: float = 20.0
     soak_rate: float = 200.0
     window: float = 60.0
-    workers: int = 1
 
 
 @dataclass(slots=True)

@@ -104,30 +104,27 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class GatewayProcess:
-    """`agentspec serve` with two tenants and otherwise default settings. Figures are of all its processes."""
+    """`agentspec serve` with two tenants and otherwise default settings."""
 
     popen: subprocess.Popen[bytes]
     target: Target
 
-    def _folders(self) -> list[Path]:
-        """Of the process that was started, and of those that it started: workers, if there are several."""
-        folder = PROC / str(self.popen.pid)
-        started = (task / "children" for task in (folder / "task").iterdir())
-        return [folder, *(PROC / pid for children in started for pid in children.read_text().split())]
+    @property
+    def _folder(self) -> Path:
+        return PROC / str(self.popen.pid)
 
     def processor(self) -> float:
         """Seconds of processor time so far, in user and system mode, of all threads."""
-        stats = [(folder / "stat").read_text().rpartition(")")[2].split() for folder in self._folders()]
-        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+        fields = (self._folder / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident(self) -> int:
-        """Bytes of memory in use; what processes share counts for each."""
-        pages = sum(int((folder / "statm").read_text().split()[1]) for folder in self._folders())
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        """Bytes of memory in use."""
+        return int((self._folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def files(self) -> int:
         """Open files and connections."""
-        return sum(len(os.listdir(folder / "fd")) for folder in self._folders())
+        return len(os.listdir(self._folder / "fd"))
 
     def answers(self, path: str) -> bool:
         """Whether a GET is answered with status 200."""
@@ -151,7 +148,7 @@ class Bench:
 
 
 @contextmanager
-def running(folder: Path, *, streams: int, places: int, workers: int = 1) -> Iterator[Bench]:
+def running(folder: Path, *, streams: int, places: int) -> Iterator[Bench]:
     """Start all processes, with files in `folder`, and end them afterwards.
 
     `streams` is the number of requests that the gateway has to take at once, `places` the number that the upstream
@@ -162,7 +159,7 @@ def running(folder: Path, *, streams: int, places: int, workers: int = 1) -> Ite
     require_files(4 * streams + 256)
     with LineProcess.start("upstream", str(places)) as upstream, LineProcess.start("client") as client:
         answering = UpstreamProcess(upstream, Target(int(upstream.hear())))
-        with _gateway(folder, answering.target.port, streams, workers) as gateway:
+        with _gateway(folder, answering.target.port, streams) as gateway:
             yield Bench(answering, gateway, ClientProcess(client))
 
 
@@ -178,18 +175,18 @@ def require_files(count: int) -> None:
 
 
 @contextmanager
-def _gateway(folder: Path, upstream: int, streams: int, workers: int) -> Iterator[GatewayProcess]:
+def _gateway(folder: Path, upstream: int, streams: int) -> Iterator[GatewayProcess]:
     keys = tuple(secrets.token_hex(16) for _ in TENANTS)
     config, log = folder / "agentspec.toml", folder / "gateway.log"
     config.write_text(_configuration(folder, keys, upstream, streams))
     port = _free_port()
     command = [sys.executable, "-c", "from agentspec.cli import app; app()", "serve", "--config", str(config)]
     with log.open("wb") as out:
-        command += ["--port", str(port), "--workers", str(workers)]
+        command += ["--port", str(port)]
         popen = subprocess.Popen(command, cwd=folder, stderr=out, stdout=subprocess.DEVNULL)
         gateway = GatewayProcess(popen, Target(port, keys))
         try:
-            _wait_until_ready(gateway, log, workers)
+            _wait_until_ready(gateway, log)
             yield gateway
         finally:
             _stop(popen)
@@ -208,9 +205,9 @@ def _configuration(folder: Path, keys: tuple[str, ...], upstream: int, streams: 
     return "\n".join([*lines, ""])
 
 
-def _wait_until_ready(gateway: GatewayProcess, log: Path, workers: int) -> None:
+def _wait_until_ready(gateway: GatewayProcess, log: Path) -> None:
     limit = time.monotonic() + START_SECONDS
-    while not gateway.answers("/ready") or log.read_text().count('"event": "ready"') < workers:
+    while not gateway.answers("/ready"):
         if gateway.popen.poll() is not None or time.monotonic() > limit:
             raise BenchmarkFailedError(f"the gateway did not start: {log.read_text()[-2000:]}")
         time.sleep(0.05)

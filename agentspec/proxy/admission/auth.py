@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.datastructures import Headers
 
@@ -79,19 +79,6 @@ class Identity:
 
 
 EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
-
-
-class Identifies(Protocol):
-    """Tells by its headers whose request it is, or raises `AuthenticationError`; true if callers need a key.
-
-    `find` returns None where `identify` raises.
-    """
-
-    def __bool__(self) -> bool: ...
-
-    def find(self, headers: Headers) -> Identity | None: ...
-
-    def identify(self, headers: Headers) -> Identity: ...
 
 
 class Authenticator:

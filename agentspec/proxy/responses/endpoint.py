@@ -48,9 +48,6 @@ class ResponsesEndpoint(GenerationEndpoint):
     def __post_init__(self) -> None:
         self.keeper = Keeper(self.runtime)
 
-    def _follower(self) -> ResponsesInspector:
-        return ResponsesInspector()
-
     async def _respond(self, exchange: Exchange) -> None:
         backend = exchange.route.backend
         if is_forwarding(backend):

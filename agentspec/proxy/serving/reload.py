@@ -25,7 +25,7 @@ RELOADABLE = frozenset(
     " speculation_object tls_cert_file tls_key_file max_connections_per_address max_header_bytes header_timeout"
     " min_body_rate body_rate_window keep_alive_timeout write_timeout max_choices max_output_tokens max_logprobs"
     " max_prompts max_embedding_inputs max_tools queue_timeout max_queued stream_pacing stream_pacing_characters"
-    " tenants hang_timeout".split()
+    " tenants".split()
 )
 """What of `[server]` takes effect without a restart."""
 
