@@ -152,12 +152,6 @@ from .step.scope import (
 from .step.scope import (
     workflow as workflow,
 )
-from .tools.python_tools import (
-    agent_tools as agent_tools,
-)
-from .tools.python_tools import (
-    tool as tool,
-)
 from .types import (
     Delta as Delta,
 )

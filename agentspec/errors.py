@@ -270,7 +270,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("jinja2", "llguidance", "safetensors", "tqdm"),
     ),
     "langgraph": ("langgraph", "langchain", "langchain_core"),
-    "openai-agents": ("agents",),
     "lora": ("peft",),
     "retrieval": ("bm25s", "faiss"),
     "bench": ("matplotlib",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -105,12 +105,11 @@ async def ask(
     tenant: str,
     *,
     labels: Labels = NO_LABELS,
-    on_text: Callable[[str], None] | None = None,
     **options: bool,
 ) -> Run:
     """Request one answer and measure the time to its last token.
 
-    `options` sets the request's `speculation` and `store`; `on_text` is told the text as it comes.
+    `options` sets the request's `speculation` and `store`.
     """
     request = GenerateRequest(
         backend.model_name,
@@ -126,8 +125,6 @@ async def ask(
     async for delta in backend.generate(request):
         tokens.extend(delta.token_ids)
         stats = delta.speculation or stats
-        if on_text is not None:
-            on_text(delta.text)
     return Run(tuple(tokens), time.perf_counter() - start, stats)
 
 

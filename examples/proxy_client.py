@@ -1,4 +1,4 @@
-"""The official OpenAI client on a gateway that runs already (`agentspec serve`), with labels and a report.
+"""The official OpenAI client on a gateway that runs already (`agentspec serve`), with labels.
 
 pip install openai
 OPENAI_BASE_URL=http://127.0.0.1:8700/v1 python examples/proxy_client.py [MODEL]
@@ -30,12 +30,13 @@ def greet(model: str) -> None:
         max_tokens=24,
         temperature=0,
         stream=True,
-        stream_options={"include_usage": True},  # the hooks read usage and speculation off the last event
+        stream_options={"include_usage": True},
     )
     for chunk in stream:
         for choice in chunk.choices:
             print(choice.delta.content or "", end="", flush=True)
-    print()
+        if chunk.usage:
+            print(f"\n{chunk.usage.completion_tokens} tokens, speculation: {chunk.model_extra or 'none'}")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,6 @@ def test_nobody_imports_a_root_folder_by_its_bare_name(repository):
         pytest.param(
             *("langchain", "from agentspec.langchain import AgentSpecMiddleware", "langgraph"), marks=pytest.mark.slow
         ),
-        ("agents", "from agentspec.openai_agents import early_tools", "openai-agents"),
         ("starlette", "from agentspec.proxy import create_app", "proxy"),
     ],
 )

@@ -28,7 +28,6 @@ from agentspec.errors import ConfigurationError, InvalidRequestError, RequestTim
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
-from agentspec.langchain.name_listener import hear
 from agentspec.langchain.token_counting import prompt_length, token_ids
 from agentspec.protocol.messages import parse_prediction
 from agentspec.protocol.requests import with_extra
@@ -142,10 +141,8 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        answer = _Answer(call, run_manager)
-        for delta in iterate_sync(self._answer(call)):
-            answer.add(delta)
-        return answer.result()
+        chunks = AnswerChunks(call.model)
+        return _result([(delta.index, chunks.chunk(delta)) for delta in iterate_sync(self._answer(call))])
 
     async def _agenerate(
         self,
@@ -155,10 +152,8 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        answer = _Answer(call, run_manager)
-        async for delta in iterate_async(self._answer(call)):
-            answer.add(delta)
-        return answer.result()
+        chunks, deltas = AnswerChunks(call.model), iterate_async(self._answer(call))
+        return _result([(delta.index, chunks.chunk(delta)) async for delta in deltas])
 
     def _stream(
         self,
@@ -353,27 +348,17 @@ class ChatAgentSpec(BaseChatModel):
         return remote_runtime(OpenAISettings(base_url=HttpUrl(self.base_url), api_key=self.api_key))
 
 
-class _Answer:
-    """The choices of an answer that is not streamed; whoever listens still hears the names of tools as they come."""
-
-    def __init__(self, call: GenerateRequest, run_manager: object) -> None:
-        self._chunks = AnswerChunks(call.model)
-        self._run_manager = run_manager
-        self._choices: dict[int, list[AIMessageChunk]] = {}
-
-    def add(self, delta: Delta) -> None:
-        chunk = self._chunks.chunk(delta)
-        hear(self._run_manager, chunk)
-        self._choices.setdefault(delta.index, []).append(chunk)
-
-    def result(self) -> ChatResult:
-        """One generation for each choice."""
-        messages = [to_message(chunks) for _, chunks in sorted(self._choices.items())]
-        return ChatResult(
-            generations=[
-                ChatGeneration(message=message, generation_info=dict(message.response_metadata)) for message in messages
-            ]
-        )
+def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:
+    """A result with one generation per choice."""
+    choices: dict[int, list[AIMessageChunk]] = {}
+    for index, chunk in chunks:
+        choices.setdefault(index, []).append(chunk)
+    messages = [to_message(parts) for _, parts in sorted(choices.items())]
+    return ChatResult(
+        generations=[
+            ChatGeneration(message=message, generation_info=dict(message.response_metadata)) for message in messages
+        ]
+    )
 
 
 def _one(call: GenerateRequest) -> GenerateRequest:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from langgraph.prebuilt.tool_node import ToolCallRequest
 
 from agentspec.langchain.injected_arguments import by_model, takes_more
 from agentspec.langchain.labels import asked_by, branch_of_agent, config_of_tool, is_replayed
-from agentspec.langchain.name_listener import listening
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
 from agentspec.tools.faults import kept_from_agent
@@ -48,12 +46,7 @@ class EarlyTools:
 
     Names of read-only tools in place of `speculator` make one that learns in memory. What is learned belongs to
     `tenant` and `agent`, by default the workflow. `identity` tells apart the credentials with which the tools run.
-    `servers` tells by an MCP server's name which tools it offers. In a tool's metadata, `needs_approval` keeps it
-    from an early start.
-
-    A tool starts before the model writes, or once its name has come. Names are heard of `ChatAgentSpec`, and of other
-    models where they stream; with `stream` those stream that can, whose messages may then lack what LangChain
-    leaves out of streamed ones, such as counts of tokens.
+    In a tool's metadata, `needs_approval` keeps it from an early start.
     """
 
     def __init__(
@@ -63,16 +56,12 @@ class EarlyTools:
         tenant: str = DEFAULT_TENANT,
         identity: str = "",
         agent: str | None = None,
-        servers: Mapping[str, Sequence[BaseTool]] | None = None,
-        stream: bool = False,
     ) -> None:
         if not isinstance(speculator, ToolSpeculator):
             speculator = ToolSpeculator(ToolPolicy(speculator))
         self._speculator = speculator
         self._agent = agent
         self._tenant, self._identity = tenant, identity
-        self._stream = stream
-        self._servers = {name: list(tools) for name, tools in (servers or {}).items()}
         self._specs: OrderedDict[int, tuple[BaseTool, ToolSpec]] = OrderedDict()
         self._seen: OrderedDict[AgentCaller, list[str]] = OrderedDict()
         self._offered: OrderedDict[AgentCaller, dict[str, BaseTool]] = OrderedDict()
@@ -99,11 +88,6 @@ class EarlyTools:
                 lambda call: (lambda call: _started(tools[call.name], call)) if blocks(tools[call.name]) else None,
             )
         return session
-
-    def listening(self, session: ToolSession | None) -> AbstractContextManager[None]:
-        """Around the model call that `begin` gave the session for: tools also start once they are named."""
-        tell = None if session is None else session.names
-        return listening(tell, stream=self._stream)
 
     def end(self, session: ToolSession | None, response: ModelResponse[Any]) -> None:
         """After the model call that `begin` gave the session for."""
@@ -201,16 +185,8 @@ class EarlyTools:
             schema = convert_to_openai_tool(tool)["function"].get("parameters") or {}
         except Exception:  # an agent must not fail by a tool that we cannot describe: it does not start early
             return ToolSpec(tool.name, injected=True)
-        metadata = tool.metadata or {}
-        server = next((name for name, tools in self._servers.items() if any(one is tool for one in tools)), None)
-        return ToolSpec(
-            tool.name,
-            schema,
-            server=server,
-            read_only_hint=metadata.get("readOnlyHint") is True,
-            needs_approval=any(bool(metadata.get(name)) for name in _APPROVAL),
-            injected=takes_more(tool, schema) or tool.return_direct,
-        )
+        approved = any(bool((tool.metadata or {}).get(name)) for name in _APPROVAL)
+        return ToolSpec(tool.name, schema, injected=approved or takes_more(tool, schema) or tool.return_direct)
 
 
 class _AnsweredTool(BaseTool):

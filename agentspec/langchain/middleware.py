@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -177,7 +177,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
 def _followed(
     early: EarlyTools | None, turn: ToolSession | None
 ) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
-    """Around a model call: names of tools are told as they come, its answer ends the turn, a failure abandons it."""
+    """Around a model call: its answer ends the turn, a failure abandons it."""
 
     def end(response: ModelResponse[Any]) -> ModelResponse[Any]:
         if early is not None:
@@ -185,8 +185,7 @@ def _followed(
         return response
 
     try:
-        with nullcontext() if early is None else early.listening(turn):
-            yield end
+        yield end
     except BaseException:
         if turn is not None:
             turn.abandon_turn()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, replace
@@ -114,17 +113,6 @@ def _summed(field: Field[Any], parts: Sequence[Speculation]) -> Any:
     if all(value == values[0] for value in values):
         return values[0]
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def numbers_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The valid counts and `..._details` objects in `value`, which `read_usage` and `read_speculation` can read."""
-    found: dict[str, Any] = {}
-    for name, one in value.items():
-        if name.endswith("_details"):
-            found[name] = numbers_of(one) if isinstance(one, Mapping) else {}
-        elif isinstance(one, (int, float)) and 0 <= one < math.inf:
-            found[name] = one
-    return found
 
 
 def _count(value: Any) -> int:

@@ -11,13 +11,8 @@ from typing import Any
 
 from agentspec.protocol.headers import StepPolicy, label_headers
 from agentspec.step.report import Report, StepStatistics
-from agentspec.step.response_tap import ResponseTap, tap
 from agentspec.step.scope import current, current_labels, current_policy, current_speculation, entered
-from agentspec.step.tool_report import statistics as tool_statistics
 from agentspec.types import Labels, Speculation, Usage
-
-_ANSWERS = ("application/json", "text/event-stream")
-_STARTED = "agentspec.started"
 
 
 @dataclass(slots=True)
@@ -81,7 +76,7 @@ def observe(
 
 def report() -> Report:
     """What each step cost so far in this process, and what speculation did for it."""
-    return Report(tuple(statistics.rows()), statistics, tool_statistics.rows())
+    return Report(tuple(statistics.rows()), statistics)
 
 
 def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
@@ -99,10 +94,9 @@ def headers(labels: Labels | None = None, *, speculation: bool | None = None) ->
 def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
     """`event_hooks` for a synchronous httpx or httpx2 client, such as the one inside an OpenAI client.
 
-    Requests get the current labels and policy as headers. Each response is counted on the step that sent the request,
-    while the client reads it.
+    Requests get the current labels and policy as headers.
     """
-    return {"request": [_send_labels], "response": [_observe_response]}
+    return {"request": [_send_labels]}
 
 
 def async_httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
@@ -111,26 +105,9 @@ def async_httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
     async def label(request: Any) -> None:
         _send_labels(request)
 
-    async def observed(response: Any) -> None:
-        _observe_response(response, asynchronous=True)
-
-    return {"request": [label], "response": [observed]}
+    return {"request": [label]}
 
 
 def _send_labels(request: Any) -> None:
     for name, value in headers().items():
         request.headers.setdefault(name, value)
-    request.extensions[_STARTED] = (time.perf_counter(), current_labels())
-
-
-def _observe_response(response: Any, *, asynchronous: bool = False) -> None:
-    started = response.request.extensions.get(_STARTED)
-    kind = response.headers.get("content-type", "")
-    if started is None or response.request.method != "POST" or not kind.startswith(_ANSWERS):
-        return
-    began, labels = started
-
-    def done(reader: ResponseTap, failed: bool) -> None:
-        observe(*reader.finish(), time.perf_counter() - began, labels=labels, failed=failed)
-
-    tap(response, done, asynchronous=asynchronous)

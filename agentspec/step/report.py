@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agentspec.step.tool_report import ToolRow, cell, tool_table
-from agentspec.step.tool_report import statistics as tool_statistics
 from agentspec.types import Speculation, Usage
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
@@ -123,7 +120,6 @@ class Report:
 
     rows: tuple[StepRow, ...]
     statistics: StepStatistics
-    tools: tuple[ToolRow, ...] = ()
 
     def __iter__(self) -> Iterator[StepRow]:
         return iter(self.rows)
@@ -131,7 +127,6 @@ class Report:
     def reset(self) -> None:
         """Delete the counts of the process. This snapshot keeps its rows."""
         self.statistics.reset()
-        tool_statistics.reset()
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -140,12 +135,7 @@ class Report:
         Console(file=text, width=200, color_system=None).print(self.__rich__())
         return text.getvalue()
 
-    def __rich__(self) -> Table | Group:
-        from rich.console import Group
-
-        return Group(self._steps(), tool_table(self.tools)) if self.tools else self._steps()
-
-    def _steps(self) -> Table:
+    def __rich__(self) -> Table:
         from rich.table import Table
 
         counted = any(row.calls for row in self.rows)
@@ -163,7 +153,9 @@ class Report:
         return [(name, column) for name, column in _COLUMNS if ran or column not in ("runs", "errors", "seconds")]
 
 
-_UNCOUNTED = "no model call was counted: ChatAgentSpec counts its own; give other clients httpx_hooks()"
+_UNCOUNTED = (
+    "no model call was counted: ChatAgentSpec counts its own, AgentSpecMiddleware those of an agent of LangChain"
+)
 _COLUMNS = (
     ("workflow", "workflow"),
     ("step", "step"),
@@ -185,6 +177,11 @@ _COLUMNS = (
 
 
 def _cell(value: str | float | None, column: str) -> Text:
+    """A value as the table shows it. A name is no markup; half a surrogate pair in it, which UTF-8 cannot encode,
+    becomes a question mark.
+    """
+    from rich.text import Text
+
     if value is None:
         value = NO_STEP if column == "step" else "-"
-    return cell(value)
+    return Text((f"{value:.2f}" if isinstance(value, float) else str(value)).encode("utf-8", "replace").decode())

@@ -9,6 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,12 @@ class FlightFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A call that is started early, in the epoch that its session had. `ended` is called at its end.
-
-    `named`: the model had written the name of a tool by then.
-    """
+    """A call that is started early, in the epoch that its session had. `ended` is called at its end."""
 
     call: ToolCall
     key: str
     epoch: int
-    probability: float
     ended: Callable[[], None]
-    named: bool = False
 
 
 class Flight(ABC):
@@ -54,7 +50,7 @@ class Flight(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Nobody wants the result any more. A thread runs to its end, and its result is dropped."""
+        """Drop the result. A thread runs to its end."""
 
     @abstractmethod
     def wait(self) -> Any:
@@ -70,60 +66,45 @@ class ThreadFlight(Flight):
 
     def __init__(self, launch: Launch, invoke: Callable[[ToolCall], Any]) -> None:
         super().__init__(launch)
-        self._invoke = invoke
-        self._done = threading.Event()
-        self._result: Any = None
-        self._failed = False
-        self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._lock = threading.Lock()
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(self._run,), name="agentspec-tool", daemon=True).start()
+        self._future = Future[Any]()
+        self._future.set_running_or_notify_cancel()  # so that one who stops waiting does not cancel it
+        self._dropped = False
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(self._run, invoke), name="agentspec-tool", daemon=True).start()
 
     @property
     def failed(self) -> bool:
-        return self._failed
+        return self._dropped or (self._future.done() and self._future.exception() is not None)
 
     def cancel(self) -> None:
-        self._failed, self._result = True, None
+        self._dropped = True
 
     def wait(self) -> Any:
-        self._done.wait()
+        self._future.exception()
         return self._outcome()
 
     async def arrive(self) -> Any:
-        event = asyncio.Event()
-        with self._lock:
-            if not self._done.is_set():
-                self._watchers.append((asyncio.get_running_loop(), event))
-            else:
-                event.set()
-        await event.wait()
+        with contextlib.suppress(FlightFailedError):
+            await asyncio.wrap_future(self._future)
         return self._outcome()
 
     def _outcome(self) -> Any:
-        if self._failed:
+        if self.failed:
             raise FlightFailedError
-        return self._result
+        return self._future.result()
 
-    def _run(self) -> None:
+    def _run(self, invoke: Callable[[ToolCall], Any]) -> None:
+        result, error = None, None
         try:
-            result = self._invoke(self.launch.call)
-            if not self._failed:
-                self._result = result
-        except BaseException:
-            self._failed = True
-        finally:
-            self._finished_at = time.monotonic()
-            self.launch.ended()
-            self._wake()
-
-    def _wake(self) -> None:
-        with self._lock:
-            self._done.set()
-            watchers, self._watchers = self._watchers, []
-        for loop, event in watchers:
-            with contextlib.suppress(RuntimeError):  # that loop has ended
-                loop.call_soon_threadsafe(event.set)
+            result = invoke(self.launch.call)
+        except BaseException as raised:
+            error = raised
+        self._finished_at = time.monotonic()
+        self.launch.ended()
+        if error is not None or self._dropped:
+            self._future.set_exception(FlightFailedError())
+        else:
+            self._future.set_result(result)
 
 
 class TaskFlight(Flight):
@@ -169,7 +150,7 @@ class TaskFlight(Flight):
         self._finished_at = time.monotonic()
         self._give_back()
         if not task.cancelled():
-            task.exception()  # it is nobody's business any more
+            task.exception()  # or asyncio would log it
 
     def _give_back(self) -> None:
         if self._counts.acquire(blocking=False):

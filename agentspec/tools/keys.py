@@ -39,7 +39,7 @@ def call_key(caller: AgentCaller, spec: ToolSpec, arguments: Mapping[str, Any]) 
     if json.loads(canonical(filled)) != filled:  # a tuple is no list, nor 1 as a key "1"
         raise ValueError("arguments that are no JSON")
     who = [caller.tenant, caller.identity, caller.session]
-    what = [spec.server, spec.name, canonical(spec.schema), canonical(filled)]
+    what = [spec.name, canonical(spec.schema), canonical(filled)]
     return hashlib.sha256(canonical(who + what).encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from agentspec.errors import ConfigurationError
 from agentspec.tools.prediction.model import TURN, CallPrediction
-from agentspec.tools.prediction.observation import calling
 
 _OVERHEAD = 0.001  # seconds that a start costs besides the tool's own time
 _UNKNOWN_TURN = 1.0  # seconds
@@ -55,13 +54,10 @@ def pays(probability: float, later: float, tool_seconds: float, turn_seconds: fl
 
 
 def worthwhile(
-    predictions: Sequence[CallPrediction], seconds: Mapping[str, float], cost_weight: float, named: str | None = None
+    predictions: Sequence[CallPrediction], seconds: Mapping[str, float], cost_weight: float
 ) -> list[CallPrediction]:
-    """The predictions that pay, those that gain most first. Tools whose time was never measured are left out.
-
-    Once the model has named a tool, `named`, only the time that it takes to write the arguments is left to save.
-    """
-    turn = seconds.get(TURN, _UNKNOWN_TURN) if named is None else seconds.get(calling(named), 0.0)
+    """The predictions that pay, those that gain most first. Tools whose time was never measured are left out."""
+    turn = seconds.get(TURN, _UNKNOWN_TURN)
 
     def terms(one: CallPrediction) -> tuple[float, float, float, float, float]:
         return one.probability, one.later, seconds[one.call.name], turn, cost_weight

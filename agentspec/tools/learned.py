@@ -66,15 +66,6 @@ class LearnedCalls:
             forecast = model.predict(history, tools)
             return forecast, worthwhile(forecast.predictions, model.seconds, self._cost_weight)
 
-    def forecast_named(
-        self, caller: AgentCaller, history: ToolHistory, forecast: CallForecast, tool: str
-    ) -> tuple[list[CallPrediction], list[CallPrediction]]:
-        """What the turn of `forecast` may call now that the model has named a tool, and which calls are worth it."""
-        with self._lock:
-            model = self._agent(caller).model
-            predictions = model.predict_named(history, forecast, tool)
-            return predictions, worthwhile(predictions, model.seconds, self._cost_weight, tool)
-
     def took(self, caller: AgentCaller, tool: str, seconds: float) -> None:
         """A tool, or a turn of the model, took so long. It counts from the next turn on that is learned."""
         with self._lock:

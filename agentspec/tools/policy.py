@@ -18,41 +18,36 @@ _NEAR = 0.8  # from this ratio on difflib takes one name for a misspelt other
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """What is known of a tool. `schema` is the JSON schema of its arguments, `server` the MCP server that offers it.
+    """What is known of a tool. `schema` is the JSON schema of its arguments.
 
-    `injected`: it takes state or a runtime besides the model's arguments, or nobody can tell.
+    `injected`: it needs approval, takes state or a runtime besides the model's arguments, or that is not known.
     """
 
     name: str
     schema: Mapping[str, Any] = field(default_factory=dict)
-    server: str | None = None
-    read_only_hint: bool = False
-    needs_approval: bool = False
     injected: bool = False
 
 
 class ToolPolicy:
     """Who may run early: by default no tool.
 
-    `read_only` are names of tools that change nothing and may run early. Of the MCP servers in `trusted_servers` also
-    those with `readOnlyHint` may. A tool that needs approval or takes injected state never may. `max_age` is the
-    most seconds between the start of a tool and the call that its result is used for; `max_ages` sets it for single
-    tools. Raises `ConfigurationError` for values that cannot be used, an age of a tool that never runs early too.
+    `read_only` are names of tools that change nothing and may run early; a tool that needs approval or takes injected
+    state never may. `max_age` is the most seconds between the start of a tool and the call that its result is used for;
+    `max_ages` sets it for single tools. Raises `ConfigurationError` for values that cannot be used, an age of a tool
+    that never runs early too.
     """
 
     def __init__(
         self,
         read_only: Collection[str] = (),
         *,
-        trusted_servers: Collection[str] = (),
         max_age: float = DEFAULT_AGE,
         max_ages: Mapping[str, float] | None = None,
     ) -> None:
         self.read_only = _names(read_only, "read_only")
-        self.trusted_servers = _names(trusted_servers, "trusted_servers")
         self._age = _age(max_age, "max_age")
         self._ages = {tool: _age(age, "max_ages") for tool, age in (max_ages or {}).items()}
-        if (unlisted := self._ages.keys() - self.read_only) and not self.trusted_servers:
+        if unlisted := self._ages.keys() - self.read_only:
             name = min(unlisted)
             hint = suggestion(name, self.read_only) or ": list it, or leave its age out"
             raise ConfigurationError(f"max_ages names {name}, which read_only does not list{hint}", param="max_ages")
@@ -61,21 +56,17 @@ class ToolPolicy:
 
     def changes_nothing(self, spec: ToolSpec | None) -> bool:
         """Whether a call of the tool leaves the results of others valid. An unknown tool, None, does not."""
-        if spec is None:
-            return False
-        return spec.name in self.read_only or (spec.read_only_hint and spec.server in self.trusted_servers)
+        return spec is not None and spec.name in self.read_only
 
     def may_run_early(self, spec: ToolSpec | None) -> bool:
         """Whether the tool may be started on a prediction."""
         if spec is None or not self.changes_nothing(spec):
             return False
-        if not (spec.needs_approval or spec.injected):
-            return True
-        if spec.name not in self._warned:
+        if spec.injected and spec.name not in self._warned:
             self._warned.add(spec.name)
-            why = "needs approval" if spec.needs_approval else "may depend on more than its arguments"
-            _log.warning("the tool %s is read-only but %s: it does not run early", spec.name, why)
-        return False
+            why = "it needs approval, or may depend on more than its arguments"
+            _log.warning("the tool %s is listed as read-only, but does not run early: %s", spec.name, why)
+        return not spec.injected
 
     def offered(self, names: Collection[str]) -> None:
         """Warn once of each read-only tool that an agent lacks where one that is not listed has nearly its name.

@@ -11,17 +11,15 @@ from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from agentspec.tools.audit import Outcome
+from agentspec.tools.events import Outcome, ToolEvent
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
 from agentspec.tools.keys import call_key
-from agentspec.tools.policy import ToolPolicy, ToolSpec
+from agentspec.tools.policy import ToolSpec
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import TURN, CallPrediction
-from agentspec.tools.prediction.observation import calling
+from agentspec.tools.prediction.model import TURN, CallForecast
 from agentspec.tools.prediction.values import is_json
-from agentspec.tools.turn import AgentTurn, Start
 
 if TYPE_CHECKING:
     from agentspec.tools.keys import AgentCaller
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
 
 Invoke = Callable[[ToolCall], Any]
 AsyncInvoke = Callable[[ToolCall], Awaitable[Any]]
+Start = Callable[[Launch], Flight]
 
 _MOST_RESULTS = 64  # of a session that wait for their calls
 
@@ -36,19 +35,19 @@ _MOST_RESULTS = 64  # of a session that wait for their calls
 class ToolSession:
     """A session of an agent, from `ToolSpeculator.session`. Thread-safe.
 
-    Tell it what is said and returned, call `begin_turn` before the model, `names` while its answer streams, and
-    `end_turn` with the calls that it made, and run tools by `run` or `arun`.
+    Tell it what is said and returned, call `begin_turn` before the model and `end_turn` with the calls that it made,
+    and run tools by `run` or `arun`.
     """
 
-    def __init__(self, speculator: ToolSpeculator, caller: AgentCaller, policy: ToolPolicy | None = None) -> None:
+    def __init__(self, speculator: ToolSpeculator, caller: AgentCaller) -> None:
         self.caller = caller
-        self._policy = policy or speculator.policy
+        self._policy = speculator.policy
         self._speculator = speculator
         self._epoch = speculator.epochs.of(caller.tenant, caller.session)
         self._lock = threading.RLock()
         self._history = ToolHistory()
         self._flights: dict[str, Flight] = {}
-        self._turn: AgentTurn | None = None
+        self._turn: tuple[float, CallForecast] | None = None  # when the model's turn began, and what was predicted
         self._open = OpenForecasts(self._policy.max_age)
         self._stores = caller.store
         self._tools: dict[str, ToolSpec] = {}
@@ -116,16 +115,7 @@ class ToolSession:
             plain = in_thread(launch.call)
             return TaskFlight(launch, invoke) if plain is None else ThreadFlight(launch, plain)
 
-        return self._begin(start, asyncio.get_running_loop())
-
-    def names(self, tool: str) -> None:
-        """The model has written a tool's name, and goes on with the arguments: start what pays now.
-
-        What was started is dropped if the tool may change something. The name of no tool means nothing. For any thread.
-        """
-        turn = self._turn
-        if turn is not None:
-            turn.in_loop(lambda: self._named(turn, tool))
+        return self._begin(start)
 
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
@@ -136,7 +126,7 @@ class ToolSession:
             with kept_from_agent("learning a turn"):
                 self._learn([call for call in calls if is_json(call.arguments)])
             self.recalls(calls)
-            self._keep_young()
+            self.drop_old()
 
     def abandon_turn(self) -> None:
         """The model's call failed, or its answer cannot be read: drop what was started and what was read before."""
@@ -185,20 +175,17 @@ class ToolSession:
         with self._epoch.writing() if call is None or self._may_change([call]) else nullcontext():
             yield
 
-    def drop_old(self) -> float | None:
-        """Drop what is void, or too old to be used; the seconds until the next one will be, None if none is left."""
+    def drop_old(self) -> None:
+        """Drop what is void, or too old to be used."""
+        if not self._flights:
+            return
         now = time.monotonic()
         with self._lock:
-            left = []
             for flight in list(self._flights.values()):
-                ages = flight.launched_at + self._policy.max_age(flight.launch.call.name) - now
                 if flight.launch.epoch != self._epoch.number:
                     self._drop(flight, "stale")
-                elif ages <= 0.0:
+                elif now - flight.launched_at >= self._policy.max_age(flight.launch.call.name):
                     self._drop(flight, "waste")
-                else:
-                    left.append(ages)
-            return min(left, default=None)
 
     def close(self) -> None:
         """Drop what was started and is not used."""
@@ -213,56 +200,35 @@ class ToolSession:
 
     # Before a turn.
 
-    def _begin(self, start: Start, loop: asyncio.AbstractEventLoop | None = None) -> list[ToolCall]:
+    def _begin(self, start: Start) -> list[ToolCall]:
         with self._lock:
             self.drop_old()
-            self._turn = turn = AgentTurn(start, self._speculator.limits.per_turn, loop)
+            self._turn = None
             launched: list[ToolCall] | None = None
             with kept_from_agent("predicting a turn"):
-                launched = self._predicted(turn)
+                launched = self._predicted(start)
             if launched is None:
                 self._drop_all()
-            self._keep_young()  # the turn may never end
             return launched or []
 
-    def _predicted(self, turn: AgentTurn) -> list[ToolCall]:
+    def _predicted(self, start: Start) -> list[ToolCall]:
         early = self._early()
         if not early:
             return []
-        turn.forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
-        return self._launched(turn, chosen, early)
+        forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
+        self._turn = time.monotonic(), forecast
+        allowed = (one.call for one in chosen if one.call.name in early)  # whatever a predictor says
+        launched = (call for call in allowed if self._launch(call, start))
+        return list(islice(launched, self._speculator.limits.per_turn))
 
-    def _named(self, turn: AgentTurn, tool: str) -> None:
-        with self._lock, kept_from_agent("following an answer"):
-            if self._turn is not turn or tool in turn.named or tool not in self._tools:
-                return
-            turn.named[tool] = time.monotonic()
-            if self._may_change([ToolCall(tool, {})]):
-                turn.start = None
-                self._epoch.advance()
-            elif turn.start is not None and turn.forecast is not None:
-                told = self.caller, self._history, turn.forecast, tool
-                predictions, chosen = self._speculator.learned.forecast_named(*told)
-                turn.forecast = turn.forecast.with_named(predictions)
-                self._launched(turn, chosen, self._early())
-            self._keep_young()
-
-    def _launched(self, turn: AgentTurn, chosen: Sequence[CallPrediction], early: frozenset[str]) -> list[ToolCall]:
-        """Start what was chosen, as far as there are places; returns what was started."""
-        allowed = (one for one in chosen if one.call.name in early)  # whatever a predictor says
-        launched = (one.call for one in allowed if self._launch(one.call, one.probability, turn))
-        started = list(islice(launched, turn.places))
-        turn.places -= len(started)
-        return started
-
-    def _launch(self, call: ToolCall, probability: float, turn: AgentTurn) -> bool:
+    def _launch(self, call: ToolCall, start: Start) -> bool:
         epoch, budget = self._epoch.number, self._speculator.budget
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
         if key is None or self._is_there(key) or not self._epoch.quiet or not budget.take(self.caller.tenant):
             return False
         try:
-            flight = turn.started(Launch(call, key, epoch, probability, budget.give_back, bool(turn.named)))
+            flight = start(Launch(call, key, epoch, budget.give_back))
         except RuntimeError:  # no further thread can be started
             budget.give_back()
             return False
@@ -270,7 +236,7 @@ class ToolSession:
             budget.give_back()
             raise
         self._flights[key] = flight
-        self._speculator.audit.record("launch", flight.launch, self.caller)
+        self._tell("launch", flight, 0.0)
         while len(self._flights) > _MOST_RESULTS:
             self._drop(next(iter(self._flights.values())), "waste")
         return True
@@ -301,21 +267,13 @@ class ToolSession:
 
     def _learn(self, calls: Sequence[ToolCall]) -> None:
         turn, self._turn = self._turn, None
-        if turn is None or turn.forecast is None or not self._stores:
+        if turn is None or not self._stores:
             return
-        now = time.monotonic()
-        self._took(TURN, now - turn.began)
-        for name in turn.named.keys() & {call.name for call in calls}:
-            self._took(calling(name), now - turn.named[name])
+        (began, forecast), now = turn, time.monotonic()
+        self._took(TURN, now - began)
         made = {call.identity for call in calls}
-        times = {"began": turn.began, "now": now}
-        later = self._open.settle(turn.forecast, made, **times, voids=self._may_change(calls))
-        self._speculator.learned.add(self.caller, self._history, calls, turn.forecast, self._early(), later)
-
-    def _keep_young(self) -> None:
-        left = self.drop_old()
-        if left is not None:
-            self._speculator.expiry.watch(self, left)
+        later = self._open.settle(forecast, made, began=began, now=now, voids=self._may_change(calls))
+        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early(), later)
 
     def _drop_all(self) -> None:
         for flight in list(self._flights.values()):
@@ -326,7 +284,7 @@ class ToolSession:
             if self._flights.get(flight.launch.key) is flight:
                 del self._flights[flight.launch.key]
             flight.cancel()
-            self._speculator.audit.record(outcome, flight.launch, self.caller, flight.seconds)
+            self._tell(outcome, flight, flight.seconds)
 
     # A call.
 
@@ -335,7 +293,6 @@ class ToolSession:
         spec = self._tools.get(call.name)
         if not self._policy.may_run_early(spec):
             return None
-        self._speculator.audit.call(call.name)
         with self._lock:
             flight = self._flights.pop(self._key(call) or "", None)
         if flight is None:
@@ -353,8 +310,12 @@ class ToolSession:
             return False
         self._took(flight.launch.call.name, flight.seconds)
         saved = min(called_at - flight.launched_at, flight.seconds)
-        self._speculator.audit.record("hit", flight.launch, self.caller, saved)
+        self._tell("hit", flight, saved)
         return True
+
+    def _tell(self, outcome: Outcome, flight: Flight, seconds: float) -> None:
+        call, caller = flight.launch.call, self.caller
+        self._speculator.tell(ToolEvent(outcome, call.name, caller.tenant, caller.agent, caller.session, seconds))
 
     @contextmanager
     def _ordinary(self, call: ToolCall) -> Iterator[None]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from agentspec.cache.tool_turns import MemoryToolTurns, ToolTurnStore
-from agentspec.tools.audit import AuditEvent, ToolAudit
 from agentspec.tools.epochs import SessionEpochs
-from agentspec.tools.expiry import ResultExpiry
+from agentspec.tools.events import ToolEvent
+from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.launching import LaunchBudget, LaunchLimits
 from agentspec.tools.learned import LearnedCalls
@@ -19,6 +21,8 @@ from agentspec.tools.session import ToolSession
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
+
+_log = logging.getLogger("agentspec.tools")
 
 _MOST_SESSIONS = 1024
 
@@ -36,29 +40,34 @@ class ToolSpeculator:
         *,
         cache: SuffixCache | None = None,
         limits: LaunchLimits | None = None,
-        on_event: Callable[[AuditEvent], None] | None = None,
+        on_event: Callable[[ToolEvent], object] = lambda _: None,
     ) -> None:
         self.policy = policy or ToolPolicy()
         self.limits = limits or LaunchLimits()
         self.epochs = SessionEpochs()
         self.budget = LaunchBudget(self.limits)
-        self.audit = ToolAudit(on_event)
-        self.expiry = ResultExpiry()
+        self._on_event = on_event
         store: ToolTurnStore = MemoryToolTurns() if cache is None else cache.tool_turns
         self.learned = LearnedCalls(store, self.limits.cost_weight)
         self._lock = threading.Lock()
         self._sessions: OrderedDict[AgentCaller, ToolSession] = OrderedDict()
 
     def session(self, caller: AgentCaller) -> ToolSession:
-        """The session of a caller, the same while it is in use. Of more than 1024 the one used longest ago goes."""
+        """The session of a caller, the same while it is in use. Of more than 1024 the one used longest ago goes.
+
+        Results that are too old by now are dropped, in all sessions.
+        """
         with self._lock:
             session = self._sessions.get(caller)
             if session is None:
                 session = self._sessions[caller] = ToolSession(self, caller)
             self._sessions.move_to_end(caller)
             oldest = self._sessions.popitem(last=False)[1] if len(self._sessions) > _MOST_SESSIONS else None
+            others = list(self._sessions.values())
         if oldest is not None:
             oldest.close()
+        for one in others:
+            one.drop_old()
         return session
 
     def close(self) -> None:
@@ -67,4 +76,9 @@ class ToolSpeculator:
             sessions, self._sessions = list(self._sessions.values()), OrderedDict()
         for session in sessions:
             session.close()
-        self.expiry.close()
+
+    def tell(self, event: ToolEvent) -> None:
+        """Log an event (logger `agentspec.tools`, level DEBUG), and pass it to `on_event`, which may fail."""
+        _log.debug("%s tool=%s tenant=%s agent=%s session=%s seconds=%.3f", *astuple(event))
+        with kept_from_agent("on_event"):
+            self._on_event(event)

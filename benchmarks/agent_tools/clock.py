@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from agentspec.tools.launching import LaunchLimits, worthwhile
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.prediction.history import ToolCall
-from agentspec.tools.prediction.model import TURN, CallForecast, CallPrediction
-from agentspec.tools.prediction.observation import calling
+from agentspec.tools.prediction.model import TURN, CallForecast
 
 USER = 10.0  # seconds
 AGE = ToolPolicy().max_age("")
@@ -21,30 +20,11 @@ FIRST, PER_TOKEN = 0.3, 0.02  # seconds of a turn: to its first token, and for e
 
 
 @dataclass(frozen=True, slots=True)
-class NamedCall:
-    """A call whose name has been written, after this `share` of the turn's steps; what is then predicted of it.
-
-    `rest` are the seconds from such a name to the end of its turn, as learned from earlier ones; 0 for the first.
-    """
-
-    tool: str
-    share: float
-    predictions: tuple[CallPrediction, ...]
-    rest: float
-
-    @property
-    def top(self) -> list[str]:
-        """The identities of the predicted calls, most likely first."""
-        return [one.call.identity for one in self.predictions]
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayedTurn:
     """One turn: the tokens of its answer and the steps that they take with drafts, its calls, the forecast.
 
     `foreseeable` are the read-only calls up to the next change whose arguments have been seen, `heard` the tokens that
-    came since the last turn, and `known` those of the last call, where a tool was waited for. `named` are the names of
-    the read-only calls before any change, each once, as they are written.
+    came since the last turn, and `known` those of the last call, where a tool was waited for.
     """
 
     tokens: float
@@ -56,7 +36,6 @@ class ReplayedTurn:
     foreseeable: tuple[str, ...] = ()
     heard: float = 0.0
     known: float = 0.0
-    named: tuple[NamedCall, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -67,10 +46,6 @@ class ReplayedTurn:
     def plain_seconds(self) -> float:
         """What it takes without."""
         return FIRST + PER_TOKEN * self.tokens
-
-    def seconds_until(self, named: NamedCall) -> float:
-        """The seconds from the turn's beginning until the name is written."""
-        return FIRST + PER_TOKEN * self.steps * named.share
 
     @property
     def read_ahead(self) -> float:
@@ -86,16 +61,13 @@ class ReplayedTurn:
 Session = Sequence[ReplayedTurn]
 Choose = Callable[[ReplayedTurn, Collection[str]], Iterable[str]]
 """The calls to start before a turn, by identity, given those that were started before."""
-ChooseNamed = Callable[[ReplayedTurn, NamedCall, Collection[str]], Iterable[str]]
-"""The same once a call's name is written."""
 
 
 @dataclass(slots=True)
 class SessionTimes:
     """Seconds of all sessions: `early` with early starts, `drafting` without, `plain` without drafts either.
 
-    `starts` tools were started early, of which `used` results were used; the others ran `wasted` seconds. `named` of
-    the starts, and `named_used` of the used, came only once the tool's name was written.
+    `starts` tools were started early, of which `used` results were used; the others ran `wasted` seconds.
     """
 
     plain: float = 0.0
@@ -106,8 +78,6 @@ class SessionTimes:
     used: int = 0
     wasted: float = 0.0
     turns: int = 0
-    named: int = 0
-    named_used: int = 0
 
     @property
     def speedup(self) -> float:
@@ -129,15 +99,13 @@ class _Flights:
     tool: float
     at_once: int
     started: dict[str, float] = field(default_factory=dict)
-    named: set[str] = field(default_factory=set)  # those of the last starts that were made after a name
 
-    def start(self, wanted: Iterable[str], now: float, *, named: bool = False) -> int:
+    def start(self, wanted: Iterable[str], now: float) -> int:
         """Start what is wanted as far as there are places; returns how many were started."""
         self.started = {one: at for one, at in self.started.items() if now - at < AGE}
         places = self.at_once - sum(now - at < self.tool for at in self.started.values())
         fresh = [one for one in wanted if one not in self.started][: max(0, places)]
         self.started.update(dict.fromkeys(fresh, now))
-        self.named = self.named.union(fresh) if named else self.named.difference(fresh)
         return len(fresh)
 
     def wait(self, call: str, now: float) -> tuple[float, bool]:
@@ -149,30 +117,19 @@ class _Flights:
         return max(0.0, self.tool - (now - at)), True
 
 
-def no_calls(*_: object) -> Iterable[str]:
-    """Starts nothing."""
-    return ()
-
-
-def session_times(
-    sessions: Iterable[Session], tool: float, choose: Choose, at_once: int, choose_named: ChooseNamed = no_calls
-) -> SessionTimes:
+def session_times(sessions: Iterable[Session], tool: float, choose: Choose, at_once: int) -> SessionTimes:
     """What the sessions take where every tool takes `tool` seconds."""
     times = SessionTimes()
     for session in sessions:
-        _run(session, _Flights(tool, at_once), choose, choose_named, times)
-    times.starts += times.named
+        _run(session, _Flights(tool, at_once), choose, times)
     times.wasted = (times.starts - times.used) * tool
     return times
 
 
-def _run(session: Session, flights: _Flights, choose: Choose, choose_named: ChooseNamed, times: SessionTimes) -> None:
+def _run(session: Session, flights: _Flights, choose: Choose, times: SessionTimes) -> None:
     now = 0.0
     for turn in session:
         times.starts += flights.start(choose(turn, flights.started), now)
-        for one in turn.named:
-            wanted = choose_named(turn, one, flights.started)
-            times.named += flights.start(wanted, now + turn.seconds_until(one), named=True)
         now += turn.seconds
         wait = _wait(turn, flights, now, times)
         plain = flights.tool if turn.calls else 0.0
@@ -189,9 +146,7 @@ def _wait(turn: ReplayedTurn, flights: _Flights, now: float, times: SessionTimes
     if not turn.only_reads:
         flights.started.clear()
     waits = [flights.wait(call.identity, now) for call in turn.calls]
-    used = [call.identity for call, (_, used) in zip(turn.calls, waits, strict=True) if used]
-    times.used += len(used)
-    times.named_used += len(flights.named.intersection(used))
+    times.used += sum(used for _, used in waits)
     return max((seconds for seconds, _ in waits), default=0.0)
 
 
@@ -204,23 +159,6 @@ def by_predictions(limits: LaunchLimits, tool: float, turn_seconds: float) -> Ch
         return [one.call.identity for one in worthwhile(fresh, known, limits.cost_weight)[: limits.per_turn]]
 
     return choose
-
-
-def by_names(limits: LaunchLimits, tool: float) -> ChooseNamed:
-    """Starts that pay once the name of a call is written."""
-
-    def choose(turn: ReplayedTurn, named: NamedCall, started: Collection[str]) -> list[str]:
-        known = {named.tool: tool, calling(named.tool): named.rest}
-        fresh = [one for one in named.predictions if one.call.identity not in started]
-        chosen = worthwhile(fresh, known, limits.cost_weight, named.tool)
-        return [one.call.identity for one in chosen[: limits.per_turn]]
-
-    return choose
-
-
-def named_calls(turn: ReplayedTurn, named: NamedCall, _: Collection[str]) -> Iterable[str]:
-    """Exactly the calls of the tool that is named: who knows the arguments from the name starts these."""
-    return [call.identity for call in turn.calls if call.name == named.tool]
 
 
 def next_calls(turn: ReplayedTurn, _: Collection[str]) -> Iterable[str]:

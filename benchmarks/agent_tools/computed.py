@@ -19,12 +19,9 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.agent_tools.clock import (
     ReplayedTurn,
     SessionTimes,
-    by_names,
     by_predictions,
     foreseeable_calls,
-    named_calls,
     next_calls,
-    no_calls,
     session_times,
     tool_seconds,
 )
@@ -88,41 +85,18 @@ class FileReplay:
         waits = [turn.only_reads for turn in self.turns if turn.calls]
         return sum(waits) / max(1, len(waits))
 
-    def named_hit_rate(self, most: int) -> float:
-        """The share of the read-only calls that are among the first `most` predictions once a name was written."""
-        found = [
-            any(identity in one.top[:most] for one in turn.named if one.tool == call.name)
-            for turn in self.turns
-            for call in turn.calls
-            if (identity := call.identity) in turn.read_only
-        ]
-        return sum(found) / max(1, len(found))
-
-    def named_precision(self, threshold: float) -> tuple[int, float]:
-        """(predictions once a name was written of at least this probability, the share of them that came)."""
-        tried = [
-            one.call.identity in turn.read_only
-            for turn in self.turns
-            for named in turn.named
-            for one in named.predictions
-            if one.probability >= threshold
-        ]
-        return len(tried), sum(tried) / max(1, len(tried))
-
-    def times(self, limits: LaunchLimits, *, names: bool = True) -> SessionTimes:
-        """With the starts that the predictor makes; without `names` only with those before a turn."""
+    def times(self, limits: LaunchLimits) -> SessionTimes:
+        """With the starts that the predictor makes."""
         turns, tool = self.turns, self.tool
         mean = sum(turn.seconds for turn in turns) / max(1, len(turns))
-        chosen = by_predictions(limits, tool, mean), limits.at_once, by_names(limits, tool) if names else no_calls
-        return session_times(self.sessions, tool, *chosen)
+        return session_times(self.sessions, tool, by_predictions(limits, tool, mean), limits.at_once)
 
-    def bounds(self) -> tuple[float, float, float]:
-        """The speed-ups of who knows calls: once they are named, before their turn, once their arguments were seen."""
-        chosen = ((no_calls, named_calls), (next_calls, no_calls), (foreseeable_calls, no_calls))
-        first, second, third = (
-            session_times(self.sessions, self.tool, one, 1000, named).speedup for one, named in chosen
+    def bounds(self) -> tuple[float, float]:
+        """The speed-ups of who knows calls: before their turn, and once their arguments were seen."""
+        first, second = (
+            session_times(self.sessions, self.tool, choose, 1000).speedup for choose in (next_calls, foreseeable_calls)
         )
-        return first, second, third
+        return first, second
 
     def at_hit_rate(self, rate: float) -> float:
         """The speed-up if this share of the turns with read-only calls alone were predicted just before them."""
@@ -141,28 +115,17 @@ class AgentToolsReport:
     files: list[FileReplay] = field(default_factory=list)
 
     def show(self) -> Iterator[RenderableType]:
-        predicted = ("file", "turns", "read-only calls", "top 1", "top 3", "named, top 1", "named, top 3")
+        predicted = ("file", "turns", "read-only calls", "top 1", "top 3")
         yield report.table("Calls predicted before their turn", predicted, map(self._predicted, self.files))
         timed = [one for whole in self.files for one in (whole, whole.calling())]
         names = [name for one in self.files for name in (one.name, "  turns with calls")]
-        times = (
-            "file",
-            "off",
-            "drafting",
-            "before names",
-            "+ tools",
-            "+ prefill",
-            "before names",
-            "+ tools vs drafting",
-        )
+        times = ("file", "off", "drafting", "+ tools", "+ prefill", "+ tools vs drafting")
         yield report.table("Seconds of a session, computed", times, map(self._times, names, timed))
-        starts = ("file", "starts", "used", "starts once named", "used", "wasted, s a session")
-        yield report.table(
-            "Early starts, before a turn and once a tool was named", starts, map(self._starts, names, timed)
-        )
-        bounds = ("file", "tool s", "of tools' time read-only", "named", "next calls known", "calls known once seen")
+        starts = ("file", "starts", "used", "wasted, s a session")
+        yield report.table("Early starts", starts, map(self._starts, names, timed))
+        bounds = ("file", "tool s", "of tools' time read-only", "next calls known", "calls known once seen")
         yield report.table("What early starts could save at most", bounds, map(self._bounds, names, timed))
-        columns = ("probability", "predictions", "came", "calls hit", "once named", "came")
+        columns = ("probability", "predictions", "came", "calls hit")
         for one in self.files:
             rows = ((f"{at:.2f}", *self._precision(one, at)) for at in THRESHOLDS)
             yield report.table(f"{one.name}: by threshold", columns, rows)
@@ -182,43 +145,36 @@ class AgentToolsReport:
             "read_only_calls": len(list(one.reads())),
             "top_1": one.hit_rate(1),
             "top_3": one.hit_rate(3),
-            "named_top_1": one.named_hit_rate(1),
-            "named_top_3": one.named_hit_rate(3),
             "times": asdict(one.times(self.limits)),
             "speedup": one.times(self.limits).speedup,
-            "speedup_before_names": one.times(self.limits, names=False).speedup,
             "speedup_of_calling_turns": calling.times(self.limits).speedup,
             "bounds": one.bounds(),
             "bounds_of_calling_turns": calling.bounds(),
-            "named_thresholds": {str(at): one.named_precision(at) for at in THRESHOLDS},
             "thresholds": {str(at): one.precision(at) for at in THRESHOLDS},
             "speedup_at_hit_rate": {str(rate): calling.at_hit_rate(rate) for rate in HIT_RATES},
         }
 
     def _predicted(self, one: FileReplay) -> Sequence[str]:
         counts = str(len(one.turns)), str(len(list(one.reads())))
-        rates = (one.hit_rate(1), one.hit_rate(3), one.named_hit_rate(1), one.named_hit_rate(3))
+        rates = (one.hit_rate(1), one.hit_rate(3))
         return one.name, *counts, *(f"{rate:.1%}" for rate in rates)
 
     def _times(self, name: str, one: FileReplay) -> Sequence[str]:
-        times, before = one.times(self.limits), one.times(self.limits, names=False)
-        totals = (times.plain, times.drafting, before.early, times.early, times.prefill)
+        times = one.times(self.limits)
+        totals = (times.plain, times.drafting, times.early, times.prefill)
         seconds = (f"{total / max(1, len(one.sessions)):.1f}" for total in totals)
-        return name, *seconds, f"{before.speedup:.2f}x", f"{times.speedup:.2f}x"
+        return name, *seconds, f"{times.speedup:.2f}x"
 
     def _starts(self, name: str, one: FileReplay) -> Sequence[str]:
         times = one.times(self.limits)
-        before = times.starts - times.named, times.used - times.named_used
-        wasted = f"{times.wasted / max(1, len(one.sessions)):.1f}"
-        return name, *map(str, (*before, times.named, times.named_used)), wasted
+        return name, str(times.starts), str(times.used), f"{times.wasted / max(1, len(one.sessions)):.1f}"
 
     def _bounds(self, name: str, one: FileReplay) -> Sequence[str]:
         return name, f"{one.tool:.2f}", f"{one.hidden_share:.0%}", *(f"{bound:.2f}x" for bound in one.bounds())
 
     def _precision(self, one: FileReplay, threshold: float) -> Sequence[str]:
         tried, came, hit = one.precision(threshold)
-        named, right = one.named_precision(threshold)
-        return str(tried), f"{came:.0%}", f"{hit:.0%}", str(named), f"{right:.0%}"
+        return str(tried), f"{came:.0%}", f"{hit:.0%}"
 
 
 def run_agent_tools(

@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from agentspec.benchmarks.agent_tools.recorded import RecordedSession
-from agentspec.benchmarks.agent_tools.replay import DraftedAnswer, Matching, SessionPlayer, TurnTimes, text_of
+from agentspec.benchmarks.agent_tools.replay import Matching, SessionPlayer, text_of
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.learned import LearnedCalls
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
-from agentspec.tools.prediction.model import TURN, CallForecast, CallPrediction
-from agentspec.tools.prediction.observation import LaterScore, calling
+from agentspec.tools.prediction.model import TURN, CallForecast
+from agentspec.tools.prediction.observation import LaterScore
 
 TOKENS = 2  # of an answer that a step writes with drafts, about
 
@@ -35,11 +35,6 @@ class SpeculatorLearner:
     def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast:
         return self.learned.forecast(self.caller, history, tools)[0]
 
-    def predict_named(
-        self, history: ToolHistory, forecast: CallForecast, tool: str
-    ) -> tuple[list[CallPrediction], float]:
-        return self.learned.forecast_named(self.caller, history, forecast, tool)[0], 0.0
-
     def learn(
         self,
         history: ToolHistory,
@@ -47,10 +42,7 @@ class SpeculatorLearner:
         forecast: CallForecast,
         tools: Collection[str],
         later: Sequence[LaterScore],
-        times: TurnTimes,
     ) -> None:
-        for tool, rest in times.rests.items():
-            self.learned.took(self.caller, calling(tool), rest * self.times.turn)
         self.learned.took(self.caller, TURN, self.times.turn)
         for call in calls:
             self.learned.took(self.caller, call.name, self.times.tool)
@@ -64,4 +56,4 @@ def learn_session(
     player = SessionPlayer(SpeculatorLearner(learned, caller, times), tools, times.tool)
     for recorded in session.source:
         text = text_of(recorded.answer)
-        player.turn(recorded, len(text) / 4, DraftedAnswer.evenly(text, TOKENS), ())
+        player.turn(recorded, len(text) / 4, 1 / TOKENS, ())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from agentspec.tools.prediction.history import ToolCall
 from agentspec.types import Message
 
 SYSTEM_CHARACTERS = 2000
-_NAME = re.compile(r'^\{"name": ("(?:[^"\\]|\\.)*")', re.M)
 VOID = "a result from before a change"
 
 
@@ -82,19 +80,6 @@ def _spoken(message: Message) -> str:
     """The text of a message, each call in a line of JSON."""
     calls = [{"name": call.name, "arguments": call.arguments} for call in calls_of({**message, "content": None})]
     return "\n".join([text_of({**message, "tool_calls": None}), *map(json.dumps, calls)]).strip("\n")
-
-
-class WrittenNames:
-    """Tells the names of the tools in an answer as it is written, each call in a line of JSON."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell, self._text, self._told = tell, "", 0
-
-    def feed(self, text: str) -> None:
-        self._text += text
-        for match in _NAME.finditer(self._text, self._told):
-            self._told = match.end()
-            self._tell(json.loads(match[1]))
 
 
 class RecordedTools:

@@ -4,51 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate, islice, takewhile
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
-from agentspec.benchmarks.agent_tools.clock import FIRST, PER_TOKEN, USER, NamedCall, ReplayedTurn
+from agentspec.benchmarks.agent_tools.clock import FIRST, PER_TOKEN, USER, ReplayedTurn
 from agentspec.recordings.calls import RecordedCall
 from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import EncodedCall
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
-from agentspec.tools.prediction.observation import LaterScore, calling
+from agentspec.tools.prediction.model import CallForecast, CallModel
+from agentspec.tools.prediction.observation import LaterScore
 
 BUDGET = 8  # drafted tokens a step
 _PIECE = re.compile(r"\w{1,4}|\W")
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedAnswer:
-    """How many pieces of an answer are written at the end of each step with drafts."""
-
-    ends: tuple[int, ...]
-
-    @classmethod
-    def evenly(cls, text: str, tokens: int) -> DraftedAnswer:
-        """One of this text, where each step writes so many tokens."""
-        return cls(tuple(range(tokens, len(_PIECE.findall(text)) + tokens, tokens)))
-
-    @property
-    def steps_per_token(self) -> float:
-        return len(self.ends) / max(1, self.ends[-1]) if self.ends else 0.0
-
-    def share(self, text: str) -> float:
-        """The share of the steps after which the answer begins with `text`."""
-        return min(1.0, (bisect_left(self.ends, len(_PIECE.findall(text))) + 1) / len(self.ends))
-
-
-def draft_steps(recorded: Sequence[RecordedCall]) -> list[DraftedAnswer]:
-    """The steps that each answer takes with drafts, from an empty cache on."""
+def draft_steps(recorded: Sequence[RecordedCall]) -> list[float]:
+    """The steps that each answer takes with drafts for each of its tokens, from an empty cache on."""
     ids: dict[str, int] = {}
 
     def encoded(text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -62,17 +41,15 @@ def draft_steps(recorded: Sequence[RecordedCall]) -> list[DraftedAnswer]:
     ]
     done = replay_cache(calls, BUDGET)
     written = iter([int(nodes.sum()) + 1 for nodes in done.accepted])
-    return [DraftedAnswer(tuple(accumulate(islice(written, steps)))) for steps in done.steps]
+    return [steps / max(1, sum(islice(written, steps))) for steps in done.steps]
 
 
 def play(
-    recorded: Sequence[RecordedCall], drafted: Sequence[DraftedAnswer], read_only: Sequence[str], share: float
+    recorded: Sequence[RecordedCall], drafted: Sequence[float], read_only: Sequence[str], share: float
 ) -> list[list[ReplayedTurn]]:
     """The turns of all sessions, where tools have `share` of the time. `drafted` are those of `draft_steps`."""
     tokens = [len(text_of(call.answer)) / 4 for call in recorded]
-    model_seconds = sum(
-        FIRST + PER_TOKEN * length * one.steps_per_token for length, one in zip(tokens, drafted, strict=True)
-    )
+    model_seconds = sum(FIRST + PER_TOKEN * length * steps for length, steps in zip(tokens, drafted, strict=True))
     waits = sum(any(True for _ in calls_of(call.answer)) for call in recorded)
     tool = share / (1.0 - share) * model_seconds / max(1, waits)
     model, played, sizes = CallModel(), [], iter(zip(tokens, drafted, strict=True))
@@ -81,14 +58,6 @@ def play(
         made = [list(calls_of(call.answer)) for call in calls]
         played.append([player.turn(call, *next(sizes), made[at:]) for at, call in enumerate(calls)])
     return played
-
-
-@dataclass(frozen=True, slots=True)
-class TurnTimes:
-    """How long a turn took, and by tool which share of that was left once its name was written."""
-
-    seconds: float
-    rests: Mapping[str, float]
 
 
 def by_session(recorded: Iterable[RecordedCall]) -> Iterator[tuple[str, list[RecordedCall]]]:
@@ -113,15 +82,9 @@ def _goes_on(before: RecordedCall, call: RecordedCall) -> bool:
 
 
 class TurnLearner(Protocol):
-    """Predicts the calls of a session's turns, and learns from them. `tools` are those that may run early.
-
-    `predict_named` also gives the seconds that are left from the tool's name to the end of a turn, as far as learned.
-    """
+    """Predicts the calls of a session's turns, and learns from them. `tools` are those that may run early."""
 
     def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast: ...
-    def predict_named(
-        self, history: ToolHistory, forecast: CallForecast, tool: str
-    ) -> tuple[list[CallPrediction], float]: ...
     def learn(
         self,
         history: ToolHistory,
@@ -129,7 +92,6 @@ class TurnLearner(Protocol):
         forecast: CallForecast,
         tools: Collection[str],
         later: Sequence[LaterScore],
-        times: TurnTimes,
     ) -> None: ...
 
 
@@ -143,11 +105,6 @@ class ModelLearner:
     def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast:
         return self.model.predict(history, tools)
 
-    def predict_named(
-        self, history: ToolHistory, forecast: CallForecast, tool: str
-    ) -> tuple[list[CallPrediction], float]:
-        return self.model.predict_named(history, forecast, tool), self.model.seconds.get(calling(tool), 0.0)
-
     def learn(
         self,
         history: ToolHistory,
@@ -155,10 +112,8 @@ class ModelLearner:
         forecast: CallForecast,
         tools: Collection[str],
         later: Sequence[LaterScore],
-        times: TurnTimes,
     ) -> None:
-        seconds = [(calling(tool), rest * times.seconds) for tool, rest in times.rests.items()]
-        self.model.learn(self.model.observe(history, calls, forecast, tools, seconds, later), self.session)
+        self.model.learn(self.model.observe(history, calls, forecast, tools, (), later), self.session)
 
 
 class SessionPlayer:
@@ -176,7 +131,7 @@ class SessionPlayer:
         self._open = OpenForecasts(ToolPolicy().max_age)
 
     def turn(
-        self, recorded: RecordedCall, tokens: float, drafted: DraftedAnswer, upcoming: Iterable[Sequence[ToolCall]]
+        self, recorded: RecordedCall, tokens: float, steps_per_token: float, upcoming: Iterable[Sequence[ToolCall]]
     ) -> ReplayedTurn:
         """One turn; `upcoming` are the calls of it and of those after it, which only say what could be foreseen."""
         if len(recorded.messages) < self._seen:  # its history was reset
@@ -189,7 +144,7 @@ class SessionPlayer:
         calls = tuple(calls_of(recorded.answer))
         turn = ReplayedTurn(
             tokens,
-            tokens * drafted.steps_per_token,
+            tokens * steps_per_token,
             calls,
             forecast,
             frozenset(call.identity for call in calls if call.name in self._tools),
@@ -197,24 +152,10 @@ class SessionPlayer:
             tuple(self._foreseeable(upcoming)),
             heard=sum(len(text_of(one)) for one in new) / 4,
             known=self._answered if any(one.get("role") == "tool" for one in new) else 0.0,
-            named=tuple(self._named(recorded.answer, calls, forecast, drafted)),
         )
         self._answered = tokens
         self._learn(turn)
         return turn
-
-    def _named(
-        self, answer: Any, calls: Iterable[ToolCall], forecast: CallForecast, drafted: DraftedAnswer
-    ) -> Iterator[NamedCall]:
-        """The names of tools that may run early, each once, up to the first of another."""
-        text, at, known = text_of(answer), 0, set[str]()
-        for call in takewhile(lambda one: one.name in self._tools, calls):
-            name = json.dumps(call.name)
-            at = max(at, text.find(name, at)) + len(name)
-            if call.name not in known:
-                predictions, rest = self._learner.predict_named(self._history, forecast, call.name)
-                yield NamedCall(call.name, drafted.share(text[:at]), tuple(predictions), rest)
-            known.add(call.name)
 
     def _foreseeable(self, upcoming: Iterable[Sequence[ToolCall]]) -> Iterator[str]:
         """The read-only calls up to the next change of which all words and identifiers have been seen."""
@@ -229,10 +170,8 @@ class SessionPlayer:
     def _learn(self, turn: ReplayedTurn) -> None:
         began, self._now = self._now, self._now + turn.seconds
         made = {call.identity for call in turn.calls}
-        forecast = turn.forecast.with_named([one for named in turn.named for one in named.predictions])
-        later = self._open.settle(forecast, made, began=began, now=self._now, voids=not turn.only_reads)
-        times = TurnTimes(turn.seconds, {one.tool: 1.0 - turn.seconds_until(one) / turn.seconds for one in turn.named})
-        self._learner.learn(self._history, turn.calls, forecast, self._tools, later, times)
+        later = self._open.settle(turn.forecast, made, began=began, now=self._now, voids=not turn.only_reads)
+        self._learner.learn(self._history, turn.calls, turn.forecast, self._tools, later)
         self._now += self._tool if turn.calls else USER
 
 

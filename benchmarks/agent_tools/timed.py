@@ -19,7 +19,7 @@ from typing import cast
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.agent_tools.learning import LearningTimes, learn_session
-from agentspec.benchmarks.agent_tools.recorded import RecordedSession, RecordedTools, WrittenNames, sessions_of
+from agentspec.benchmarks.agent_tools.recorded import RecordedSession, RecordedTools, sessions_of
 from agentspec.benchmarks.agent_tools.replay import Matching, calls_of
 from agentspec.benchmarks.agent_tools.scripted import ScriptedBackend
 from agentspec.benchmarks.agent_tools.timed_report import (
@@ -36,7 +36,7 @@ from agentspec.benchmarks.report import Progress, rotated
 from agentspec.benchmarks.runs import ask
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.formats import detect, names_of, read
-from agentspec.tools.audit import AuditEvent
+from agentspec.tools.events import ToolEvent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall
@@ -157,7 +157,7 @@ class _Tenants:
         matching = Matching(bench.plan.read_only)
         self._read_only = frozenset(name for name in names if name in matching)
         self._specs = [ToolSpec(name) for name in names]
-        self._events: list[AuditEvent] = []
+        self._events: list[ToolEvent] = []
         policy = ToolPolicy(self._read_only)
         self._speculators = {one: ToolSpeculator(policy, on_event=self._events.append) for one in (TOOLS, PREFILL)}
 
@@ -203,8 +203,6 @@ class _Tenants:
             await agent.run(waits)
         agent.timed.starts = sum(event.outcome == "launch" for event in self._events)
         agent.timed.used = sum(event.outcome == "hit" for event in self._events)
-        agent.timed.named = sum(event.outcome == "launch" and event.named for event in self._events)
-        agent.timed.named_used = sum(event.outcome == "hit" and event.named for event in self._events)
         agent.timed.wasted = sum(event.seconds for event in self._events if event.outcome not in ("launch", "hit"))
         return agent.timed
 
@@ -270,9 +268,8 @@ class _TimedAgent:
         sampling = SamplingParams(temperature=0.0, max_tokens=count)
         labels = Labels(self.session.name, workflow=AGENT)
         prompt = self.backend.encode_chat(self.messages)
-        told = None if self.early is None else WrittenNames(self.early.names).feed
         drafted = self.variant != OFF
-        run = await ask(self.backend, prompt, sampling, self.tenant, labels=labels, on_text=told, speculation=drafted)
+        run = await ask(self.backend, prompt, sampling, self.tenant, labels=labels, speculation=drafted)
         self.timed.tokens += len(run.tokens)
         self.timed.steps += len(run.tokens) if run.speculation is None else run.speculation.steps
         message = {"role": "assistant", "content": self.backend.decode(run.tokens)}

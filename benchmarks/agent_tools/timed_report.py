@@ -14,7 +14,7 @@ from agentspec.benchmarks.report import MIN_PAIRS, paired_ratio
 OFF, DRAFTING, TOOLS, PREFILL = VARIANTS = "off", "drafting", "+ tools", "+ prefill"
 COLUMNS = (
     "variant", "seconds", "of which tools", f"vs {OFF}", f"vs {DRAFTING}", "tokens/step", "starts", "used",
-    "named starts", "used", "wasted s", "same",
+    "wasted s", "same",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ COLUMNS = (
 class TimedSession:
     """One session under one variant: the seconds of the model's turns and of the waits for tools, answers' tokens and
     steps, tools that were started early, how many results of these were used and how long the others ran, and all that
-    the agent has read and written, in JSON. Of the starts and the used, `named` are those after a tool's name only.
+    the agent has read and written, in JSON.
     """
 
     model_seconds: float = 0.0
@@ -31,8 +31,6 @@ class TimedSession:
     steps: int = 0
     starts: int = 0
     used: int = 0
-    named: int = 0
-    named_used: int = 0
     wasted: float = 0.0
     transcript: str = ""
 
@@ -81,7 +79,7 @@ class AgentTimedReport:
     def _row(self, one: TimedFile, variant: str) -> Sequence[str]:
         count = len(one.sessions[variant])
         seconds, tools = one.total(variant, "seconds"), one.total(variant, "tool_seconds")
-        counts = (f"{one.total(variant, name):.0f}" for name in ("starts", "used", "named", "named_used"))
+        counts = (f"{one.total(variant, name):.0f}" for name in ("starts", "used"))
         return (
             variant,
             f"{seconds / count:.1f}",

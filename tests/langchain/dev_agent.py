@@ -23,8 +23,8 @@ FOLDER = Path(os.environ["DEV_AGENT_FOLDER"])
 
 # Written by a thread of its own: the server refuses calls that block its loop.
 lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
-audit = logging.getLogger("agentspec.tools.audit")
-audit.setLevel(logging.INFO)
+audit = logging.getLogger("agentspec.tools")
+audit.setLevel(logging.DEBUG)
 audit.addHandler(QueueHandler(lines))
 QueueListener(lines, logging.FileHandler(FOLDER / "audit")).start()
 

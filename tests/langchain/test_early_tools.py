@@ -24,7 +24,7 @@ from agentspec.protocol.headers import StepPolicy
 from agentspec.step import report
 from agentspec.step.calls import observe
 from agentspec.step.scope import current_labels, current_policy
-from agentspec.tools import AuditEvent, ToolPolicy, ToolSpeculator
+from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
 from agentspec.types import Labels
 
 pytestmark = pytest.mark.anyio
@@ -93,8 +93,8 @@ def forgetful(middleware: AgentSpecMiddleware) -> Any:
     return create_agent(model, [look, buy, peek], middleware=[middleware], name="shop")
 
 
-def opened(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[AuditEvent]]:
-    events: list[AuditEvent] = []
+def opened(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[ToolEvent]]:
+    events: list[ToolEvent] = []
     speculator = ToolSpeculator(ToolPolicy(names or ["look"]), on_event=events.append)
     return AgentSpecMiddleware(early_tools=EarlyTools(speculator), **options), events
 
@@ -117,7 +117,7 @@ def session(middleware: AgentSpecMiddleware, number: int, **options: Any) -> lis
     return ask(agent(middleware, *SCRIPT, **options), f"t{number}", "look at #W1, please")
 
 
-def taught(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[AuditEvent]]:
+def taught(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[ToolEvent]]:
     middleware, events = opened(*names, **options)
     for number in range(8):
         session(middleware, number)
@@ -131,7 +131,6 @@ def test_messages_are_those_without_early_starts() -> None:
     assert shown(early) == shown(plain)
     assert [event.tool for event in events if event.outcome == "hit"]
     assert {event.tool for event in events} == {"look"} and ran.count("buy") == 10
-    assert "look" in str(report())
 
 
 async def test_asynchronous_agents_start_tools_too() -> None:
@@ -284,7 +283,8 @@ def test_names_alone_start_tools_early() -> None:
         middleware = AgentSpecMiddleware(early_tools=names)
         for number in range(8):
             session(middleware, number)
-        assert ("look" in str(report())) == started
+        assert (ran.count("look") > 16) == started
+        ran.clear()
 
 
 @pytest.mark.parametrize("tools", ["look", [look], 3])
@@ -312,16 +312,12 @@ def test_tools_that_take_state_never_start_early() -> None:
     assert ran == ["peek"] * 6 and not events
 
 
-@pytest.mark.parametrize("servers", [{}, {"stock": [look]}])
-def test_tools_of_a_trusted_server_need_its_hint(servers: dict[str, list[BaseTool]]) -> None:
-    speculator = ToolSpeculator(ToolPolicy(trusted_servers=["stock"]))
-    early = EarlyTools(speculator, servers=servers)
-    hinted = look.model_copy(update={"metadata": {"readOnlyHint": True, "needs_approval": False}})
-    asked = look.model_copy(update={"metadata": {"readOnlyHint": True, "needs_approval": True}})
-    if servers:
-        early = EarlyTools(speculator, servers={"stock": [look, hinted, asked]})
-    allowed = [speculator.policy.may_run_early(early.described(tool)) for tool in (look, hinted, asked)]
-    assert allowed == [False, bool(servers), False]
+@pytest.mark.parametrize("wanted", ["needs_approval", "requires_approval"])
+def test_a_tool_that_needs_approval_never_starts_early(wanted: str) -> None:
+    speculator = ToolSpeculator(ToolPolicy(["look"]))
+    early = EarlyTools(speculator)
+    plain, asked = (look.model_copy(update={"metadata": {wanted: needs}}) for needs in (False, True))
+    assert [speculator.policy.may_run_early(early.described(tool)) for tool in (plain, asked)] == [True, False]
 
 
 def test_a_step_that_stores_nothing_teaches_nothing() -> None:
@@ -404,7 +400,7 @@ def test_branches_of_a_session_have_turns_of_their_own_and_void_each_others_resu
     graph.set_entry_point("both")
     ask(graph.compile(checkpointer=InMemorySaver()), "t9", "go")
     started = next(event for event in events if event.outcome == "launch" and event.tool == "look")
-    ended = next(event for event in events if event.key == started.key and event.outcome != "launch")
+    ended = next(event for event in events if event.tool == started.tool and event.outcome != "launch")
     assert stock["#W1"] == 0 and ended.outcome == "stale"
     sessions = [
         one.caller for one in middleware.early_tools._speculator._sessions.values() if one.caller.session == "t9"

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import BaseTool, InjectedToolArg, StructuredTool
 
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
-from agentspec.tools import AuditEvent, ToolCall, ToolPolicy, ToolSpeculator
+from agentspec.tools import ToolCall, ToolEvent, ToolPolicy, ToolSpeculator
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 
 pytestmark = pytest.mark.anyio
@@ -76,11 +76,11 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
 
 
-async def converse(*tools: BaseTool, trusted: Sequence[str] = ("shop",)) -> tuple[list[Any], list[AuditEvent]]:
+async def converse(*tools: BaseTool, listed: Sequence[str] = ("look",)) -> tuple[list[Any], list[ToolEvent]]:
     """The tools' messages of an agent that calls `look`, and what started early."""
-    events: list[AuditEvent] = []
-    speculator = ToolSpeculator(ToolPolicy(trusted_servers=trusted), on_event=events.append)
-    early = EarlyTools(speculator, servers={"shop": tools})
+    events: list[ToolEvent] = []
+    speculator = ToolSpeculator(ToolPolicy(listed), on_event=events.append)
+    early = EarlyTools(speculator)
     call: Any = {"name": "look", "args": {"order": "#W1"}, "id": "c", "type": "tool_call"}
     model = Model(messages=iter([AIMessage("", tool_calls=[call]), AIMessage("done")]))
     agent: Any = create_agent(model, list(tools), middleware=[AgentSpecMiddleware(early_tools=early)], name="agent")
@@ -88,8 +88,8 @@ async def converse(*tools: BaseTool, trusted: Sequence[str] = ("shop",)) -> tupl
     return [(one.content, getattr(one, "artifact", None)) for one in found["messages"]], events
 
 
-async def test_a_tool_of_a_trusted_server_starts_early_and_runs_once() -> None:
-    plain, none = await converse(adapted(), trusted=())
+async def test_a_listed_tool_of_a_server_starts_early_and_runs_once() -> None:
+    plain, none = await converse(adapted(), listed=())
     assert not none and served == [{"order": "#W1"}]
     served.clear()
     early, events = await converse(adapted())
@@ -107,13 +107,13 @@ async def test_a_tool_that_tells_others_does_not_start_early(options: dict[str, 
 
 @pytest.mark.parametrize("options", [{"tool_interceptors": []}, {"callbacks": Callbacks()}])
 def test_what_tells_nobody_changes_nothing(options: dict[str, Any]) -> None:
-    early = EarlyTools(ToolSpeculator(), servers={})
+    early = EarlyTools(ToolSpeculator())
     assert not early.described(adapted(**options)).injected
 
 
 def test_an_argument_of_the_name_of_the_runtime_is_not_the_models() -> None:
     schema = {"type": "object", "properties": {"runtime": {"type": "string"}}}
-    early = EarlyTools(ToolSpeculator(), servers={})
+    early = EarlyTools(ToolSpeculator())
     assert early.described(adapted(schema=schema, tool_interceptors=[print])).injected
 
 
@@ -121,7 +121,7 @@ def test_a_function_that_is_not_known_may_do_anything() -> None:
     async def call_tool(runtime: Any = None, **arguments: Any) -> tuple[Any, Any]:
         return arguments, None
 
-    early = EarlyTools(ToolSpeculator(), servers={})
+    early = EarlyTools(ToolSpeculator())
     tool = StructuredTool(name="look", description="", args_schema=SCHEMA, coroutine=call_tool)
     assert early.described(tool).injected
     call_tool.__module__ = "langchain_mcp_adapters.tools"

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.protocol.usage import (
-    numbers_of,
     read_speculation,
     read_usage,
     speculation_object,
@@ -82,12 +81,3 @@ def test_tokens_of_a_cache_count_once_wherever_they_are_told() -> None:
     # LiteLLM's chats of Anthropic's models: all tokens of the prompt, and Anthropic's counts beside them.
     assert read_usage({"prompt_tokens": 7, "completion_tokens": 3, **cached}) == Usage(7, 3, 4)
     assert read_usage({"prompt_tokens": None, "input_tokens": 2}) == Usage(2, 0)
-
-
-def test_what_is_no_count_is_left_out() -> None:
-    odd = {"a": "9", "b": [1], "c": -1, "d": None, "e": float("inf"), "f": {"g": 2}, "i": 1.5}
-    assert numbers_of({**odd, "x_details": {"g": 2, "h": "x"}, "y_details": 3}) == {
-        "i": 1.5,
-        "x_details": {"g": 2},
-        "y_details": {},
-    }

@@ -101,13 +101,3 @@ def test_frameworks_in_their_own_environment(gateway: Any, name: str, expected: 
     found = json.loads(ran.stdout.splitlines()[-1])
     print(name, found.pop("version"))
     assert found == expected
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not PYTHON.exists(), reason=f"no {NAMES}: run .ci/clients-env, or set AGENTSPEC_CLIENTS_ENV")
-def test_pydantic_ai_starts_tools_early() -> None:
-    root = PROGRAMS.parents[2]
-    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_pydantic_agents.py"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=root, env=environment)
-    assert ran.returncode == 0 and "passed" in ran.stdout and "skipped" not in ran.stdout, ran.stdout[-4000:]

@@ -6,7 +6,6 @@ import threading
 from rich.console import Console
 
 from agentspec.step.report import OTHER, Report, StepStatistics
-from agentspec.step.tool_report import ToolRow
 from agentspec.types import RetrievalSpeculation, Speculation, StepSpeculation, Usage
 
 
@@ -71,17 +70,17 @@ def test_runs_are_shown_where_steps_ran_and_no_heading_is_cut() -> None:
 def test_names_are_no_markup() -> None:
     statistics = StepStatistics()
     statistics.add_run(("map[str]", "[/plan]"), 1.0, failed=False)
-    shown = str(Report(tuple(statistics.rows()), statistics, (ToolRow("look[up]"),)))
-    assert all(name in shown for name in ("map[str]", "[/plan]", "look[up]"))
+    shown = str(Report(tuple(statistics.rows()), statistics))
+    assert all(name in shown for name in ("map[str]", "[/plan]"))
 
 
 def test_half_a_surrogate_pair_in_a_name_can_be_printed() -> None:
     statistics = StepStatistics()
     statistics.add_run(("flow \ud800", "plan \udfff"), 1.0, failed=False)
-    report = Report(tuple(statistics.rows()), statistics, (ToolRow("look \udcff"),))
+    report = Report(tuple(statistics.rows()), statistics)
     shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     print(report, file=shown)
     Console(file=shown, width=200).print(report)
     text = str(report)
-    assert all(name in text for name in ("flow ?", "plan ?", "look ?"))
+    assert all(name in text for name in ("flow ?", "plan ?"))
     assert report.rows[0].step == "plan \udfff"

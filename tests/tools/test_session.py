@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from agentspec.errors import ConfigurationError
 from agentspec.tools import (
     AgentCaller,
-    AuditEvent,
     LaunchLimits,
     ToolCall,
+    ToolEvent,
     ToolPolicy,
     ToolSession,
     ToolSpec,
@@ -104,8 +104,8 @@ def outcome(run: Any) -> str:
 
 
 def play(session: ToolSession | None, world: World, seed: int, turns: int = 12) -> list[str]:
-    """The transcript of a session, with or without early starts. Some answers stream the names of their tools."""
-    dice, transcript, streams = random.Random(seed), ["look at order A0, please"], random.Random(seed + 1)
+    """The transcript of a session, with or without early starts."""
+    dice, transcript = random.Random(seed), ["look at order A0, please"]
     if session is not None:
         session.offers([READ, LIST, WRITE, FRAGILE])  # `mystery` is unknown to it
         session.says(transcript[0])
@@ -114,8 +114,6 @@ def play(session: ToolSession | None, world: World, seed: int, turns: int = 12) 
             session.begin_turn(world.run)
         calls = decide(dice, transcript)
         if session is not None:
-            for call in calls if streams.random() < 0.7 else ():
-                session.names(call.name)
             session.end_turn(calls)
         transcript.append(json.dumps([[call.name, call.arguments] for call in calls]))
         for call in calls:
@@ -146,15 +144,15 @@ def expect(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def opened(
     *tools: ToolSpec, policy: ToolPolicy | None = None, limits: LaunchLimits | None = None, **caller: Any
-) -> tuple[ToolSession, list[AuditEvent]]:
-    events: list[AuditEvent] = []
+) -> tuple[ToolSession, list[ToolEvent]]:
+    events: list[ToolEvent] = []
     given = policy or ToolPolicy(READ_ONLY)
     session = ToolSpeculator(given, limits=limits, on_event=events.append).session(AgentCaller(**caller))
     session.offers(tools or (READ, LIST, WRITE, FRAGILE))
     return session, events
 
 
-def outcomes(events: list[AuditEvent]) -> list[str]:
+def outcomes(events: list[ToolEvent]) -> list[str]:
     return [event.outcome for event in events]
 
 
@@ -162,7 +160,7 @@ def outcomes(events: list[AuditEvent]) -> list[str]:
 @given(st.integers(0, 2**32), st.integers(1, 3))
 def test_transcripts_are_equal_with_and_without_early_starts(seed: int, sessions: int) -> None:
     """Sessions of one agent in one world: what earlier ones taught starts tools in the later ones."""
-    events: list[AuditEvent] = []
+    events: list[ToolEvent] = []
     speculator = ToolSpeculator(
         ToolPolicy(READ_ONLY), limits=LaunchLimits(cost_weight=0.0, per_minute=10_000), on_event=events.append
     )
@@ -179,7 +177,7 @@ def test_transcripts_are_equal_with_and_without_early_starts(seed: int, sessions
 
 def test_random_agents_do_use_early_starts() -> None:
     """Otherwise the property above would say little."""
-    events: list[AuditEvent] = []
+    events: list[ToolEvent] = []
     speculator = ToolSpeculator(
         ToolPolicy(READ_ONLY), limits=LaunchLimits(cost_weight=0.0, per_minute=10_000), on_event=events.append
     )
@@ -232,38 +230,15 @@ def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words(expect: An
     assert session.run(CALL, pytest.fail) == world.run(CALL) and outcomes(events) == ["launch", "hit"]
 
 
-def test_what_nobody_used_in_time_is_forgotten_without_a_further_turn(expect: Any) -> None:
+def test_what_was_not_used_in_time_is_forgotten_when_another_session_begins(expect: Any) -> None:
     expect(CALL)
-    forgotten = threading.Event()
-    speculator = ToolSpeculator(
-        ToolPolicy(READ_ONLY, max_age=0.02), on_event=lambda event: event.outcome == "waste" and forgotten.set()
-    )
-    session = speculator.session(AgentCaller())
+    events: list[ToolEvent] = []
+    speculator = ToolSpeculator(ToolPolicy(READ_ONLY, max_age=1e-9), on_event=events.append)
+    session = speculator.session(AgentCaller(session="first"))
     session.offers([READ])
-    session.begin_turn(World().run)
-    session.end_turn([])
-    assert forgotten.wait(60) and session.drop_old() is None
-
-
-def test_what_a_turn_started_that_never_ends_is_forgotten_in_the_time_of_its_own_tool(expect: Any) -> None:
-    """A model's call may fail where nobody tells; and another session's results may keep for longer."""
-    expect(CALL)
-    forgotten = threading.Event()
-
-    def note(event: AuditEvent) -> None:
-        if event.outcome == "waste" and event.session == "short":
-            forgotten.set()
-
-    speculator = ToolSpeculator(on_event=note)
-    sessions = [
-        ToolSession(speculator, AgentCaller(session=name), ToolPolicy(READ_ONLY, max_age=age))
-        for name, age in (("long", 3600.0), ("short", 0.02))
-    ]
-    for session in sessions:
-        session.offers([READ])
-        assert session.begin_turn(World().run) == [CALL]
-    assert forgotten.wait(60)
-    speculator.close()
+    assert session.begin_turn(World().run) == [CALL]
+    speculator.session(AgentCaller(session="second"))
+    assert outcomes(events) == ["launch", "waste"] and not session._flights
 
 
 def test_a_start_that_failed_is_tried_again_in_the_next_turn(expect: Any) -> None:
@@ -355,7 +330,7 @@ def test_a_call_that_may_change_something_voids_what_was_read_before(expect: Any
 
 def test_a_writing_agent_of_the_same_session_voids_too(expect: Any) -> None:
     expect(CALL)
-    events: list[AuditEvent] = []
+    events: list[ToolEvent] = []
     speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
     reader = speculator.session(AgentCaller(agent="reader", session="s"))
     writer = speculator.session(AgentCaller(agent="writer", session="s"))
@@ -486,34 +461,19 @@ def test_whoever_stops_waiting_stops_the_tool(expect: Any) -> None:
     assert cancelled == [CALL] and outcomes(events) == ["launch", "waste"]
 
 
-REFUSED = {
-    "not listed": ToolSpec("write"),
-    "needs approval": ToolSpec("read", needs_approval=True),
-    "takes state": ToolSpec("read", injected=True),
-    "of a server that nobody trusts": ToolSpec("far", server="elsewhere", read_only_hint=True),
-    "without a hint": ToolSpec("far", server="trusted"),
-    "a hint without a server": ToolSpec("far", read_only_hint=True),
-}
+REFUSED = {"not listed": ToolSpec("write"), "takes state": ToolSpec("read", injected=True)}
 
 
 @pytest.mark.parametrize("spec", REFUSED.values(), ids=REFUSED)
 def test_what_may_not_run_early_never_does(expect: Any, spec: ToolSpec) -> None:
     call = ToolCall(spec.name, {})
     expect(call)
-    session, events = opened(spec, policy=ToolPolicy(["read"], trusted_servers=["trusted"]))
+    session, events = opened(spec, policy=ToolPolicy(["read"]))
     for _ in range(3):
         assert session.begin_turn(pytest.fail) == []
         session.end_turn([call])
         assert session.run(call, lambda _: "ran") == "ran"
     assert not events
-
-
-def test_tools_of_trusted_servers_run_early(expect: Any) -> None:
-    expect(ToolCall("far", {}))
-    spec = ToolSpec("far", server="trusted", read_only_hint=True)
-    session, _ = opened(spec, policy=ToolPolicy(trusted_servers=["trusted"]))
-    assert session.begin_turn(lambda _: None) == [ToolCall("far", {})]
-    assert opened(spec, policy=ToolPolicy())[0].begin_turn(pytest.fail) == []
 
 
 def test_a_tool_whose_schema_changed_is_another(expect: Any) -> None:
@@ -610,7 +570,7 @@ def test_a_failure_after_a_turn_still_voids_what_was_read(expect: Any, monkeypat
 def test_a_listener_that_fails_harms_nothing(expect: Any) -> None:
     expect(CALL)
 
-    def fails(event: AuditEvent) -> None:
+    def fails(event: ToolEvent) -> None:
         raise ArithmeticError("broken")
 
     session = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=fails).session(AgentCaller())
@@ -746,14 +706,14 @@ def test_a_write_in_one_branch_voids_what_was_read_in_another(expect: Any) -> No
 
 def test_a_misspelt_name_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     policy = ToolPolicy(["get_wether", "elsewhere"])  # the second may belong to another agent
-    session = ToolSession(ToolSpeculator(policy), AgentCaller(session="s"), policy)
+    session = ToolSession(ToolSpeculator(policy), AgentCaller(session="s"))
     for _ in range(2):
         session.offers([ToolSpec("get_weather"), ToolSpec("buy")])
         session.offers([ToolSpec("buy")])
     (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "no tool get_wether is offered" in said and said.endswith("did you mean get_weather?")
     listed = ToolPolicy(["get_order", "get_orders"])
-    ToolSession(ToolSpeculator(listed), AgentCaller(session="s"), listed).offers([ToolSpec("get_orders")])
+    ToolSession(ToolSpeculator(listed), AgentCaller(session="s")).offers([ToolSpec("get_orders")])
     assert len(caplog.records) == 1  # what is listed itself was not misspelt
 
 
@@ -762,4 +722,4 @@ def test_the_age_of_a_tool_that_never_runs_early_is_refused() -> None:
         ToolPolicy(["read"], max_ages={"reed": 5.0})
     with pytest.raises(ConfigurationError, match="list it, or leave its age out"):
         ToolPolicy(["read"], max_ages={"somewhere": 5.0})
-    assert ToolPolicy(["read"], trusted_servers=["crm"], max_ages={"of_crm": 5.0}).max_age("of_crm") == 5.0
+    assert ToolPolicy(["read"], max_ages={"read": 5.0}).max_age("read") == 5.0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
 # Distributions whose name differs from the package's by more than a dash.
-_DISTRIBUTIONS = {"faiss": "faiss-cpu", "agents": "openai-agents", "dns": "dnspython"}
+_DISTRIBUTIONS = {"faiss": "faiss-cpu", "dns": "dnspython"}
 _ROOM = 2 << 30  # bytes; more than a built-in model needs while it is prepared
 
 

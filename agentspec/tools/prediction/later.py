@@ -44,7 +44,6 @@ class OpenForecast(NamedTuple):
     outlook: Outlook
     probability: float
     ends: float
-    kind: int
 
 
 class OpenForecasts:
@@ -63,17 +62,16 @@ class OpenForecasts:
         """
         earlier, self._open = self._open, deque(maxlen=_MOST_OPEN)
         came = [one for one in earlier if one.identity in made and now < one.ends and not voids]
-        scores = [LaterScore(one.outlook, one.probability, True, one.kind) for one in came]
+        scores = [LaterScore(one.outlook, one.probability, True) for one in came]
         if not voids:
             self._open.extend(one for one in earlier if one.identity not in made and now < one.ends)
         for one in forecast.predictions:
             if one.outlook is None:
                 continue
-            scores.append(LaterScore(one.outlook, one.later_estimate, False, one.later_kind))
+            scores.append(LaterScore(one.outlook, one.later_estimate, False))
             if not voids and one.call.identity not in made:
                 ends = began + self._ages(one.call.name)
-                told = one.outlook, one.later_estimate, ends, one.later_kind
-                self._open.append(OpenForecast(one.call.identity, *told))
+                self._open.append(OpenForecast(one.call.identity, one.outlook, one.later_estimate, ends))
         return tuple(scores)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,16 +14,12 @@ from agentspec.tools.prediction.observation import (
     ANSWER,
     FIRST,
     LATER,
-    LATER_NAMED,
-    NAMED,
-    NAMED_AGAIN,
     REPEATED,
     ArgumentRule,
     LaterScore,
     Outlook,
     PredictionScore,
     TurnObservation,
-    calling,
 )
 from agentspec.tools.prediction.rates import NextNames, RuleRates
 from agentspec.tools.prediction.values import canonical, usable
@@ -61,25 +57,13 @@ class CallPrediction:
     later_estimate: float = 0.0
     outlook: Outlook | None = None
 
-    @property
-    def later_kind(self) -> int:
-        return LATER_NAMED if self.kind in (NAMED, NAMED_AGAIN) else LATER
-
 
 @dataclass(frozen=True, slots=True)
 class CallForecast:
-    """The predictions for one turn, most likely first, and how good each tool's best arguments look.
-
-    `found` are the calls of each tool from which the predictions were chosen.
-    """
+    """The predictions for one turn, most likely first, and how good each tool's best arguments look."""
 
     predictions: tuple[CallPrediction, ...]
     promise: tuple[tuple[str, int], ...]
-    found: Mapping[str, Sequence[Candidate]] = field(default_factory=dict, compare=False, repr=False)
-
-    def with_named(self, named: Sequence[CallPrediction]) -> CallForecast:
-        """With the predictions that were made once a tool was named, to be learned from together."""
-        return replace(self, predictions=(*self.predictions, *named))
 
 
 class CallModel:
@@ -113,20 +97,7 @@ class CallModel:
         ]
         predictions.sort(key=lambda one: -one.probability)
         later = sorted(predictions[MOST_PREDICTIONS:], key=lambda one: -one.later)[:MOST_LATER]
-        return CallForecast((*predictions[:MOST_PREDICTIONS], *later), tuple(promise.items()), found)
-
-    def predict_named(self, history: ToolHistory, forecast: CallForecast, tool: str) -> list[CallPrediction]:
-        """What the turn of this forecast calls, most likely first, now that the model has written the tool's name."""
-        found = forecast.found.get(tool, ())
-        again = {call.identity for _, call, _ in found if call.identity in history.made}
-        chances = [chance * (_AGAIN if call.identity in again else 1.0) for chance, call, _ in found]
-        total = 1.0 - sum(chance for chance, *_ in found) + sum(chances)  # with arguments that are not foreseen
-        outlooks = [Outlook(tool, calling(tool), call.identity in again, rules) for _, call, rules in found]
-        predictions = [
-            self._corrected(call, chance / total, NAMED_AGAIN if outlook.again else NAMED, outlook)
-            for (_, call, _), chance, outlook in zip(found, chances, outlooks, strict=True)
-        ]
-        return sorted(predictions, key=lambda one: -one.probability)[:MOST_PREDICTIONS]
+        return CallForecast((*predictions[:MOST_PREDICTIONS], *later), tuple(promise.items()))
 
     def observe(
         self,
@@ -174,9 +145,9 @@ class CallModel:
         for one in observation.later:
             self._later.add(one.outlook, one.hit)
             if one.hit:
-                self._calibration.correct(one.probability, one.kind)
+                self._calibration.correct(one.probability, LATER)
             else:
-                self._calibration.observe([one.probability], [one.kind], [False])
+                self._calibration.observe([one.probability], [LATER], [False])
         self._calibration.fade()
         for tool, taken in observation.seconds:
             known = self.seconds.get(tool, taken)
@@ -208,7 +179,7 @@ class CallModel:
     def _corrected(self, call: ToolCall, estimate: float, kind: int, outlook: Outlook) -> CallPrediction:
         later = self._later.rate(outlook)
         known = CallPrediction(call, self._calibration.corrected(estimate, kind), estimate, kind, 0.0, later, outlook)
-        return replace(known, later=self._calibration.corrected(later, known.later_kind))
+        return replace(known, later=self._calibration.corrected(later, LATER))
 
     def _candidates(self, history: ToolHistory, tool: str) -> list[Candidate]:
         """Calls of the tool, each with its probability if the tool is called."""

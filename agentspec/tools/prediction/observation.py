@@ -10,13 +10,8 @@ from agentspec.errors import CacheFormatError
 from agentspec.tools.prediction.history import Selector
 
 ANSWER = ""  # in place of a tool's name where the model made no call
-FIRST, REPEATED, LATER, NAMED, NAMED_AGAIN, LATER_NAMED = range(6)  # kinds of predictions, calibrated apart
-_VERSION = 1
-
-
-def calling(tool: str) -> str:
-    """In place of an event or of a tool: the call of the tool from its name on, while its arguments are written."""
-    return f"({tool})"
+FIRST, REPEATED, LATER = range(3)  # kinds of predictions, calibrated apart
+_VERSION = 2
 
 
 class ArgumentRule(NamedTuple):
@@ -47,8 +42,8 @@ class PredictionScore(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What tells whether a call comes later: its tool, the last event or the call that is being written (`calling`),
-    whether it was made before, and the rules that fill its arguments.
+    """What tells whether a call comes later: its tool, the last event, whether it was made before, and the rules that
+    fill its arguments.
     """
 
     tool: str
@@ -58,7 +53,7 @@ class Outlook(NamedTuple):
 
 
 class LaterScore(NamedTuple):
-    """An outlook and the probability, before calibration, that its call comes later, of kind `LATER` or `LATER_NAMED`.
+    """An outlook and the probability, before calibration, that its call comes later.
 
     Each prediction is told once when it is made, as if the call never came, and once more, with `hit`, if it comes.
     """
@@ -66,7 +61,6 @@ class LaterScore(NamedTuple):
     outlook: Outlook
     probability: float
     hit: bool
-    kind: int = LATER
 
 
 @dataclass(frozen=True, slots=True)

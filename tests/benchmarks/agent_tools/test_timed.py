@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.agent_tools.recorded import VOID, RecordedSession, RecordedTools, WrittenNames, sessions_of
+from agentspec.benchmarks.agent_tools.recorded import VOID, RecordedSession, RecordedTools, sessions_of
 from agentspec.benchmarks.agent_tools.scripted import ScriptedBackend
 from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
 from agentspec.benchmarks.agent_tools.timed_report import DRAFTING, OFF, PREFILL, TOOLS, VARIANTS
@@ -62,7 +62,6 @@ def test_counts_of_real_sessions(tiny_model: Path, tmp_path: Path) -> None:
     assert file.total(OFF, "starts") == file.total(DRAFTING, "starts") == 0
     for variant in (TOOLS, PREFILL):
         assert 0 < file.total(variant, "used") <= min(6, file.total(variant, "starts"))
-        assert file.total(variant, "named_used") <= file.total(variant, "named") <= file.total(variant, "starts")
     order = [line.rpartition(", ")[2] for line in told if "of 2" in line]
     assert order == [*VARIANTS, *VARIANTS[1:], OFF]
     with Console(width=200, record=True) as console:
@@ -91,17 +90,6 @@ def test_tools_return_what_is_recorded_from_now_on(tmp_path: Path) -> None:
     assert [result(turn, order) for turn in range(5)] == ['{"total": 101}'] * 2 + [VOID, '{"total": 0}', "nothing"]
     assert result(0, ToolCall("get_order", {"order": "#W9"})) == VOID
     assert len(sessions(tmp_path / "one.jsonl", 2)[0].turns) == 2
-
-
-def test_names_are_told_as_they_are_written() -> None:
-    text = 'I look at {"name": "no"}.\n' + call("get_user", id="a") + "\n" + call('say "hi"') + "\n"
-    for size in (1, 3, 1000):
-        told: list[str] = []
-        names = WrittenNames(told.append)
-        for at in range(0, len(text), size):
-            names.feed(text[at : at + size])
-            assert (text[: at + size].count('"get_user"') > 0) == ("get_user" in told)
-        assert told == ["get_user", 'say "hi"']
 
 
 def unnamed(*said: str) -> RecordedCall:
