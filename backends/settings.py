@@ -173,13 +173,6 @@ class OpenAISettings(SettingsModel):
         description="For a hosted API that knows `prediction`: the share of right tokens, such as 0.8, from which chats"
         " get the tenant's own earlier answer as one. Unset sends none, since wrong tokens are billed",
     )
-    prefill_next_turn: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="While a client's tools run, let vLLM or SGLang read its next prompt, by requests for one token:"
-        " after this share of the chats at most, such as 0.05. Unset sends none",
-    )
 
     @property
     def url(self) -> HttpUrl:

@@ -99,10 +99,8 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     fleet = FleetPages(runtime)
     routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
     _refuse_twice(routes)
-    turns = endpoints[0].turns  # of chats, the only ones with a next turn
-    pages.registry.prefills(lambda: turns.counts)
     runtime.limit_upstreams(server.max_output_tokens)
-    loading = Loading(runtime, metering.begin, turns.aclose)
+    loading = Loading(runtime, metering.begin)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: _lifespan(loading, metering))
     return GatewayMiddleware(
         routes=router,

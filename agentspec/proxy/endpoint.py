@@ -37,7 +37,6 @@ from agentspec.proxy.body.upstream_fields import UpstreamFields, strategy_upstre
 from agentspec.proxy.forwarding.answer_edits import AnswerEdits
 from agentspec.proxy.forwarding.auto_prediction import AutoPredictions, PredictedAnswer
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
-from agentspec.proxy.forwarding.next_turns import UpstreamTurns
 from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
 from agentspec.proxy.forwarding.predicted_chat import without_prediction
 from agentspec.proxy.forwarding.prediction_usage import PredictionUsage
@@ -111,7 +110,6 @@ class GenerationEndpoint:
     deadlines: Deadlines
     places: EnginePlaces
     metering: Metering
-    turns: UpstreamTurns = field(default_factory=UpstreamTurns, init=False)
     _predictions: AutoPredictions | None = field(default=None, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,7 +212,6 @@ class GenerationEndpoint:
         counter = prediction_counter(backend, model, {**fields, **added})
         inspector = StreamInspector(expected_choices(self.path, fields))
         edits: AnswerEdits | None = predicted or (PredictionUsage(counter) if counter else None)
-        edits = self.turns.followed(exchange, backend, edits) if self.path == CHAT else edits
         del fields, added
         exchange.release()
         again = without_prediction(predicted, plain, exchange.record) if predicted else None

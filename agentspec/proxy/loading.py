@@ -18,18 +18,16 @@ class Loading:
 
     Loading cannot be interrupted. If the process ends with the application, call `abort()` before: the lifespan then
     does not wait for a model that is still loading, and sets `left_behind`, since the loading thread still runs.
-    `begin` is awaited before, `when_ready` is called on the loop once everything is loaded, `closing` is awaited before
-    the runtime is closed.
+    `begin` is awaited before, `when_ready` is called on the loop once everything is loaded.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         begin: Callable[[], Awaitable[None]] | None = None,
-        closing: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._runtime = runtime
-        self._begin, self._closing = begin, closing
+        self._begin = begin
         self._aborted = False
         self.error: Exception | None = None
         self.left_behind = False
@@ -50,8 +48,6 @@ class Loading:
         try:
             yield
         finally:
-            if self._closing is not None:
-                await self._closing()
             if self._aborted and not task.done():
                 self.left_behind = True
                 task.cancel()

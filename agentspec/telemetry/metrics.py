@@ -83,10 +83,6 @@ class Metrics:
         """Report at each scrape what `counts` returns: open connections, and those ended by a limit, by reason."""
         self.registry.register(_OnScrape(lambda: scraped.connections(*counts())))
 
-    def prefills(self, counts: Callable[[], Mapping[tuple[str, str], int]]) -> None:
-        """Report at each scrape what `counts` returns: prefills of next turns by upstream and outcome."""
-        self.registry.register(_OnScrape(lambda: scraped.upstream_prefills(counts())))
-
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one finished request. `route` and `outcome` must come from a fixed set."""
         label = self._label(model)

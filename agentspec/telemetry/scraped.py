@@ -147,11 +147,6 @@ def index(figures: IndexFigures | None) -> Iterator[Metric]:
     yield GaugeMetricFamily("agentspec_cache_behind_seconds", behind, value=figures.behind)
 
 
-def upstream_prefills(counts: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
-    told = "Requests that let an upstream read a next turn ahead, by outcome"
-    return _labelled("agentspec_upstream_prefills", told, ("backend", "outcome"), dict(counts).items())
-
-
 def connections(count: int, ended: Mapping[str, int]) -> Iterator[Metric]:
     yield GaugeMetricFamily("agentspec_connections", "Open connections of clients", value=count)
     by_reason = [((reason,), number) for reason, number in ended.items()]

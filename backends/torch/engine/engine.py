@@ -38,7 +38,6 @@ class Engine:
         self.scheduler = Scheduler(context, settings)
         context.free_memory = self.scheduler.prefix_cache.clear
         self._open_session = open_session
-        self._prefills_next = settings.prefill_next_turn
         self.failure: EngineStoppedError | None = None
         self._ended = threading.Event()
         self.prefills = PrefillReader(context, self.scheduler, self.device_failed)
@@ -192,8 +191,6 @@ class Engine:
             self.scheduler.share_prompt(sequence)
         if sequence.finish is not None:
             self.scheduler.remove(sequence, clean=True)
-            if self._prefills_next and sequence.request.original.prefill_next:
-                self.prefills.answered(sequence.request)
         if outcome is not None:
             sequence.request.deliver(outcome)
 

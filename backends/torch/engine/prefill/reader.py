@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from agentspec.backends.torch.engine.prefill.job import PrefillJob, PrefillQueue
-from agentspec.backends.torch.engine.prefill.step_prompts import StepPrompts
 from agentspec.backends.torch.engine.prefix_cache import SHORTEST
-from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.batch import BatchItem
@@ -36,7 +34,6 @@ class PrefillReader:
         self, context: EngineContext, scheduler: Scheduler, device_failed: Callable[[BaseException], None]
     ) -> None:
         self.queue = PrefillQueue()
-        self._steps = StepPrompts()
         self._deletions: deque[Reach] = deque()
         self._context, self._scheduler = context, scheduler
         self._device_failed = device_failed
@@ -54,11 +51,6 @@ class PrefillReader:
         self.queue.add(tenant, tokens)
         return True
 
-    def answered(self, request: EngineRequest) -> None:
-        """Expect the prompt of the step that is likely to follow. Only the computing thread may call this."""
-        if not request.forgotten and (beginning := self._steps.ended(request)):
-            self.add(request.tenant, beginning)
-
     def forget(self, reach: Reach) -> None:
         """Expect nothing that derives from what a deletion covers. Any thread may call this."""
         self._deletions.append(reach)
@@ -70,11 +62,9 @@ class PrefillReader:
         return bool(self._deletions)
 
     def carry_out(self) -> None:
-        """Forget the steps that deletions cover. Only the computing thread may call this."""
+        """Drop what is being read for a tenant that a deletion concerns. Only the computing thread may call this."""
         while self._deletions:
             reach = self._deletions.popleft()
-            self._steps.forget(reach)
-            self.queue.forget(reach)  # what was expected of the steps meanwhile
             if self._job is not None and reach.concerns(self._job.tenant):  # perhaps not in the queue any more
                 self._abandon()
 

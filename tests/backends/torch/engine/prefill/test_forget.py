@@ -27,7 +27,6 @@ from tests.backends.torch.engine.conftest import slots_of
 
 NAMES = st.sampled_from([None, "s", "t"])
 TEXTS = st.tuples(st.sampled_from("ab"), NAMES, st.lists(st.integers(0, 1), min_size=SHORTEST, max_size=24))
-STEPS = [("plan", 1), ("write", 2)]
 
 
 def reach(**conditions: Any) -> Reach:
@@ -68,43 +67,9 @@ def test_what_is_older_goes_and_what_was_guessed() -> None:
     assert store.known("a", np.asarray(texts[1])) == 20
 
 
-def learned(one: Any) -> None:
-    """Two sessions of the same two steps."""
-    for session in ("x", "y"):
-        for step, seed in STEPS:
-            ask(one, session, step, seed)
-            one.run()
-
-
 def ask(one: Any, session: str, step: str, seed: int, tenant: str = "default") -> Any:
     prompt = [*((seed * 31 + place * 7) % 200 for place in range(80)), len(session), seed]
     return one.ask(prompt, 2, tenant=tenant, labels=Labels(session, "flow", step))
-
-
-@pytest.mark.parametrize(
-    "conditions", [{"tenant": "default"}, {"session": "x"}, {"tokens": [1, 2], "tenant": "default"}]
-)
-def test_no_step_is_expected_by_what_was_deleted(stepped: Any, conditions: Any) -> None:
-    one = stepped()
-    learned(one)
-    assert one.reader._steps._steps
-    one.engine.forget(reach(**conditions))
-    one.run()
-    assert not one.reader._steps._steps and not one.reader._steps._places and not one.reader.queue
-    ask(one, "zz", "plan", 1)
-    launched = one.reader.queue.counts.launched
-    one.run()
-    assert one.reader.queue.counts.launched == launched
-
-
-def test_what_other_tenants_taught_stays(stepped: Any) -> None:
-    one = stepped()
-    learned(one)
-    before, slots = dict(one.reader._steps._steps), one.scheduler.prefix_cache.nbytes
-    one.engine.forget(reach(tenant="another"))
-    one.engine.forget(reach(older_than=1000))
-    one.run()
-    assert one.reader._steps._steps.keys() == before.keys() and one.scheduler.prefix_cache.nbytes == slots
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -119,7 +84,6 @@ def test_an_answer_that_was_open_leaves_nothing_behind(stepped: Any, turns: int)
     store = one.scheduler.prefix_cache
     assert store.known("default", np.asarray(other.request.prompt)) == len(other.request.prompt)
     assert store.known("default", np.asarray(answer.request.prompt)) == 0
-    assert not [place for place in one.reader._steps._places if place[2] == "x"]
 
 
 def test_a_prompt_that_is_being_read_ahead_is_not_kept(stepped: Any) -> None:
@@ -144,7 +108,6 @@ def test_a_deletion_that_comes_while_an_answer_ends_reaches_it(stepped: Any, con
     answer = ask(one, "x", "plan", 1)
     one.run()
     assert answer.last and one.scheduler.prefix_cache.nbytes == 0
-    assert not one.reader._steps._steps and not one.reader._steps._places
 
 
 def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_found() -> None:

@@ -14,7 +14,7 @@ from agentspec.backends.torch.engine.prefill.reader import PrefillReader
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import OverloadedError
 from agentspec.speculation.governor import CHUNKS
-from agentspec.types import Labels, SamplingParams
+from agentspec.types import SamplingParams
 
 ROW_BYTES = 256
 GREEDY = SamplingParams(temperature=0)
@@ -195,32 +195,3 @@ def test_a_chunk_takes_no_longer_than_it_may(stepped: Any) -> None:
     assert 48 <= one.reader._chunk(0) <= 96
     cost.calibrate([(1, 0, 1.0), (256, 0, 9.0)])
     assert one.reader._chunk(0) == CHUNKS[-1]
-
-
-def visit(one: Any, session: str, step: str, prompt: list[int]) -> Any:
-    answer = one.ask(prompt, 2, labels=Labels(session, "flow", step))
-    one.run()
-    return answer
-
-
-def test_the_beginning_of_the_next_steps_prompts_is_learned_and_read(stepped: Any) -> None:
-    one, plan, act = stepped(kv_bytes=ROW_BYTES * 2000), long_prompt(3, 80), long_prompt(7, 120)
-    for n, session in enumerate(("one", "two")):
-        visit(one, session, "plan", [*plan, 201 + n, *range(n, 20)])
-        visit(one, session, "act", [*act, 201 + n, *range(n, 30)])
-    one.scheduler.prefix_cache.clear()
-    visit(one, "three", "plan", [*plan, 210, 1, 2])
-    assert one.reader.queue.counts.tokens == len(act)
-    answer = visit(one, "three", "act", [*act, 210, 3])
-    assert answer.last.usage.cached_tokens == len(act) and one.reader.queue.counts.used == 1
-
-
-def test_without_the_setting_or_with_store_off_no_step_is_expected(stepped: Any) -> None:
-    for fields, options in (({}, {"prefill_next_turn": False}), ({"store": False}, {}), ({"prefill_next": False}, {})):
-        one = stepped(kv_bytes=ROW_BYTES * 2000, **options)
-        for session in ("one", "two", "three"):
-            one.scheduler.prefix_cache.clear()
-            for step, seed in (("plan", 3), ("act", 7)):
-                one.ask([*long_prompt(seed, 80), len(session)], 2, labels=Labels(session, "flow", step), **fields)
-                one.run()
-        assert one.reader.queue.counts.tokens == 0
