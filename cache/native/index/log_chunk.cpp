@@ -23,7 +23,7 @@ std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPag
 
 }  // namespace
 
-std::uint64_t* ChunkMarks::array() {
+std::uint64_t* ChunkMarks::make() {
     std::uint64_t* marks = marks_.load(std::memory_order_relaxed);
     if (marks == nullptr) {
         marks = new std::uint64_t[words()]();
@@ -34,7 +34,7 @@ std::uint64_t* ChunkMarks::array() {
 }
 
 void ChunkMarks::set(std::size_t begin, std::size_t end) {
-    std::uint64_t* marks = array();
+    std::uint64_t* marks = make();
     for (std::size_t at = begin; at < end;) {
         const std::size_t first = at % 64, count = std::min(64 - first, end - at);
         const std::uint64_t bits = (count == 64 ? ~0ull : (1ull << count) - 1) << first;
@@ -45,7 +45,7 @@ void ChunkMarks::set(std::size_t begin, std::size_t end) {
 
 void ChunkMarks::take(const ChunkMarks& other) {
     assert(other.size_ <= size_);
-    if (const std::uint64_t* marks = other.marks_.load()) std::copy_n(marks, other.words(), array());
+    if (const std::uint64_t* marks = other.marks_.load()) std::copy_n(marks, other.words(), make());
 }
 
 LogChunk::LogChunk(std::size_t capacity, bool padded, const std::shared_ptr<Account>& account)

@@ -23,6 +23,8 @@ public:
     ChunkMarks& operator=(const ChunkMarks&) = delete;
 
     const Marks& marks() const { return marks_; }
+    /// The array, which is made unless it is there.
+    std::uint64_t* make();
     void set(std::size_t begin, std::size_t end);
     /// Take over the marks of another chunk, which is no longer than this.
     void take(const ChunkMarks& other);
@@ -30,7 +32,6 @@ public:
 
 private:
     std::size_t words() const { return size_ / 64 + 1; }
-    std::uint64_t* array();
 
     std::size_t size_;
     Marks marks_{nullptr};

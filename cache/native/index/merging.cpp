@@ -1,6 +1,7 @@
 // Work on a suffix index that waits for nobody and that nobody waits for: what is due, and merging runs.
 #include <algorithm>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "index/suffix_index.hpp"
@@ -61,7 +62,10 @@ void SuffixIndex::settle() {
     std::unique_lock merging(merging_, std::defer_lock);
     if (deferred_ && !merging.try_lock()) return;
     if (!deferred_) merging.lock();
-    while (step()) {
+    try {
+        while (step()) {
+        }
+    } catch (const std::bad_alloc&) {  // the change that it follows is made; the work is due still
     }
 }
 
@@ -91,6 +95,7 @@ bool SuffixIndex::step() {
     }
     {
         const Hold hold(*this);
+        prepare(0);
         job = next_job();
         from = snapshot_;
         if (job.none()) {
@@ -129,14 +134,16 @@ std::vector<std::shared_ptr<const void>> SuffixIndex::free_retired() {
     return unused(0);
 }
 
-/// Of what was retired, from the given place on.
-std::vector<std::shared_ptr<const void>> SuffixIndex::unused(std::size_t from) {
+/// Of what was retired, from the given place on; nothing where there is no memory for the list.
+std::vector<std::shared_ptr<const void>> SuffixIndex::unused(std::size_t from) try {
     const auto begin = retired_.begin() + static_cast<std::ptrdiff_t>(from);
     const auto first = std::partition(begin, retired_.end(), [](const auto& one) { return one.use_count() > 1; });
     std::vector<std::shared_ptr<const void>> out(std::make_move_iterator(first),
                                                  std::make_move_iterator(retired_.end()));
     retired_.erase(first, retired_.end());
     return out;
+} catch (const std::bad_alloc&) {
+    return {};
 }
 
 /// The first of the runs before `end` that must merge with those behind it: runs shrink by `ratio_` each.
@@ -217,6 +224,7 @@ void SuffixIndex::begin_merge(const Snapshot& from, Job job) {
     const Position oldest = (*from.runs)[place]->oldest(), newest = (*from.runs)[end - 1]->newest();
     merge.run = std::make_shared<Run>(std::move(parts), oldest, newest, 0);
     const Hold hold(*this);
+    prepare(0);
     replace(place, end, merge.run, 0);
     merging_end_ = place + 1;
     merge_ = std::move(merge);
@@ -245,11 +253,15 @@ void SuffixIndex::go_on() {
     const auto run = std::make_shared<Run>(std::move(parts), merge_->run->oldest(), merge_->run->newest(), 0);
 
     const Hold hold(*this);
-    work_.background += first + second;
-    merge_->merged->fill(size);
+    prepare(0);
     const std::size_t place = merge_->place;
     const bool empty = rest.empty() && size == 0;
     replace(place, place + 1, empty ? nullptr : run, first + second - kept);
+    work_.background += first + second;
+    merge_->merged->fill(size);
+    std::size_t nth = 0;
+    if (first < left[0].size()) left[0].precede(rest[nth++]);
+    if (second < newer.size()) left[1].precede(rest[nth]);
     merge_->size = size;
     merge_->left = std::move(rest);
     merge_->run = run;
@@ -268,6 +280,7 @@ void SuffixIndex::merge(const Snapshot& from, Job job) {
     for (const auto& run : old) looked_at += run->size();
     const auto run = merged(*from.log, old, dropped);
     const Hold hold(*this);
+    prepare(0);
     work_.background += looked_at;
     replace(job.first, job.end, run, dropped);
     merging_end_ = 0;
@@ -299,6 +312,7 @@ void SuffixIndex::replace(std::size_t first, std::size_t end, const std::shared_
     const auto behind = runs->begin() + static_cast<std::ptrdiff_t>(end);
     std::size_t dead = 0;
     for (auto old = begin; old != behind; ++old) dead += (*old)->dead();
+    reserve_for(retired_, end - first);
     retired_.insert(retired_.end(), begin, behind);
     const auto place = runs->erase(begin, behind);
     if (run) {
@@ -308,12 +322,8 @@ void SuffixIndex::replace(std::size_t first, std::size_t end, const std::shared_
     runs_ = std::move(runs);
 }
 
-/// Add a run of the newest positions, and merge it with others as long as that is little work.
-void SuffixIndex::add_run(Positions positions) {
-    worked(2 * positions.size());
-    auto runs = std::make_shared<Runs>(*runs_);
-    runs->push_back(std::make_shared<Run>(log_->view(), std::move(positions), account_));
-    runs_ = std::move(runs);
+/// Merge the newest runs as long as that is little work; where memory is short, a later step does.
+void SuffixIndex::merge_newest() try {
     for (;;) {
         const std::size_t end = runs_->size();
         const std::size_t first = cascade(end, std::min(merging_end_, end - 1), kSmall);
@@ -326,6 +336,7 @@ void SuffixIndex::add_run(Positions positions) {
         replace(first, end, run, dropped);
         if (!run) return;
     }
+} catch (const std::bad_alloc&) {
 }
 
 }  // namespace agentspec

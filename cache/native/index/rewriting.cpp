@@ -79,13 +79,20 @@ void SuffixIndex::exchange(std::shared_ptr<TokenLog> log, Relocation& relocation
         const std::span<const Position> all = (*run)->positions();
         (*run)->count_dead(std::count_if(all.begin(), all.end(), [&](Position p) { return log->is_dead(p); }));
     }
-    move_pieces(relocation, moved, known);
+    auto shared = std::make_shared<const Runs>(std::move(runs));
+    const auto living = std::count_if(pieces_.begin(), pieces_.end(), [](const Piece& one) { return one.sequence; });
+    auto starts = empty_starts(living);
+    std::vector<Piece> pieces;
+    pieces.reserve(living);
+    prepare(runs_->size() + 1);
+    // From here on no memory is taken.
+    move_pieces(relocation, moved, known, std::move(pieces));
     retired_.insert(retired_.end(), runs_->begin(), runs_->end());
     retired_.push_back(std::exchange(log_, log));
-    runs_ = std::make_shared<Runs>(std::move(runs));
+    runs_ = std::move(shared);
     tail_ = std::move(tail);
     tail_size_ = tail_size;
-    removed_ = log_->size() - find_starts();
+    removed_ = log_->size() - find_starts(std::move(starts));
     truncated_ = scattered_ = 0;
     merging_end_ = 0;
     rewriting_ = false;
@@ -93,11 +100,10 @@ void SuffixIndex::exchange(std::shared_ptr<TokenLog> log, Relocation& relocation
     ++generation_;
 }
 
-/// Let pieces and sequences name the places in the new log. The first `known` pieces are those of `moved`, in order,
+/// Let pieces, listed in `pieces`, and sequences name the places in the new log. The first `known` pieces are those of `moved`, in order,
 /// and pieces that were forgotten before.
 void SuffixIndex::move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved,
-                              std::size_t known) {
-    std::vector<Piece> pieces;
+                              std::size_t known, std::vector<Piece> pieces) {
     for (const Piece& piece : pieces_) {
         if (piece.sequence) piece.sequence->spans.clear();
     }
@@ -114,9 +120,13 @@ void SuffixIndex::move_pieces(const Relocation& relocation, std::span<const Relo
     pieces_ = std::move(pieces);
 }
 
+std::shared_ptr<StartSet> SuffixIndex::empty_starts(std::size_t pieces) const {
+    return std::make_shared<StartSet>(pieces + pieces / 2 + 4, account_);
+}
+
 /// Find anew what stands before pieces; returns how many places of the log are needed.
-std::size_t SuffixIndex::find_starts() {
-    starts_ = std::make_shared<StartSet>(pieces_.size() + pieces_.size() / 2 + 4, account_);
+std::size_t SuffixIndex::find_starts(std::shared_ptr<StartSet> starts) {
+    starts_ = std::move(starts);
     std::size_t needed = kPadding;
     for (const Piece& piece : pieces_) {
         const std::size_t prefix = context_before(log_->view(), piece.begin).size();
@@ -134,8 +144,9 @@ void SuffixIndex::begin_squeeze() {
     {
         const Hold hold(*this);
         worked(pieces_.size());
+        prepare(0);
         std::erase_if(pieces_, [](const Piece& piece) { return !piece.sequence; });
-        find_starts();
+        find_starts(empty_starts(pieces_.size()));
         publish();
         seen = snapshot_;
         const std::size_t end = tail_size_ > 0 ? tail().front() : log_->size();
@@ -180,11 +191,12 @@ void SuffixIndex::squeeze() {
         const LogChunk& chunk = seen->log->chunk(nth);
         if (squeeze_->gain(nth, chunk) > 0) squeezed = chunk.squeezed(squeeze_->blocks_of(nth), account_);
     }
-    squeeze_->next = nth;
     const Hold hold(*this);
+    prepare(1);
     if (squeezed) {
         work_.background += squeezed->present();
         take_chunk(nth - 1, std::move(squeezed));
+        squeeze_->next = nth;
     } else {
         squeezing_ = false;
         squeeze_.reset();

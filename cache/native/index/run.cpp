@@ -76,10 +76,12 @@ RunPart RunPart::until(std::size_t last, std::shared_ptr<const RunTable> table) 
 }
 
 RunPart RunPart::behind(std::size_t count) const {
-    RunPart rest(storage_, first_ + count, last_, table_);
-    beginning_->behind = first_ + count;
+    return RunPart(storage_, first_ + count, last_, table_);
+}
+
+void RunPart::precede(const RunPart& rest) const {
+    beginning_->behind = rest.first_;
     beginning_->next = rest.beginning_;
-    return rest;
 }
 
 Run::Run(LogView log, Positions positions, const std::shared_ptr<Account>& account) {

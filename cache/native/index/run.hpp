@@ -70,26 +70,28 @@ public:
 
     /// This part up to another place of its storage.
     RunPart until(std::size_t last, std::shared_ptr<const RunTable> table) const;
-    /// This part without its first `count` places. They are given back when no part that holds them is left.
+    /// This part without its first `count` places.
     RunPart behind(std::size_t count) const;
+    /// `rest` takes the place of this part: what lies before it is given back when no part that holds it is left.
+    void precede(const RunPart& rest) const;
 
 private:
     /// What can be given back when nobody reads this part, nor any that began earlier. There is one for all parts that
     /// begin at a place of a storage, or those of an older snapshot would not keep what they read.
     struct Beginning {
-        Beginning(std::shared_ptr<RunStorage> from, std::size_t first) : storage(std::move(from)), behind(first) {}
+        explicit Beginning(std::shared_ptr<RunStorage> from) : storage(std::move(from)) {}
         Beginning(const Beginning&) = delete;  // a copy that ends would give back what is still read
         Beginning& operator=(const Beginning&) = delete;
         ~Beginning() { storage->give_back(behind); }
 
         std::shared_ptr<RunStorage> storage;
-        std::size_t behind;
+        std::size_t behind = 0;
         std::shared_ptr<Beginning> next;
     };
     RunPart(std::shared_ptr<RunStorage> storage, std::size_t first, std::size_t last,
             std::shared_ptr<const RunTable> table)
         : storage_(std::move(storage)),
-          beginning_(std::make_shared<Beginning>(storage_, first)),
+          beginning_(std::make_shared<Beginning>(storage_)),
           first_(first),
           last_(last),
           table_(std::move(table)) {}

@@ -18,6 +18,7 @@ SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred, Pos
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
     log_ = TokenLog(account_).with_room(kPadding);
     log_->append(std::vector<Token>(kPadding, kBoundary));
+    prepare(0);
     publish();
 }
 
@@ -47,12 +48,33 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
         if (!fresh && known->second.closed) {
             throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
         }
+        prepare(2);
         make_room(tokens.size() + kPadding);
-        Sequence& sequence = fresh ? sequences_[id] : known->second;
+        reserve_for(pieces_, 1);
+        const auto place = sequences_.try_emplace(id).first;
+        Sequence& sequence = place->second;
+        const std::size_t written = log_->size();
+        const bool begins = fresh || (!tokens.empty() && sequence.spans.back().end != written);
+        Position begin;
+        std::shared_ptr<const Runs> runs;
+        try {
+            reserve_for(sequence.spans, 1);
+            if (begins) write_start(sequence, context);
+            begin = static_cast<Position>(log_->size());
+            log_->append(tokens);
+            runs = runs_with(begin);
+        } catch (...) {
+            log_->cut(written);  // nobody has read behind it
+            if (fresh) sequences_.erase(place);
+            throw;
+        }
         sequence.id = id;
         use(sequence);
-        if (fresh || (!tokens.empty() && sequence.spans.back().end != log_->size())) begin_piece(sequence, context);
-        add(sequence, tokens);
+        if (begins) {
+            sequence.spans.push_back({begin, begin});
+            pieces_.push_back({begin, begin, &sequence});
+        }
+        add(sequence, begin, std::move(runs));
         work_.appended += tokens.size();
         publish();
         outgrown = unused(retired);  // little, and so not left to merging
@@ -61,60 +83,74 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
     settle();
 }
 
+/// Have the memory ready that the next change needs besides its own: it is then made wholly, or not at all.
+void SuffixIndex::prepare(std::size_t retiring) {
+    if (!blank_) blank_ = std::make_shared<Snapshot>();
+    reserve_for(retired_, retiring);
+}
+
 void SuffixIndex::make_room(std::size_t more) {
     if (log_->size() + more <= log_->capacity()) return;
     worked(std::min(log_->size(), kChunk) + log_->chunk_count());
-    retired_.push_back(log_);
-    log_ = log_->with_room(more);
+    retired_.push_back(std::exchange(log_, log_->with_room(more)));
 }
 
-/// Start a piece at the end of the log, beginning with what stood before it.
-void SuffixIndex::begin_piece(Sequence& sequence, std::span<const Token> context) {
+/// Write what stands before a new piece at the end of the log.
+void SuffixIndex::write_start(const Sequence& sequence, std::span<const Token> context) {
     std::span<const Token> prefix = context.last(std::min<std::size_t>(context.size(), kDepth));
     if (!sequence.spans.empty()) prefix = context_before(log_->view(), sequence.spans.back().end);
     log_->push_back(kBoundary);
     log_->append(prefix);
-    const auto begin = static_cast<Position>(log_->size());
-    if (!prefix.empty()) {
-        if (!starts_ || starts_->full()) {
-            starts_ = starts_ ? starts_->larger(account_) : std::make_shared<StartSet>(4, account_);
-        }
-        starts_->add(pair_before(log_->view() + begin));
-    }
-    sequence.spans.push_back({begin, begin});
-    pieces_.push_back({begin, begin, &sequence});
     worked(prefix.size() + 1);
+    if (prefix.empty()) return;
+    if (!starts_ || starts_->full()) {
+        starts_ = starts_ ? starts_->larger(account_) : std::make_shared<StartSet>(4, account_);
+    }
+    starts_->add(pair_before(log_->view() + log_->size()));
 }
 
-/// Add tokens to the last piece, which ends where the log does.
-void SuffixIndex::add(Sequence& sequence, std::span<const Token> tokens) {
-    if (tokens.empty()) return;
-    const auto begin = static_cast<Position>(log_->size());
-    log_->append(tokens);
+/// The runs with a further one, of the tail and all positions from `begin` on; nullptr where the tail takes these.
+std::shared_ptr<const Runs> SuffixIndex::runs_with(Position begin) {
     const auto end = static_cast<Position>(log_->size());
-    sequence.spans.back().end = end;
-    pieces_.back().end = end;
-    sequence.length += tokens.size();
-    live_ += tokens.size();
-    worked(tokens.size());
-    if (tail_size_ + tokens.size() <= tail_limit_) {
+    if (begin == end) return nullptr;
+    if (tail_size_ + (end - begin) <= tail_limit_) {
         if (!tail_) tail_ = std::make_shared<Tail>(tail_limit_, account_);
-        for (Position position = begin; position < end; ++position) tail_->set(tail_size_++, position);
-        return;
+        return nullptr;
     }
     Positions positions;
     for (const Position position : tail()) {
         if (!log_->is_dead(position)) positions.push_back(position);
     }
     for (Position position = begin; position < end; ++position) positions.push_back(position);
-    retired_.push_back(std::exchange(tail_, nullptr));
-    tail_size_ = 0;
-    add_run(sort_positions(log_->view(), positions));
+    worked(2 * positions.size());
+    auto runs = std::make_shared<Runs>(*runs_);
+    runs->push_back(std::make_shared<Run>(log_->view(), sort_positions(log_->view(), positions), account_));
+    return runs;
 }
 
+/// Let the last piece hold the tokens from `begin` to the log's end, which `runs_with` has made ready for.
+void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const Runs> runs) {
+    const auto end = static_cast<Position>(log_->size());
+    if (begin == end) return;
+    sequence.spans.back().end = end;
+    pieces_.back().end = end;
+    sequence.length += end - begin;
+    live_ += end - begin;
+    worked(end - begin);
+    if (!runs) {
+        for (Position position = begin; position < end; ++position) tail_->set(tail_size_++, position);
+        return;
+    }
+    retired_.push_back(std::exchange(tail_, nullptr));
+    tail_size_ = 0;
+    runs_ = std::move(runs);
+    merge_newest();
+}
+
+/// Let readers see a change that was prepared.
 void SuffixIndex::publish() {
-    std::shared_ptr<const Snapshot> next =
-        std::make_shared<Snapshot>(Snapshot{log_, runs_, tail_, tail_size_, starts_, generation_});
+    *blank_ = {log_, runs_, tail_, tail_size_, starts_, generation_};
+    std::shared_ptr<const Snapshot> next = std::exchange(blank_, nullptr);
     {
         const std::lock_guard lock(publishing_);
         snapshot_.swap(next);
@@ -144,6 +180,7 @@ void SuffixIndex::truncate(SequenceId id, std::size_t length) {
         const Hold hold(*this);
         Sequence& sequence = at(id);
         if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
+        prepare_to_bury(spans_behind(sequence, length));
         while (sequence.length > length) {
             Span& last = sequence.spans.back();
             const auto excess = static_cast<Position>(std::min(sequence.length - length, last.size()));
@@ -164,6 +201,14 @@ void SuffixIndex::truncate(SequenceId id, std::size_t length) {
 void SuffixIndex::remove(std::span<const SequenceId> sequences) {
     {
         const Hold hold(*this);
+        std::vector<Span> gone;
+        for (const SequenceId id : sequences) {
+            const auto found = sequences_.find(id);
+            if (found != sequences_.end()) {
+                gone.insert(gone.end(), found->second.spans.begin(), found->second.spans.end());
+            }
+        }
+        prepare_to_bury(gone);
         for (const SequenceId id : sequences) {
             const auto found = sequences_.find(id);
             if (found == sequences_.end()) continue;
@@ -178,6 +223,24 @@ void SuffixIndex::remove(std::span<const SequenceId> sequences) {
         publish();
     }
     settle();
+}
+
+/// What of a sequence's spans lies behind `length` tokens.
+std::vector<SuffixIndex::Span> SuffixIndex::spans_behind(const Sequence& sequence, std::size_t length) {
+    std::vector<Span> out;
+    std::size_t excess = sequence.length - std::min(length, sequence.length);
+    for (auto span = sequence.spans.rbegin(); excess > 0; ++span) {
+        const std::size_t some = std::min(excess, span->size());
+        out.push_back({static_cast<Position>(span->end - some), span->end});
+        excess -= some;
+    }
+    return out;
+}
+
+void SuffixIndex::prepare_to_bury(std::span<const Span> spans) {
+    prepare(0);
+    for (const Span& span : spans) log_->make_marks(span.begin, span.end);
+    if (rewriting_) reserve_for(buried_, spans.size());
 }
 
 /// Mark living tokens as forgotten, and count them in the run that holds them.

@@ -5,7 +5,8 @@
 // Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once.
 //
 // Readers take a snapshot, whose parts never change below what it shows; no change to the index keeps them waiting.
-// Removed text is marked at once and left out by every reader; merges drop it later.
+// Removed text is marked at once and left out by every reader; merges drop it later. A change first takes the memory that
+// it needs: where there is not enough, std::bad_alloc is thrown and nothing was changed.
 #pragma once
 
 #include <algorithm>
@@ -230,10 +231,18 @@ private:
     std::vector<Piece>::iterator piece_of(Position position);
     void use(Sequence& sequence);
     void unlink(Sequence& sequence);
+    template <class Item>
+    static void reserve_for(std::vector<Item>& items, std::size_t more) {
+        if (items.capacity() - items.size() < more) items.reserve(std::max(2 * items.size(), items.size() + more));
+    }
+    void prepare(std::size_t retiring);
+    void prepare_to_bury(std::span<const Span> spans);
     void make_room(std::size_t more);
-    void begin_piece(Sequence& sequence, std::span<const Token> context);
-    void add(Sequence& sequence, std::span<const Token> tokens);
-    void add_run(Positions positions);
+    void write_start(const Sequence& sequence, std::span<const Token> context);
+    std::shared_ptr<const Runs> runs_with(Position begin);
+    void add(Sequence& sequence, Position begin, std::shared_ptr<const Runs> runs);
+    void merge_newest();
+    static std::vector<Span> spans_behind(const Sequence& sequence, std::size_t length);
     void bury(Span span);
     std::size_t forget_piece(Position begin);
     Job next_job() const;
@@ -252,8 +261,10 @@ private:
     void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped);
     void exchange(std::shared_ptr<TokenLog> log, Relocation& relocation, Runs runs,
                   std::span<const Relocation::Piece> moved, std::size_t known, std::size_t rest);
-    void move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved, std::size_t known);
-    std::size_t find_starts();
+    void move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved, std::size_t known,
+                     std::vector<Piece> pieces);
+    std::shared_ptr<StartSet> empty_starts(std::size_t pieces) const;
+    std::size_t find_starts(std::shared_ptr<StartSet> starts);
     void publish();
     void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
 
@@ -285,6 +296,7 @@ private:
     mutable std::mutex changing_;  // held to change the index, for work in proportion to the tokens given
     mutable std::mutex publishing_;  // held to copy or exchange one pointer
     std::shared_ptr<const Snapshot> snapshot_;
+    std::shared_ptr<Snapshot> blank_;  // the next
     std::atomic<bool> due_{false};
     std::atomic<std::size_t> catalogue_bytes_{0}, reclaimable_{0}, transient_{0};
 

@@ -108,13 +108,19 @@ void TokenLog::append(std::span<const Token> tokens) {
     }
 }
 
+void TokenLog::make_marks(std::size_t begin, std::size_t end) {
+    for (std::size_t nth = begin / kChunk; nth * kChunk < end; ++nth) {
+        const std::size_t before = chunks_[nth]->memory_bytes();
+        chunks_[nth]->marks().make();
+        bytes_ += chunks_[nth]->memory_bytes() - before;
+    }
+}
+
 void TokenLog::bury(std::size_t begin, std::size_t end) {
+    make_marks(begin, end);
     while (begin < end) {
-        LogChunk& chunk = *chunks_[begin / kChunk];
-        const std::size_t before = chunk.memory_bytes(), offset = begin % kChunk;
-        const std::size_t some = std::min(end - begin, kChunk - offset);
-        chunk.marks().set(offset, offset + some);
-        bytes_ += chunk.memory_bytes() - before;
+        const std::size_t offset = begin % kChunk, some = std::min(end - begin, kChunk - offset);
+        chunks_[begin / kChunk]->marks().set(offset, offset + some);
         begin += some;
     }
     any_dead_.store(true, std::memory_order_release);

@@ -41,6 +41,10 @@ public:
     /// Append tokens, which must fit into the capacity.
     void append(std::span<const Token> tokens);
     void push_back(Token token) { append({&token, 1}); }
+    /// Take back what was appended behind `size` tokens, before any reader knows of it.
+    void cut(std::size_t size) { size_ = size; }
+    /// Have the memory for marks, so that `bury` needs none.
+    void make_marks(std::size_t begin, std::size_t end);
     /// Mark tokens as forgotten.
     void bury(std::size_t begin, std::size_t end);
     /// How many places were taken out.

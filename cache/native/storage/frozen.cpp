@@ -198,8 +198,9 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
         index->runs_ = std::make_shared<Runs>(
             Runs{std::make_shared<Run>(index->log_->view(), parts.file, parts.run, index->account_)});
     }
-    index->removed_ = index->log_->size() - index->find_starts();
+    index->removed_ = index->log_->size() - index->find_starts(index->empty_starts(parts.pieces.size()));
     index->live_ = parts.run.size();
+    index->prepare(0);
     index->publish();
     return index;
 }

@@ -3,6 +3,7 @@
 // operations of one thread on small indexes, and the number of outputs that threads write beside readers.
 #include "stress.hpp"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <new>
 #include <set>
 #include <string>
 #include <thread>
@@ -23,6 +25,44 @@
 #include "storage/checksum.hpp"
 
 using namespace agentspec;
+
+namespace {
+
+/// How many allocations of this thread succeed before one fails, and whether all later ones fail too.
+struct Memory {
+    std::uint64_t left = ~std::uint64_t{0};
+    bool for_good = false;
+
+    bool is_out() {
+        if (left > 0) return --left, false;
+        if (!for_good) *this = {};
+        return true;
+    }
+};
+thread_local Memory memory;
+
+}  // namespace
+
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+    return memory.is_out() ? nullptr : std::malloc(std::max<std::size_t>(size, 1));
+}
+void* operator new(std::size_t size) {
+    void* const found = operator new(size, std::nothrow);
+    if (found == nullptr) throw std::bad_alloc();
+    return found;
+}
+void* operator new[](std::size_t size) { return operator new(size); }
+void operator delete(void* old) noexcept { std::free(old); }
+void operator delete(void* old, std::size_t) noexcept { std::free(old); }
+void operator delete[](void* old) noexcept { std::free(old); }
+void operator delete[](void* old, std::size_t) noexcept { std::free(old); }
+
+// Linked with --wrap=mmap.
+extern "C" void* __real_mmap(void*, std::size_t, int, int, int, off_t);
+extern "C" void* __wrap_mmap(void* at, std::size_t size, int protection, int flags, int file, off_t offset) {
+    if (at == nullptr && memory.is_out()) return MAP_FAILED;
+    return __real_mmap(at, size, protection, flags, file, offset);
+}
 
 namespace {
 
@@ -77,9 +117,24 @@ std::unique_ptr<SuffixIndex> reloaded(const SuffixIndex& index, const std::vecto
     return loaded;
 }
 
-/// One thread: every answer is that of the model, whatever was done before and merged or not.
-void compare(std::uint64_t seed, int operations) {
+/// One thread: every answer is that of the model, whatever was done before and merged or not. Where memory is `scarce`,
+/// a change that it runs out for was not done, and is done again.
+void compare(std::uint64_t seed, int operations, bool scarce) {
     Random random(seed);
+    const auto change = [&](const SuffixIndex& index, auto&& operation) {
+        while (scarce && random() % 4 > 0) {
+            memory = {random() % 12, random() % 2 == 0};
+            try {
+                operation();
+                memory = {};
+                return;
+            } catch (const std::bad_alloc&) {
+                memory = {};
+                index.check_integrity();
+            }
+        }
+        operation();
+    };
     const bool deferred = random() % 2 == 0;
     auto index = std::make_unique<SuffixIndex>(1 + random() % 20, 1 + random() % 4, deferred);
     Model model;
@@ -94,34 +149,33 @@ void compare(std::uint64_t seed, int operations) {
         const auto kind = random() % 100;
         if (kind < 30 || model.texts.empty()) {
             const Tokens before = random_text(random, 70, 5), tokens = random_text(random, 300, 5);
-            index->append(next, tokens, before);
+            change(*index, [&] { index->append(next, tokens, before); });
             model.texts[next++] = {{before.end() - std::min<std::ptrdiff_t>(before.size(), kDepth), before.end()},
                                    tokens};
         } else if (kind < 50) {
             const auto text = any();
             if (text->second.closed) continue;
             const Tokens tokens = random_text(random, 40, 5);
-            index->append(text->first, tokens);
+            change(*index, [&] { index->append(text->first, tokens); });
             text->second.tokens.insert(text->second.tokens.end(), tokens.begin(), tokens.end());
         } else if (kind < 60) {
             const auto text = any();
             if (text->second.closed) continue;
             const std::size_t length = random() % (text->second.tokens.size() + 1);
-            index->truncate(text->first, length);
+            change(*index, [&] { index->truncate(text->first, length); });
             text->second.tokens.resize(length);
         } else if (kind < 72) {
             std::vector<SequenceId> gone;
             for (std::size_t n = random() % 4 + (random() % 20 == 0 ? model.texts.size() / 2 : 0); n > 0; --n)
                 gone.push_back(any()->first);
-            index->remove(gone);
+            change(*index, [&] { index->remove(gone); });
             for (const SequenceId id : gone) model.texts.erase(id);
         } else if (kind < 75) {
             const auto text = any();
             index->close(text->first);
             text->second.closed = true;
         } else if (kind < 85) {
-            for (auto steps = random() % 3; steps > 0 && index->merge_step(); --steps) {
-            }
+            for (auto steps = random() % 3; steps > 0; --steps) change(*index, [&] { index->merge_step(); });
         } else if (kind < 87) {
             std::vector<SequenceId> kept;
             for (auto text = model.texts.begin(); text != model.texts.end();) {
@@ -307,7 +361,10 @@ int main(int count, char** arguments) {
     require(count == 4, "usage: stress SEED OPERATIONS OUTPUTS");
     const auto seed = std::strtoull(arguments[1], nullptr, 10);
     const int operations = std::atoi(arguments[2]), outputs = std::atoi(arguments[3]);
-    for (std::uint64_t part = 0; part < 10; ++part) compare(10 * seed + part, operations / 10);
+    for (std::uint64_t part = 0; part < 10; ++part) {
+        compare(10 * seed + part, operations / 20, false);
+        compare(10 * seed + part, operations / 20, true);
+    }
     hold(seed, outputs);
     race(seed, outputs);
     propose_alone(seed, operations / 40);

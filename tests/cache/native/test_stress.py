@@ -32,6 +32,7 @@ def program(built: dict[str, Path], sanitizer: str) -> Path:
             "-DAGENTSPEC_STAMP=std::uint8_t",
             "-fno-sanitize-recover=all",
             "-fno-omit-frame-pointer",
+            "-Wl,--wrap=mmap",
             f"-I{native}",
         ]
         command += [*map(str, Path(__file__).parent.glob("stress*.cpp")), "-o", str(path)]
