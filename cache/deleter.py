@@ -6,11 +6,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection, pause_between_looks, select
 from agentspec.cache.pool import CachePool
+from agentspec.cache.record import SequenceRecord
 from agentspec.errors import CacheError
 from agentspec.telemetry.safe_errors import error_location
 
@@ -65,6 +66,15 @@ class Deleter:
                 self._tell(selection.scope)
             return count
         return self._forget_stored(self._store, selection, expiring)
+
+    def expired(self) -> Scope | None:
+        """What is too old here; the database may keep it longer."""
+        return None if self._retention is None else select(older_than=self._retention).scope
+
+    def unexpired(self, records: Iterable[SequenceRecord]) -> Iterator[SequenceRecord]:
+        """Those of the records that are not."""
+        expired = self.expired()
+        return (one for one in records if not (expired and expired.covers(None, one.created_at)))
 
     def expire(self) -> None:
         """Delete what is older than the retention from memory, and from the store unless this process is a follower."""
@@ -122,8 +132,9 @@ class Deleter:
                 covered = self._pool.covered(scope)
                 self._store.finish_deletion(number, scope)
                 for partition, numbers in covered:
-                    stored = self._store.stored(partition.namespace, numbers)
-                    self._pool.forget(partition, [one for one in numbers if one not in stored])
+                    kept = {record.sequence for record in self._store.unwritten(partition.namespace)}
+                    kept |= self._store.stored(partition.namespace, numbers)
+                    self._pool.forget(partition, [one for one in numbers if one not in kept])
                 # A namespace that is loaded later starts from what the store has, which holds no deleted token.
                 self._pool.namespaces.forget_learned()
                 self._unapplied.pop(number)
@@ -153,6 +164,8 @@ class Deleter:
             store.secure_erase(rewrite=not expiring)
         except CacheError as error:
             failure = failure or error
+        if store.erasure_pending and count:
+            _log.warning("deleted from %s, but bytes may be left in its files until others cease to read them", store.name)
         if failure:
             raise failure
         return count

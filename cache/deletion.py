@@ -24,6 +24,9 @@ from agentspec.types import Namespace
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, with the tokenizer of a namespace."""
 
+CLOCKS_DIFFER = 300.0
+"""Seconds by which a clock may be ahead of another: what is dated further ahead is as old as can be."""
+
 _LEAST_TOKENS, _LEAST_CHARACTERS = 4, 8  # shorter pieces of a pattern at the edge of a sequence are no match
 
 
@@ -52,7 +55,7 @@ class Scope:
 
     def covers(self, session: str | None, time_: float) -> bool:
         """Whether a sequence of this session (None: nameless) and time lies in the scope."""
-        if self.before is not None and time_ >= self.before:
+        if self.before is not None and self.before <= time_ <= time.time() + CLOCKS_DIFFER:
             return False
         return self.session is None or (session is not None and self.session == _digest(self.salt, session))
 

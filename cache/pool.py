@@ -54,6 +54,7 @@ class CacheStats:
     segments_skipped: int = 0  # segments that were damaged or missing, and rebuilt from the database
     damaged: int = 0  # rows of the database that were found unreadable, and are left out
     unread: int = 0  # rows of the database that are known of and not taken in yet, at most
+    erasure_pending: bool = False  # bytes of what was deleted may still be in the database's files
     behind: float = 0.0  # seconds since this process had last taken in all that others wrote
 
 

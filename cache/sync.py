@@ -69,6 +69,7 @@ class StoreSync:
             "damaged": store.damaged,
             "unread": store.unread,
             "behind": store.behind,
+            "erasure_pending": store.erasure_pending,
         }
 
     # Reading.
@@ -131,6 +132,8 @@ class StoreSync:
         for record in (*self._newest(namespace, row, room, reserve), *unwritten):
             if not partition.holds(record.sequence):
                 partition.add(record)
+        if (expired := self._deleter.expired()) and (old := partition.covered(expired)):
+            partition.forget(old)
         partition.merge(lambda: False)  # its size is looked at next
 
     def _newest(self, namespace: Namespace, row: int, room: int, reserve: Callable[[int], int]) -> list[SequenceRecord]:
@@ -197,7 +200,7 @@ class StoreSync:
     def _follow_on(self) -> None:
         """Load the next few: between two calls others, such as `flush`, take the lock."""
         with self._deleter.following:
-            self._pool.ingest(self._store.poll(self._store.numbering.process))
+            self._pool.ingest(self._deleter.unexpired(self._store.poll(self._store.numbering.process)))
 
     def _catch_up(self) -> None:
         """Apply all sequences and deletions that other processes have written."""

@@ -307,7 +307,8 @@ def index_size(runtime: Runtime) -> IndexFigures | None:
     if not runtime.keeps_index:
         return None
     stats = runtime.cache.stats()
-    return IndexFigures(stats.memory_bytes, stats.sequences, stats.damaged, stats.unread, stats.behind)
+    held = stats.memory_bytes, stats.sequences
+    return IndexFigures(*held, stats.damaged, stats.unread, stats.behind, stats.erasure_pending)
 
 
 async def backend_samples(runtime: Runtime) -> list[BackendSample]:

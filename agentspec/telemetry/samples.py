@@ -75,7 +75,7 @@ class TenantSample:
 @dataclass(frozen=True, slots=True)
 class IndexFigures:
     """The token index of a process: its bytes and sequences, and of its database the rows that cannot be read, those
-    not read yet, and for how many seconds the index has not had all of them.
+    not read yet, for how many seconds the index has not had all of them, and whether deleted bytes may be left in it.
     """
 
     bytes: int
@@ -83,3 +83,4 @@ class IndexFigures:
     damaged: int
     unread: int
     behind: float
+    erasure_pending: bool

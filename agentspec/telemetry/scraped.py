@@ -145,6 +145,8 @@ def index(figures: IndexFigures | None) -> Iterator[Metric]:
     yield GaugeMetricFamily("agentspec_cache_unread_rows", unread, value=figures.unread)
     behind = "Seconds since the index had last taken in all that other processes wrote"
     yield GaugeMetricFamily("agentspec_cache_behind_seconds", behind, value=figures.behind)
+    pending = "1 while bytes of what was deleted may still be in the database's files"
+    yield GaugeMetricFamily("agentspec_cache_erasure_pending", pending, value=figures.erasure_pending)
 
 
 def connections(count: int, ended: Mapping[str, int]) -> Iterator[Metric]:

@@ -88,8 +88,10 @@ class BatchWriter(Generic[Job]):
                 again = "" if self._ended else "; it is tried again"
                 raise CacheError(f"the cache is not written now: {self.error}{again}")
             if fresh:
-                why = "the database refused them, or there was no room to wait for it"
-                raise CacheError(f"{fresh} writes were dropped: {why}")
+                raise CacheError(
+                    f"{fresh} writes were dropped: the database refused them, there was no room to wait for it, or"
+                    " another process searched for text to forget before they were written"
+                )
 
     def waiting(self) -> list[Job]:
         """The jobs that are not committed yet, oldest first."""
@@ -97,7 +99,7 @@ class BatchWriter(Generic[Job]):
             return [*self._taken, *self._jobs]
 
     def revise(self, change: Callable[[Iterable[Job]], Iterable[Job]]) -> None:
-        """Replace the waiting jobs by `change(jobs)`, while no job is being committed."""
+        """Replace the waiting jobs by `change(jobs)`, while no job is being committed. It may add to `dropped`."""
         with self._changed:
             self._revising += 1  # no further commit begins meanwhile, however many jobs are put
             self._changed.wait_for(lambda: not self._busy)

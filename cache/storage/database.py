@@ -184,6 +184,11 @@ class PendingErasure:
     def _overdue(self) -> bool:
         return self._owed > 0 and time.monotonic() >= self._again
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether bytes may be left, also where that is tried again later only."""
+        return self._pending or self._owed > 0
+
     def mark(self, tenants: Iterable[str] = ()) -> None:
         """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them."""
         with self._noting:

@@ -17,6 +17,7 @@ from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, 
 from agentspec.errors import CacheFormatError
 
 _SOME = 500  # values in one statement
+_KEPT = 1000  # deletions that the log lists one by one
 _CLOCKS = 3600.0  # seconds by which the clocks of processes that delete may differ
 _TIME: Kinds = (("created_at", float | int),)
 _KINDS: Kinds = (
@@ -62,7 +63,7 @@ def after(connection: sa.Connection, time_: float) -> list[tuple[float, Scope]]:
 def _scope(row: sa.Row[Any]) -> Scope:
     """What a deletion covers; everything where that is damaged: more is looked at then, and nothing of it is kept."""
     if not is_sound(row, _KINDS):
-        return Scope("")
+        return Scope("", searched=True)
     return Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, bool(row.searched))
 
 
@@ -121,11 +122,19 @@ def conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
 
 @dataclass(slots=True)
 class DeletedRows:
-    """How many rows were deleted, of which namespaces (by key) and tenants."""
+    """How many sequences were deleted and how many rows of other tables; of which namespaces (by key) and tenants.
+    `number` is that of the deletion.
+    """
 
     count: int = 0
+    others: int = 0
+    number: int = 0
     namespaces: set[str] = field(default_factory=set)
     tenants: set[str] = field(default_factory=set)
+
+    @property
+    def anything(self) -> bool:
+        return self.count + self.others > 0
 
 
 def delete(connection: sa.Connection, selection: Selection, found: SelectedRows) -> DeletedRows:
@@ -145,7 +154,7 @@ def delete_rows(connection: sa.Connection, selection: Selection, ids: Sequence[i
     deleted = _delete(connection, ids)
     _forget_learned(connection, deleted.namespaces, orphans=selection.tenant is not None)
     scope = selection.scope
-    connection.execute(
+    logged = connection.execute(
         deletions.insert().values(
             created_at=time.time(),
             salt=scope.salt,
@@ -156,7 +165,19 @@ def delete_rows(connection: sa.Connection, selection: Selection, ids: Sequence[i
             searched=scope.searched,
         )
     )
+    assert logged.inserted_primary_key is not None
+    deleted.number = logged.inserted_primary_key[0]
+    _prune(connection, deleted.number - _KEPT)
     return deleted
+
+
+def _prune(connection: sa.Connection, until: int) -> None:
+    """Make one deletion, of anything, of those up to `until`, for processes that have not looked for so long."""
+    newest = connection.execute(sa.select(sa.func.max(deletions.c.id)).where(deletions.c.id <= until)).scalar()
+    if newest is not None:
+        anything = {"tenant": None, "session": None, "tokenizer": None, "before": None, "searched": True}
+        connection.execute(deletions.delete().where(deletions.c.id < newest))
+        connection.execute(deletions.update().where(deletions.c.id == newest).values(anything))
 
 
 def _delete(connection: sa.Connection, ids: Sequence[int]) -> DeletedRows:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
 VERSION = 4  # the newest revision in cache/storage/migrations/versions
@@ -140,8 +142,8 @@ def is_sound(row: sa.Row[Any], kinds: Kinds) -> bool:
 
 
 def is_older(column: sa.ColumnElement[float], before: float) -> sa.ColumnElement[bool]:
-    """Whether a time lies before another, or is none that could be: what has a damaged age does not outlive a term."""
-    return sa.or_(column < before, sa.not_(column.between(-_FOREVER, _FOREVER)))
+    """Whether a time lies before another, or is none that could be: ahead of now, or damaged. Else it outlived terms."""
+    return sa.or_(column < before, sa.not_(column.between(-_FOREVER, time.time() + CLOCKS_DIFFER)))
 
 
 def damaged(name: object, reason: object) -> CacheDamagedError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import sqlalchemy as sa
 from sqlalchemy import exc
 
@@ -59,10 +60,11 @@ class SequenceStore(SequenceReader):
         super().__init__(database)
         self.segments = segments
         self._budget = budget
-        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
+        self.also_forgets: list[Callable[[sa.Connection, Selection], int]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
         self._rows = RowWriter(database, "what is cached")
         self._erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
+        self._own: dict[int, Selection] = {}  # this process's deletions that are not applied yet, by number
         self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
         self.numbering = numbering
         # Last: nobody would end its thread if anything before failed.
@@ -146,8 +148,9 @@ class SequenceStore(SequenceReader):
         """A namespace's sequences that wait to be written. What is read from the database afterwards has the others."""
         if not self._writer.waiting():
             return []
-        scopes = self.deletions_since(self.last_deletion)  # first: what these cover may be dropped meanwhile
-        waiting = _allowed(self._writer.waiting(), scopes)
+        with self._reading() as connection:  # first: what these cover may be dropped meanwhile
+            deletions = deletion_log.since(connection, self.last_deletion)
+        waiting, _ = self._allowed(self._writer.waiting(), deletions)
         return [job for job in waiting if isinstance(job, SequenceRecord) and job.namespace == namespace]
 
     def put_usage(self, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
@@ -229,7 +232,8 @@ class SequenceStore(SequenceReader):
                 deleted, unread = self._delete_readable(selection, anyhow=rewrite)
         except FAILURES as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
-        self._erasure.mark(deleted.tenants if rewrite else ())
+        if deleted.anything:
+            self._erasure.mark(deleted.tenants if rewrite else ())
         if unread:
             raise PartlyForgottenError(
                 f"{deleted.count} sequences were forgotten, and {unread} rows may be left in {self._database.name},"
@@ -253,15 +257,21 @@ class SequenceStore(SequenceReader):
             ids = deletion_log.search_new(connection, selection, found).ids
             deleted = deletion_log.delete_rows(connection, selection, ids)
             for forget in self.also_forgets:
-                forget(connection, selection)
+                deleted.others += forget(connection, selection)
         return deleted, len(lost)
 
     def _delete(self, selection: Selection) -> deletion_log.DeletedRows:
         found = self._search(selection)
-        with self._database.writing() as connection:
-            deleted = deletion_log.delete(connection, selection, found)
-            for forget in self.also_forgets:
-                forget(connection, selection)
+        deleted = deletion_log.DeletedRows()
+        try:
+            with self._database.writing() as connection:
+                deleted = deletion_log.delete(connection, selection, found)
+                self._own[deleted.number] = selection
+                for forget in self.also_forgets:
+                    deleted.others += forget(connection, selection)
+        except BaseException:  # another deletion will get the number
+            self._own.pop(deleted.number, None)
+            raise
         return deleted
 
     def _newest_deletion(self) -> int:
@@ -277,7 +287,7 @@ class SequenceStore(SequenceReader):
         """(number, scope) of the deletions that this process has not applied to its memory yet."""
         with self._reading() as connection:
             found = deletion_log.since(connection, self.last_deletion)
-        if found:
+        if any(number not in self._own for number, _ in found):  # the others did not end with an erasure, perhaps
             self._erasure.mark()
         return found
 
@@ -291,9 +301,12 @@ class SequenceStore(SequenceReader):
 
         def leave(jobs: Iterable[_Job]) -> list[_Job]:
             self.last_deletion = number
-            return _allowed(jobs, [scope])
+            allowed, dropped = self._allowed(jobs, [(number, scope)])
+            self._writer.dropped += dropped
+            return allowed
 
         self._writer.revise(leave)
+        self._own.pop(number, None)
 
     def remove(self, ids: Iterable[int]) -> int:
         """Delete rows by their ids, whether they can be read or not; returns how many.
@@ -317,12 +330,17 @@ class SequenceStore(SequenceReader):
         With `rewrite`, what held them is rewritten unless it is too large; with `everything`, what held none too.
         If another process is reading meanwhile, or `CacheError` is raised, the next call finishes the erasure.
         """
-        if not (self._erasure or rewrite):
+        if not (self._erasure or everything):
             return
         try:
             self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0, everything=everything)
         except FAILURES as error:
             raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
+
+    @property
+    def erasure_pending(self) -> bool:
+        """Whether bytes of what was deleted may still be in the database, because others read it or the disk is full."""
+        return self._erasure.is_pending
 
     def compact(self) -> None:
         """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
@@ -364,13 +382,35 @@ class SequenceStore(SequenceReader):
         # A sequence becomes durable when this transaction commits, at the end of the block.
         with self._database.writing() as connection:
             # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
-            scopes = [scope for _, scope in deletion_log.since(connection, self.last_deletion)]
-            allowed = _allowed(jobs, scopes)
+            allowed, dropped = self._allowed(jobs, deletion_log.since(connection, self.last_deletion))
             added = [encoded[id(job)] for job in allowed if isinstance(job, SequenceRecord)]
             # A commit whose confirmation was lost is tried again: its rows may exist already.
             insert = self._database.insert(sequences).on_conflict_do_nothing()
-            left_out = self._rows.execute(connection, insert, added)
+            left_out = dropped + self._rows.execute(connection, insert, added)
             return left_out + sum(self._save_usage(connection, job) for job in allowed if isinstance(job, _UsageUpdate))
+
+    def _allowed(self, jobs: Iterable[_Job], deletions: Sequence[tuple[int, Scope]]) -> tuple[list[_Job], int]:
+        """The jobs that may still be written after these deletions: no covered sequence, no learned state.
+
+        Also how many were dropped that need not have been: what another process searched for is known there alone.
+        """
+        if not deletions:
+            return list(jobs), 0
+        kept: list[_Job] = []
+        unsearched = 0
+        for job in jobs:
+            if isinstance(job, _UsageUpdate):
+                kept.append(_UsageUpdate(job.hits, {}))
+            elif covering := [one for one in deletions if self._covers(*one, job)]:
+                unsearched += all(scope.searched and number not in self._own for number, scope in covering)
+            else:
+                kept.append(job)
+        return kept, unsearched
+
+    def _covers(self, number: int, scope: Scope, job: SequenceRecord) -> bool:
+        if not (scope.concerns(job.namespace) and scope.covers(job.labels.session, job.created_at)):
+            return False
+        return number not in self._own or self._own[number].holds(np.concatenate((job.context, job.tokens)))
 
     def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> int:
         named = sequences.update().where(sequences.c.number == sa.bindparam("of"))
@@ -382,18 +422,6 @@ class SequenceStore(SequenceReader):
             rows = [{"namespace": key, "state": state} for key, state in usage.learned.items()]
             left_out += self._rows.execute(connection, saved, rows)
         return left_out
-
-
-def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
-    """The jobs that may still be written after deletions of these scopes: no covered sequence, no learned state."""
-    if not scopes:
-        return list(jobs)
-    kept = (job for job in jobs if not (isinstance(job, SequenceRecord) and _covered(job, scopes)))
-    return [_UsageUpdate(job.hits, {}) if isinstance(job, _UsageUpdate) else job for job in kept]
-
-
-def _covered(row: SequenceRecord, scopes: Sequence[Scope]) -> bool:
-    return any(scope.concerns(row.namespace) and scope.covers(row.labels.session, row.created_at) for scope in scopes)
 
 
 def _size(job: _Job) -> int:

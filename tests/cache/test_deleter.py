@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -9,8 +10,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.deletion import Selection
 from agentspec.cache.index import IndexDrafter
+from agentspec.cache.storage.deletion_log import SelectedRows
 from agentspec.cache.storage.rows.reader import SequenceReader
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
@@ -79,6 +82,10 @@ forgets = st.builds(Forget, names, st.none() | tenants, st.none() | st.lists(ids
 )
 stories = st.lists(st.one_of(turns, turns, turns, forgets, st.just("compact")), max_size=14)
 Story = list[Turn | Forget | str]
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
 
 
 def rows(cache: SuffixCache, tenant: str, context: list[int]) -> list[object]:
@@ -346,6 +353,81 @@ def test_no_byte_is_left_by_age_without_rewriting(tmp_path: Path) -> None:
         assert traces(tmp_path, np.array(CANARY), old) == []
 
 
+def dated(folder: Path, seconds: float) -> None:
+    """Let all sequences be of a time so many seconds from now."""
+    with closing(sqlite3.connect(folder / DATABASE)) as connection:
+        connection.execute("UPDATE sequences SET created_at = ?", (time.time() + seconds,))
+        connection.commit()
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_shorter_retention_holds_from_the_first_draft(tmp_path: Path, compact: bool) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        cache.flush()
+        dated(tmp_path, -40 * 86400)
+    with SuffixCache.open(tmp_path) as cache:
+        if compact:
+            cache.compact()
+        for mode, days, known in (("follower", 30, 0), ("follower", 50, 1), ("writer", 30, 0)):
+            if mode == "writer":
+                cache.close()
+            with SuffixCache.open(tmp_path, mode=mode, retention=days * 86400.0) as opened:  # type: ignore[arg-type]
+                with opened.request([1, 10], session="new", store=False) as request:
+                    assert bool(len(request.draft())) == bool(known)
+                assert opened.stats().sequences == known
+
+
+@pytest.mark.parametrize("way", ["retention", "older_than"])
+def test_what_is_dated_ahead_is_old(tmp_path: Path, way: str) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        cache.flush()
+        dated(tmp_path, 10 * 365 * 86400)
+    with SuffixCache.open(tmp_path, retention=1e9 if way == "retention" else None) as cache:
+        assert way == "retention" or cache.forget(older_than=1e9) == 1
+        assert (cache.stats().forgotten, stored_rows(tmp_path)) == (1, [])
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)  # not what is dated now
+        cache.flush()
+        assert cache.forget(older_than=1e9) == 0
+
+
+def test_what_cannot_be_erased_yet_is_told(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        Turn("default", "s", [1], CANARY).record(cache)
+        cache.flush()
+        cache.compact()
+        blobs = stored_rows(tmp_path)
+        with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM sequences").fetchall()
+            assert cache.forget(session="s") == 1
+            assert cache.stats().erasure_pending and traces(tmp_path, np.array(CANARY), blobs)
+            reader.execute("COMMIT")
+        cache.forget(session="of nobody")
+        assert not cache.stats().erasure_pending and not traces(tmp_path, np.array(CANARY), blobs)
+
+
+def test_a_deletion_of_nothing_rewrites_nothing(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        for number in range(40):
+            Turn("default", "s", [1], list(text(number, 5000))).record(cache)
+        cache.compact()
+        size = (tmp_path / DATABASE).stat().st_size
+        before = written()
+        assert cache.forget(session="of nobody") == 0
+        assert written() - before < size / 4
+        before = written()
+        Turn("default", "t", [1], [10, 11, 12]).record(cache)
+        assert cache.forget(session="t") == 1
+        assert written() - before > size
+
+
+def written() -> int:
+    """Bytes that this process gave the system to write."""
+    return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
 def test_a_cache_in_memory_keeps_to_its_retention() -> None:
     with SuffixCache.open(retention=0.01) as cache:
         Turn("default", "s", [1], [10, 11, 12]).record(cache)
@@ -493,14 +575,16 @@ def test_another_process_follows_while_it_only_drafts(location: str | Path) -> N
 
 
 def test_what_another_process_had_yet_to_write_is_refused(location: str | Path) -> None:
-    """It closes, and writes, before it looks at what was forgotten."""
-    for conditions in ({"session": "s"}, {"tenant": "default"}, {"tokens": [10, 11]}):
+    """It closes, and writes, before it looks at what was forgotten. What was searched for it cannot know, and says so."""
+    for conditions in ({"session": "s"}, {"tenant": "default"}, {"text": "never written", "decode": letters}):
         with SuffixCache.open(location) as writer, SuffixCache.open(location) as follower:
             late = follower.request([1], session="s")
             late.extend([10, 11, 12])
             writer.forget(**conditions)  # type: ignore[arg-type]
             late.close()
-            follower.flush()
+            with pytest.raises(CacheError, match="1 writes were dropped") if "text" in conditions else nullcontext():
+                follower.flush()
+            assert follower.stats().unwritten == ("text" in conditions)
             assert stored_rows(location) == []
 
             def heard(follower: SuffixCache = follower) -> bool:
@@ -513,6 +597,27 @@ def test_what_another_process_had_yet_to_write_is_refused(location: str | Path) 
             follower.flush()
             assert len(stored_rows(location)) == 1
             writer.forget(older_than=0)
+
+
+def test_of_what_waits_here_a_search_takes_only_what_matches(tmp_path: Path) -> None:
+    """Nothing can be written while it searches and another process reads what it deletes."""
+    with SuffixCache.open(tmp_path) as cache:
+        cache.flush()
+        assert cache._store is not None
+        outputs = {"kept": [20, 21, 22], "gone": [*map(ord, "a secret")]}
+        search = cache._store._search
+
+        def meanwhile(selection: Selection) -> SelectedRows:  # after the flush, and before the deletion
+            found = search(selection)
+            for session, output in outputs.items():
+                Turn("default", session, [1], output).record(cache)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache._store, "_search", meanwhile)
+            cache.forget(text="secret", decode=letters)
+        cache.flush()
+        assert cache.stats().sequences == len(stored_rows(tmp_path)) == 1
 
 
 def test_a_follower_keeps_what_it_wrote_itself(location: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_name_that_the_database_refuses_holds_up_no_usage_and_no_turns(
 def test_a_response_that_the_database_refuses_is_no_outage(location: str | Path, takes_long_names: bool) -> None:
     with SuffixCache.open(location, mode="writer") as cache:
         for id_, tenant in (("x" * 300, "a"), ("y", LONG)):
-            answer = StoredResponse(id_, tenant, 2e9, response={"id": id_}, items=[])
+            answer = StoredResponse(id_, tenant, time.time(), response={"id": id_}, items=[])
             assert cache.responses.get(tenant, id_) is None and not cache.responses.delete(tenant, id_)
             if takes_long_names:
                 assert cache.responses.put(answer) and cache.responses.get(tenant, id_) == answer
@@ -94,7 +95,7 @@ def test_a_response_that_the_database_refuses_is_no_outage(location: str | Path,
                 cache.responses.put(answer)
             assert not isinstance(caught.value, CacheUnavailableError)
             assert cache.responses.get(tenant, id_) is None and not cache.responses.delete(tenant, id_)
-        nul = StoredResponse("nul\0", "a", 2e9, items=[])
+        nul = StoredResponse("nul\0", "a", time.time(), items=[])
         assert cache.responses.put(nul) and cache.responses.get("a", "nul\0") == nul
 
 

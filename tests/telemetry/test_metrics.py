@@ -10,7 +10,7 @@ from agentspec.types import Speculation, StepSpeculation
 
 
 def test_everything_is_rendered() -> None:
-    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: IndexFigures(4096, 3, 2, 5, 1.5))
+    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: IndexFigures(4096, 3, 2, 5, 1.5, True))
     metrics.request("/v1/chat/completions", "m", "ok", 0.2)
     metrics.first_token("m", 0.1)
     metrics.tokens("m", prompt=5, completion=4)
@@ -29,7 +29,7 @@ def test_everything_is_rendered() -> None:
     assert (samples["agentspec_index_bytes"], samples["agentspec_index_sequences"]) == (4096, 3)
     assert samples["agentspec_cache_damaged_rows"] == 2
     assert (samples["agentspec_cache_unread_rows"], samples["agentspec_cache_behind_seconds"]) == (5, 1.5)
-    assert samples["agentspec_build_info"] == 1
+    assert samples["agentspec_cache_erasure_pending"] == 1 and samples["agentspec_build_info"] == 1
 
 
 def test_without_an_index_there_is_no_gauge() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,10 @@ from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, remo
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
 
 if TYPE_CHECKING:
+    from agentspec.cache import SuffixCache
     from agentspec.settings.load import Settings
 
+_ERASURE_SECONDS = 60.0  # how long `forget` waits for others to let what it deleted be erased
 _FORGET_MEMORY = 1 << 20  # bytes; deleting needs the database, not the index
 
 app = typer.Typer(help="Look into the token cache, fill it, look after it, or make it forget.", no_args_is_help=True)
@@ -60,13 +63,35 @@ def forget(
         database.mend()  # where that is damaged which a follower needs, the cache could not be opened
     with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY, remote=remote) as opened:
         forgotten = opened.forget(**conditions)
+        erased = _wait_for_erasure(opened)
         left = opened.stats().disk_bytes
     if json:
-        print_json({"forgotten": forgotten, "disk_bytes": left})
+        print_json({"forgotten": forgotten, "disk_bytes": left, "erased": erased})
+    else:
+        typer.echo(f"forgot {plural(forgotten, 'sequence')}: {described}")
+    if not erased:
+        typer.echo(
+            f"error: deleted, but bytes of it may still be in {shown(folder)}: end what reads it, or make room on the disk."
+            " A server that uses it erases them then; without one, run `agentspec cache compact`",
+            err=True,
+        )
+        raise typer.Exit(FAILED)
+    if json:
         return
-    typer.echo(f"forgot {plural(forgotten, 'sequence')}: {described}")
     typer.echo(f"The database now takes {left} bytes. Servers that use it drop what went within seconds;")
     typer.echo("backups, logs and upstream servers keep what they have: see docs/cache.md, Forgetting.")
+
+
+def _wait_for_erasure(opened: SuffixCache) -> bool:
+    """Wait until no byte of what was deleted is left, which the cache's own thread tries again and again."""
+    until = time.monotonic() + _ERASURE_SECONDS
+    if opened.stats().erasure_pending:
+        typer.echo(f"deleted; others read the files or the disk is full: waiting up to {_ERASURE_SECONDS:g} s", err=True)
+    while opened.stats().erasure_pending:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _conditions(session: str | None, tenant: str | None, older_than: str | None) -> dict[str, Any]:

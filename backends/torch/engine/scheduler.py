@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -330,7 +330,7 @@ class Scheduler:
         """Keep nothing of the open requests that a deletion covers. Any thread may call this."""
         with self._lock:
             for request in self._unfinished:
-                covered = reach.covers(request.tenant, request.original.labels.session, math.inf)
+                covered = reach.covers(request.tenant, request.original.labels.session, time.time())
                 request.forgotten = request.forgotten or covered
 
     def share_prompt(self, sequence: Sequence) -> None:

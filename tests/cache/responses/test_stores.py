@@ -165,8 +165,8 @@ def test_what_was_forgotten_meanwhile_is_not_stored(location: Path | None, condi
     answers = {
         "whole": make("whole", session="s", created_at=now),
         "old": make("old", tenant="c", created_at=now - 100),
-        "under way": make("under way", session="s", created_at=now + 1000, begun=now),
-        "later": make("later", session="s", created_at=now + 1000),
+        "under way": make("under way", session="s", created_at=now + 100, begun=now),
+        "later": make("later", session="s", created_at=now + 100),
     }
     with SuffixCache.open(location) as cache:
         cache.forget(**conditions)

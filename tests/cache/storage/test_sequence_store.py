@@ -344,10 +344,13 @@ def test_what_is_forgotten_during_an_erasure_is_erased_by_the_next(
         nonlocal erasures
         erasures += 1
         if erasures == 1:
-            store.forget(select(tenant="b"))
+            store.forget(select(older_than=0))
         return erase(rewrite=rewrite, tenants=tenants)
 
-    store.forget(select(tenant="a"))
+    store.put(row(1, [1, 2]))
+    store.forget(select(tenant="t"))
+    store.finish_deletion(*store.pending_deletions()[0])
+    store.put(row(2, [1, 2]))
     monkeypatch.setattr(store.database, "secure_erase", forget_meanwhile)
     for _ in range(3):
         store.secure_erase()

