@@ -165,7 +165,9 @@ class Deleter:
         except CacheError as error:
             failure = failure or error
         if store.erasure_pending and count:
-            _log.warning("deleted from %s, but bytes may be left in its files until others cease to read them", store.name)
+            _log.warning(
+                "deleted from %s, but bytes may be left in its files until others cease to read them", store.name
+            )
         if failure:
             raise failure
         return count

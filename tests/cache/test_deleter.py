@@ -575,7 +575,7 @@ def test_another_process_follows_while_it_only_drafts(location: str | Path) -> N
 
 
 def test_what_another_process_had_yet_to_write_is_refused(location: str | Path) -> None:
-    """It closes, and writes, before it looks at what was forgotten. What was searched for it cannot know, and says so."""
+    """It closes, and writes, before it looks at what was forgotten. What was searched for it cannot know."""
     for conditions in ({"session": "s"}, {"tenant": "default"}, {"text": "never written", "decode": letters}):
         with SuffixCache.open(location) as writer, SuffixCache.open(location) as follower:
             late = follower.request([1], session="s")

@@ -71,7 +71,7 @@ def forget(
         typer.echo(f"forgot {plural(forgotten, 'sequence')}: {described}")
     if not erased:
         typer.echo(
-            f"error: deleted, but bytes of it may still be in {shown(folder)}: end what reads it, or make room on the disk."
+            f"error: deleted, but bytes may still be in {shown(folder)}: end what reads it, or make room on the disk."
             " A server that uses it erases them then; without one, run `agentspec cache compact`",
             err=True,
         )
@@ -86,7 +86,7 @@ def _wait_for_erasure(opened: SuffixCache) -> bool:
     """Wait until no byte of what was deleted is left, which the cache's own thread tries again and again."""
     until = time.monotonic() + _ERASURE_SECONDS
     if opened.stats().erasure_pending:
-        typer.echo(f"deleted; others read the files or the disk is full: waiting up to {_ERASURE_SECONDS:g} s", err=True)
+        typer.echo(f"deleted; waiting up to {_ERASURE_SECONDS:g} s until nobody reads the files", err=True)
     while opened.stats().erasure_pending:
         if time.monotonic() >= until:
             return False
