@@ -142,7 +142,7 @@ def is_sound(row: sa.Row[Any], kinds: Kinds) -> bool:
 
 
 def is_older(column: sa.ColumnElement[float], before: float) -> sa.ColumnElement[bool]:
-    """Whether a time lies before another, or is none that could be: ahead of now, or damaged. Else it outlived terms."""
+    """Whether a time lies before another, or is none that could be: one ahead of now, or damaged."""
     return sa.or_(column < before, sa.not_(column.between(-_FOREVER, time.time() + CLOCKS_DIFFER)))
 
 

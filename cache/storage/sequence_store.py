@@ -339,7 +339,7 @@ class SequenceStore(SequenceReader):
 
     @property
     def erasure_pending(self) -> bool:
-        """Whether bytes of what was deleted may still be in the database, because others read it or the disk is full."""
+        """Whether bytes of what was deleted may still be there, because others read it or the disk is full."""
         return self._erasure.is_pending
 
     def compact(self) -> None:
