@@ -347,7 +347,7 @@ class LossyAcceptanceSettings(StrategySettings):
     )
     threshold: float = Field(default=0.5, gt=0, lt=1, description="judge: the probability to be right that is enough")
     judge_head: UserPath | None = Field(
-        default=None, description="judge: a file that `agentspec reasoning train-judge` wrote for the base model"
+        default=None, description="judge: a file that `agentspec.benchmarks.judge_training` wrote for the base model"
     )
 
     @model_validator(mode="after")
@@ -358,7 +358,7 @@ class LossyAcceptanceSettings(StrategySettings):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} does not concern rule = {self.rule!r}: leave it out, or set rule")
         if self.rule == "judge" and self.judge_head is None:
-            raise ValueError('rule = "judge" needs judge_head: train one with agentspec reasoning train-judge')
+            raise ValueError('rule = "judge" needs judge_head: python -m agentspec.benchmarks.judge_training')
         return self
 
     @property

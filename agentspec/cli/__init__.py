@@ -19,7 +19,6 @@ from agentspec.cli import (
     kb,
     knn,
     model,
-    reasoning,
     serve,
     trace,
     usage,
@@ -69,7 +68,6 @@ app.add_typer(config.app, name="config")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(kb.app, name="kb")
 app.add_typer(knn.app, name="knn")
-app.add_typer(reasoning.app, name="reasoning")
 app.add_typer(trace.app, name="trace")
 app.command()(doctor.doctor)
 app.command()(usage.usage)

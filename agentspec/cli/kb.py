@@ -1,4 +1,4 @@
-"""`agentspec kb` builds, searches and serves knowledge bases on disk."""
+"""`agentspec kb` builds and searches knowledge bases on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentspec.errors import ConfigurationError
 if TYPE_CHECKING:
     from agentspec.reasoning.retrieval.knowledge.base import Hit
 
-app = typer.Typer(help="Make knowledge bases, look into them, serve them.", no_args_is_help=True)
+app = typer.Typer(help="Make knowledge bases, and look into them.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False)]
 
@@ -93,23 +93,6 @@ def search(
         return
     for hit in hits:
         typer.echo(f"{hit.score:8.4f}  {hit.document.id}  {_shortened(hit.document.title, hit.document.text)}")
-
-
-@app.command()
-def serve(
-    folder: Folder,
-    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one")] = 8800,
-    allowed_host: Annotated[
-        list[str] | None, typer.Option(help="Name that clients may send as Host, besides --host; repeatable")
-    ] = None,
-) -> None:
-    """Serve a knowledge base by HTTP until told to stop. It asks for no key: whoever reaches it reads the corpus."""
-    from agentspec.proxy.knowledge import serve as run
-    from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
-    from agentspec.reasoning.retrieval.knowledge.folder import open_folder
-
-    run(open_folder(folder, load_encoder), host, port, allowed_host or ())
 
 
 async def _search(folder: Path, query: str, count: int) -> tuple[Hit, ...]:

@@ -18,7 +18,8 @@ from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
 from agentspec.reasoning.retrieval.knowledge.memory import require_count
-from agentspec.reasoning.retrieval.knowledge.wire import MAX_QUERIES
+
+MAX_QUERIES = 256  # of one search
 
 
 class KnowledgeRetriever(BaseRetriever):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.agents import aider, claude_code, codex, opencode, pi, swe_agent
+from agentspec.recordings.agents import claude_code, codex
 from agentspec.recordings.calls import (
     CUT_OR_DAMAGED,
     BadLineError,
@@ -32,10 +32,6 @@ class Format(StrEnum):
     chat = "chat"
     claude_code = "claude-code"
     codex = "codex"
-    pi = "pi"
-    opencode = "opencode"
-    aider = "aider"
-    swe_agent = "swe-agent"
     checkpoints = "checkpoints"
     export = "export"
 
@@ -44,30 +40,22 @@ class Format(StrEnum):
 _SIGNS = {
     Format.export: ("agentspec_export",),
     Format.trace: ("messages_delta",),
-    Format.swe_agent: swe_agent.SIGNS,
     Format.log: ("request", "response", "body", "choices"),
     Format.chat: ("messages",),
     Format.claude_code: ("parentUuid", "isSidechain", "leafUuid", "sessionId"),
 }
-_TYPES = {
-    "session": Format.pi,
-    **dict.fromkeys(("session_meta", "response_item", "event_msg", "turn_context", "compacted"), Format.codex),
-}
+_CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 _VIOLATIONS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _HEAD = 20  # lines; the first may be about something else
 _LONGEST = 1 << 26  # bytes
 
 
 def detect(path: Path) -> Format:
-    """The format of a file, found by its first lines, or of a folder. Raises `ConfigurationError` if none is known."""
-    if path.is_dir():
-        if opencode.is_storage(path):
-            return Format.opencode
-        raise ConfigurationError(f"{path}: a folder of no format that is known here")
+    """The format of a file, found by its first lines. Raises `ConfigurationError` if none is known."""
     with opened(path) as file:
         try:
             heads = (line for line in iter(lambda: file.readline(_LONGEST), b"") if line.strip())
-            found = filter(None, (_recognised(path, head) for head in islice(heads, _HEAD)))
+            found = filter(None, (_recognised(head, f"{path}:1") for head in islice(heads, _HEAD)))
             if format_ := next(found, None):
                 return format_
         except CUT_OR_DAMAGED as error:
@@ -75,23 +63,18 @@ def detect(path: Path) -> Format:
     raise ConfigurationError(f"{path}: no format that is known here; name it with --format ({', '.join(Format)})")
 
 
-def _recognised(path: Path, head: bytes) -> Format | None:
+def _recognised(head: bytes, place: str) -> Format | None:
     if head.startswith(b"SQLite format 3\0"):
-        return Format.opencode if opencode.is_database(path) else Format.checkpoints
-    if aider.is_history(head):
-        return Format.aider
-    if head.strip() == b"{" and ".traj" in path.suffixes:
-        return Format.swe_agent
+        return Format.checkpoints
     try:
-        record = json_object(head, f"{path}:1")
+        record = json_object(head, place)
     except BadLineError:
         return None
     for format_, keys in _SIGNS.items():
         if any(key in record for key in keys):
             return format_
-    if "id" in record and "instructions" in record:  # Codex before its lines had types
-        return Format.codex
-    return _TYPES.get(str(record.get("type")))
+    untyped = "id" in record and "instructions" in record  # Codex before its lines had types
+    return Format.codex if untyped or record.get("type") in _CODEX else None
 
 
 def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
@@ -100,7 +83,7 @@ def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
     `unknown` is called for the others, and for folders that cannot be read.
     """
     try:
-        is_file = not path.is_dir() or opencode.is_storage(path)
+        is_file = not path.is_dir()
         children = [] if is_file else [one for one in sorted(path.iterdir()) if not one.is_symlink()]
         folders = {one for one in children if one.is_dir()}
         children = [one for one in children if one in folders or one.is_file()]
@@ -139,10 +122,6 @@ def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[Record
     sessions: dict[Format, Callable[[], Iterator[RecordedCall]]] = {
         Format.claude_code: lambda: claude_code.read(path, on_bad),
         Format.codex: lambda: codex.read(path, on_bad),
-        Format.pi: lambda: pi.read(path, on_bad),
-        Format.opencode: lambda: opencode.read(path, on_bad),
-        Format.aider: lambda: aider.read(path),
-        Format.swe_agent: lambda: swe_agent.read(path),
     }
     if format_ not in sessions:
         yield from _lines(path, format_, on_bad)

@@ -1,17 +1,12 @@
-"""The knowledge bases of the retrieval benchmark: one corpus in several indexes, and one index served over HTTP."""
+"""The knowledge bases of the retrieval benchmark: one corpus in several indexes, and one index behind a delay."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import socket
 import tempfile
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +16,12 @@ from numpy.typing import NDArray
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge import folder
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Metric, Query, SearchResult
-from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, DenseMetric, Encoder
-from agentspec.reasoning.retrieval.knowledge.factory import load_encoder, open_knowledge
+from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, Encoder
+from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
-from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.recordings.calls import json_objects
 from agentspec.recordings.corpus import read_corpus
 
-HOST = "127.0.0.1"
-START_SECONDS = 120.0
 NOISE = 0.5  # length of the noise around a corpus vector of length 1
 PART = 50_000
 CORES = 2
@@ -55,37 +46,21 @@ def read_questions(path: Path, count: int) -> list[CorpusQuestion]:
 
 
 class DelayedKnowledge:
-    """A knowledge base that delays every search by `delay` seconds."""
+    """A knowledge base that delays every search by `delay` seconds, as one behind a network would."""
 
-    def __init__(self, base: KnowledgeBase, delay: Synchronized[float]) -> None:
-        self._base, self._delay = base, delay
+    def __init__(self, base: KnowledgeBase, delay: float) -> None:
+        self._base, self.delay = base, delay
 
     @property
     def metric(self) -> Metric:
         return self._base.metric
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        await asyncio.sleep(self._delay.value)
+        await asyncio.sleep(self.delay)
         return await self._base.search(queries, count)
 
     async def aclose(self) -> None:
         await self._base.aclose()
-
-
-class DelayedRemote(RemoteKnowledge):
-    """The client of a service, with a delay that can be set."""
-
-    def __init__(self, settings: RemoteSettings, metric: DenseMetric, delay: Synchronized[float]) -> None:
-        super().__init__(settings, metric)
-        self._delay = delay
-
-    @property
-    def delay(self) -> float:
-        return self._delay.value
-
-    @delay.setter
-    def delay(self, seconds: float) -> None:
-        self._delay.value = seconds
 
 
 @dataclass(slots=True)
@@ -123,8 +98,8 @@ class Bases:
         return self.encoder.dimensions
 
     def opened(self, kind: str) -> AbstractContextManager[KnowledgeBase]:
-        """Open one of `KINDS`, or the remote service, which then answers with a delay."""
-        return self.remote(SLOW) if kind == "remote" else self.local(kind)
+        """Open one of `KINDS`, or the delayed one."""
+        return self.delayed(SLOW) if kind == "delayed" else self.local(kind)
 
     @contextmanager
     def local(self, kind: str) -> Iterator[KnowledgeBase]:
@@ -152,21 +127,10 @@ class Bases:
             yield base
 
     @contextmanager
-    def remote(self, delay: float = 0.0) -> Iterator[DelayedRemote]:
-        """The dense index, served by another process over HTTP on the loopback interface."""
-        context = multiprocessing.get_context("spawn")
-        shared, port = context.Value("d", delay), _free_port()
-        served = context.Process(target=serve, args=(self.path / "dense", self.model, port, shared), daemon=True)
-        served.start()
-        try:
-            _wait(served, port)
-            url = f"http://{HOST}:{port}"
-            settings = RemoteSettings.model_validate({"url": url, "ranks_by": "dense", "model": self.model})
-            with self._closing(DelayedRemote(settings, DenseMetric(self.encoder), shared)) as base:
-                yield base
-        finally:
-            served.terminate()
-            served.join()
+    def delayed(self, delay: float = 0.0) -> Iterator[DelayedKnowledge]:
+        """The dense index behind a delay."""
+        with self.local("dense") as base:
+            yield DelayedKnowledge(base, delay)
 
     @contextmanager
     def _closing(self, base: Any) -> Iterator[Any]:
@@ -193,29 +157,3 @@ class SharedEncoder:
         return self.vectors
 
     def close(self) -> None: ...
-
-
-def serve(path: Path, model: str, port: int, delay: Synchronized[float]) -> None:
-    """Serve the index in `path` until killed. The process of `Bases.remote` runs this."""
-    from agentspec.proxy import knowledge
-
-    base = open_knowledge(IndexSettings(path=path, model=model))
-    knowledge.serve(DelayedKnowledge(base, delay), HOST, port)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait(served: Any, port: int) -> None:
-    """Wait until the service answers. Raises `ConfigurationError` if it ended or takes too long."""
-    limit = time.monotonic() + START_SECONDS
-    while time.monotonic() < limit and served.is_alive():
-        try:
-            with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise ConfigurationError("the knowledge base's service did not start")

@@ -134,18 +134,18 @@ def run_retrieval(
         with bases.synthetic(synthetic) as base:
             case = RetrievalCase(f"exact dense, {synthetic:,} x {bases.dimensions}", (speedup_goal(0.98, 1.1),))
             report.cases.append(bench.measure(case, base, questions, (SEQUENTIAL, SPECULATIVE)))
-    with bases.remote() as remote:
+    with bases.delayed() as delayed:
         for times, goals, variants in (
             (4, (speedup_goal(1.5), speedup_goal(1.1, 1.3, SPECULATIVE, WAITING)), (SEQUENTIAL, SPECULATIVE, WAITING)),
             (1, (speedup_goal(1.1),), (SEQUENTIAL, SPECULATIVE)),
         ):
-            remote.delay = times * report.round_seconds
-            case = RetrievalCase(f"remote, a delay of {times} rounds", goals, remote.delay)
-            report.cases.append(bench.measure(case, remote, questions, variants))
+            delayed.delay = times * report.round_seconds
+            case = RetrievalCase(f"dense, a delay of {times} rounds", goals, delayed.delay)
+            report.cases.append(bench.measure(case, delayed, questions, variants))
         for delay in SWEPT if sweep else ():
-            remote.delay = delay
-            case = RetrievalCase(f"remote, {1000 * delay:g} ms", (), delay)
-            bench.measure(case, remote, questions[:sweep], (SEQUENTIAL, SPECULATIVE))
+            delayed.delay = delay
+            case = RetrievalCase(f"dense, {1000 * delay:g} ms", (), delay)
+            bench.measure(case, delayed, questions[:sweep], (SEQUENTIAL, SPECULATIVE))
             report.points.append(_point(case))
     return report
 
@@ -194,7 +194,7 @@ def check(bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestio
         for stride in CHECKED
         for asynchronous in (False, True)
     ]
-    for kind in (*KINDS, "remote"):
+    for kind in (*KINDS, "delayed"):
         with bases.opened(kind) as base:
             measured = StrideMeasurements()
             for index, question in enumerate(questions):

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from agentspec.reasoning.retrieval.knowledge import factory
@@ -81,27 +76,3 @@ def test_what_cannot_be_built_or_searched_says_why(program, tmp_path, corpus):
     assert refused.exit_code == 2 and "exists and is no knowledge base" in refused.stderr
     missing = program("kb", "search", "nowhere", "x")
     assert missing.exit_code == 1 and "agentspec kb build makes one" in missing.stderr
-
-
-@pytest.mark.slow
-def test_a_service_answers_until_told_to_stop(program, corpus):
-    assert program("kb", "build", corpus, "--out", "kb", "--kind", "bm25").exit_code == 0
-    command = [Path(sys.executable).with_name("agentspec"), "kb", "serve", "kb", "--allowed-host", "kb.example"]
-    with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as service:
-        try:
-            assert service.stderr
-            line = next(line for line in service.stderr if "running on" in line)
-            [url] = re.findall(r"running on (http://\S+)", line)
-            body = {"queries": [{"text": "dog"}, {"text": "cat"}], "count": 1}
-            answer = httpx.post(f"{url}/search", json=body, headers={"host": "kb.example"}).json()
-            assert [hits[0]["id"] for hits in answer["results"]] == ["b", "a"]
-            assert set(answer["results"][0][0]["weights"]) == {"dogs", "dog", "barks"}
-            page = httpx.post(f"{url}/search", json=body, headers={"host": "evil.example"})
-            assert page.status_code == 421 and page.json()["error"]["code"] == "host_not_allowed"
-            assert httpx.get(f"{url}/health", headers={"host": "10.0.0.1"}).status_code == 200
-            taken = [*command, "--port", url.rpartition(":")[2]]
-            second = subprocess.run(taken, capture_output=True, text=True, timeout=500, check=False)
-            assert second.returncode == 2 and "cannot listen" in second.stderr
-        finally:
-            service.send_signal(signal.SIGTERM)
-            assert service.wait(60) == 0

@@ -9,11 +9,11 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests
 
 from agentspec.errors import ConfigurationError, InvalidRequestError, KnowledgeBaseError
 from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge
+from agentspec.langchain.knowledge import MAX_QUERIES
 from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge
-from agentspec.reasoning.retrieval.knowledge.wire import MAX_QUERIES
 from agentspec.testing import FakeEncoder
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.agents.turns import json_file
 from agentspec.recordings.calls import BadLineError, RecordedCall, lines
 from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.types import Labels
@@ -177,7 +176,7 @@ def test_a_compressed_file_that_is_damaged_is_named(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(json.dumps([{"number": number} for number in range(999)]).encode()))
     packed[20:60] = bytes(40)
     damaged.write_bytes(packed)
-    for reading in (lambda: list(lines(damaged)), lambda: detect(damaged), lambda: json_file(damaged)):
+    for reading in (lambda: list(lines(damaged)), lambda: detect(damaged)):
         with pytest.raises(ConfigurationError, match="cannot be read"):
             reading()
     unknown: list[Path] = []

@@ -58,7 +58,7 @@ def import_files(
     """Remember the answers of recorded calls, so that the first request of the day finds them.
 
     Reads conversations, logged calls of OpenAI's and Anthropic's APIs, the sessions that coding agents keep (Claude
-    Code, Codex, Pi, OpenCode, aider, SWE-agent), traces, LangGraph's SQLite checkpoints, and exports. Keys and
+    Code, Codex), traces, LangGraph's SQLite checkpoints, and exports. Keys and
     passwords are replaced by [REDACTED] first. All files are read before anything is stored; what is there already is
     not stored again. A server may use the folder.
     """

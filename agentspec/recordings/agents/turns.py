@@ -9,15 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import (
-    CUT_OR_DAMAGED,
     BadLineError,
     OnBad,
     RecordedCall,
     json_object,
     lines,
-    opened,
     seconds_in,
 )
 from agentspec.types import Labels, Message
@@ -74,15 +71,6 @@ def _is_whole(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def json_file(path: Path) -> dict[str, Any]:
-    """The JSON object that a whole file is. Raises `ConfigurationError`."""
-    with opened(path) as file:
-        try:
-            return json_object(file.read(), str(path))
-        except CUT_OR_DAMAGED as error:
-            raise ConfigurationError(f"{path}: cannot be read: {error}") from None
 
 
 def moment(value: Any) -> float | None:

@@ -46,7 +46,7 @@ class JudgeHead:
         if weight.ndim != 1 or width not in (None, len(weight)) or bias.shape != () or trained != fingerprint:
             raise ConfigurationError(
                 f"judge_head {path} was trained on another model: train one for this backend"
-                " (agentspec reasoning train-judge --backend NAME)"
+                " (python -m agentspec.benchmarks.judge_training --backend NAME)"
             )
         return cls(weight, bias, trained)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric, Encoder
+from agentspec.reasoning.retrieval.knowledge.dense import Encoder
 from agentspec.reasoning.retrieval.knowledge.folder import open_folder
 from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
@@ -19,8 +19,7 @@ def open_knowledge(settings: IndexSettings | RemoteSettings, name: str | None = 
     if isinstance(settings, IndexSettings):
         path = settings.path.expanduser()
         return open_folder(path, load_encoder, model=settings.model, threads=settings.threads)
-    metric = None if settings.model is None else DenseMetric(load_encoder(settings.model))
-    return RemoteKnowledge(settings, metric, name=name)
+    return RemoteKnowledge(settings, name=name)
 
 
 def load_encoder(model: str) -> Encoder:

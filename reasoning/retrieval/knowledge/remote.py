@@ -1,41 +1,51 @@
-"""A knowledge base over HTTP: sends a batch of queries in one request, and validates everything in the response."""
+"""A knowledge base over HTTP: sends a batch of queries in one request, and validates everything in the response.
+
+docs/retrieval.md describes the request and the response.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 import anyio
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from agentspec.backends.http import Endpoint, Transport
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import KnowledgeBaseError, UpstreamError
-from agentspec.reasoning.retrieval.knowledge.base import Hit, Metric, Query, SearchResult
-from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
-from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
 from agentspec.reasoning.retrieval.knowledge.memory import require_count
 from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
-from agentspec.reasoning.retrieval.knowledge.wire import parse_found, search_body
+
+
+class _Found(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    text: str
+    score: FiniteFloat
+    title: str = ""
+    metadata: dict[str, Any] = {}
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    results: list[list[_Found]]
+    version: str = ""
 
 
 class RemoteKnowledge:
-    """A `KnowledgeBase` that queries a service. `dense` is the metric of its embedding model, if the settings name one.
-
-    A search that fails or times out is retried as often as the settings allow, by default never.
-    """
+    """A `KnowledgeBase` that queries a service, whose own ranking is unknown: cached documents are ranked by words."""
 
     def __init__(
-        self,
-        settings: RemoteSettings,
-        dense: DenseMetric | None = None,
-        *,
-        name: str | None = None,
-        transport: Transport | None = None,
+        self, settings: RemoteSettings, *, name: str | None = None, transport: Transport | None = None
     ) -> None:
-        self._settings, self._dense = settings, dense
-        self._metric: Metric = dense or (Bm25Metric() if settings.ranks_by == "bm25" else LexicalMetric())
+        self._timeout = settings.timeout
+        self._metric = LexicalMetric()
         self._endpoint = Endpoint(_http_settings(settings), name=name, transport=transport)
 
     @property
@@ -46,47 +56,42 @@ class RemoteKnowledge:
         require_count(count)
         if not queries:
             return SearchResult("", ())
-        body = json.dumps(search_body(queries, count, self._fingerprint)).encode()
-        answer = await self._answer(body)
+        body = json.dumps({"queries": [{"text": query.text} for query in queries], "count": count}).encode()
         try:
-            found, encoder = parse_found(json.loads(answer), len(queries), count)
-            if self._fingerprint not in (None, encoder):
-                raise ValueError(f"it ranks by embedding model {encoder}, not by {self._settings.model}")
-            return replace(found, hits=tuple(tuple(map(self._usable, hits)) for hits in found.hits))
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} gave no usable answer: {error}") from None
+            found = _Answer.model_validate_json(await self._answer(body))
+            if len(found.results) != len(queries):
+                raise ValueError(f"{len(found.results)} results for {len(queries)} queries")
+        except ValueError as error:
+            cause = _first(error) if isinstance(error, ValidationError) else error
+            raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} gave no usable answer: {cause}") from None
+        return SearchResult(found.version, tuple(_hits(documents)[:count] for documents in found.results))
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()
-        if self._dense is not None:
-            self._dense.encoder.close()
-
-    @property
-    def _fingerprint(self) -> str | None:
-        return None if self._dense is None else self._dense.encoder.fingerprint
 
     async def _answer(self, body: bytes) -> bytes:
-        for tries_left in range(self._settings.retries, -1, -1):
-            try:
-                with anyio.fail_after(self._settings.timeout):
-                    return await self._endpoint.fetch("POST", "/search", body=body)
-            except TimeoutError:
-                error, reason = None, f"gave no answer within {self._settings.timeout:g} s"
-            except UpstreamError as failure:
-                error, reason = failure, f"could not be asked: {failure}"
-            if not tries_left:
-                raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} {reason}") from error
-        raise AssertionError("unreachable")
+        try:
+            with anyio.fail_after(self._timeout):
+                return await self._endpoint.fetch("POST", "/search", body=body)
+        except TimeoutError:
+            error, reason = None, f"gave no answer within {self._timeout:g} s"
+        except UpstreamError as failure:
+            error, reason = failure, f"could not be asked: {failure}"
+        raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} {reason}") from error
 
-    def _usable(self, hit: Hit) -> Hit:
-        """`hit` with the features that the metric needs. Raises `ValueError` if the service failed to send them."""
-        if self._settings.ranks_by == "words":
-            return with_counts(hit)
-        if self._dense is None and not isinstance(hit.features, Mapping):
-            raise ValueError(f"document {hit.document.id!r} comes without weights")
-        if self._dense is not None and getattr(hit.features, "shape", None) != (self._dense.encoder.dimensions,):
-            raise ValueError(f"document {hit.document.id!r} comes without its vector")
-        return hit
+
+def _hits(documents: Sequence[_Found]) -> tuple[Hit, ...]:
+    """Hits by score, then id; only the best hit of each document is kept."""
+    distinct: dict[str, Hit] = {}
+    for found in sorted(documents, key=lambda found: (-found.score, found.id)):
+        document = Document(found.id, found.text, found.title, found.metadata)
+        distinct.setdefault(found.id, with_counts(Hit(document, found.score)))
+    return tuple(distinct.values())
+
+
+def _first(error: ValidationError) -> str:
+    wrong = error.errors()[0]
+    return f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}".removeprefix(": ")
 
 
 def _http_settings(settings: RemoteSettings) -> OpenAISettings:

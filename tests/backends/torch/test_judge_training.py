@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.judge_training import JudgePair, labelled_states, read_pairs, train_judge
 from agentspec.backends.torch.sampling.judge_head import JudgedAcceptance, JudgeHead
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.benchmarks.judge_training import JudgePair, labelled_states, main, read_pairs, train_judge
+from agentspec.cli.doctor.strategy_checks import Unloaded
 from agentspec.errors import ConfigurationError
 
 pytestmark = pytest.mark.anyio
@@ -134,3 +137,31 @@ def test_a_head_of_another_model_or_no_head_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"no tensors")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         JudgeHead.load(path, fingerprint="f", width=4)
+
+
+def write_adapter(folder: Path, model: Path) -> None:
+    """An adapter that changes nothing but the fingerprint."""
+    name = "model.layers.0.self_attn.q_proj"
+    out, width = load_file(model / "model.safetensors")[f"{name}.weight"].shape
+    folder.mkdir()
+    known = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**known, "layers_to_transform": [0]}))
+    matrices = {"A": torch.ones(1, width), "B": torch.zeros(out, 1)}
+    named = {f"base_model.model.{name}.lora_{one}.weight": matrix for one, matrix in matrices.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_judge_is_trained_for_a_backend_with_its_adapter(saved_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    write_adapter(tmp_path / "adapter", saved_model)
+    settings = {"model": str(saved_model), "adapter": str(tmp_path / "adapter"), "draft_model": "nobody/nothing"}
+    config, out, pairs = tmp_path / "agentspec.toml", tmp_path / "judge.safetensors", tmp_path / "pairs.jsonl"
+    config.write_text("[backends.local]\n" + "".join(f"{key} = {json.dumps(one)}\n" for key, one in settings.items()))
+    lines = [{"prompt": "q", "accepted": f"ab{n}", "rejected": f"ac{n}"} for n in range(6)]
+    pairs.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ConfigurationError, match=r"no \[backends.nobody\]"):
+        main([str(pairs), str(out), "--backend", "nobody", "--config", str(config)])
+    assert not out.exists()
+    main([str(pairs), str(out), "--backend", "local", "--config", str(config)])
+    with safe_open(out, "pt") as head:
+        assert head.metadata()["fingerprint"] == Unloaded(TorchSettings(**settings)).fingerprint

@@ -6,17 +6,14 @@ import io
 import json
 import random
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from agentspec.benchmarks.report import print_report, write_json
-from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion, DelayedKnowledge, read_questions
+from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion, read_questions
 from agentspec.benchmarks.retrieval.bench import RetrievalBench, check, run_retrieval
 from agentspec.benchmarks.retrieval.cases import (
     SEQUENTIAL,
@@ -92,7 +89,6 @@ def test_every_case_is_measured_and_reported(
     bench: RetrievalBench, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentspec.benchmarks.retrieval.bench.SWEPT", (0.001, 0.002))
-    monkeypatch.setattr(Bases, "remote", local_remote)
     with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases:
         report = run_retrieval(bench, bases, QUESTIONS, synthetic=90, sweep=2)
     assert len(report.cases) == 5 and len(report.points) == 2 and 0 < report.saved < 1
@@ -109,35 +105,12 @@ def test_every_case_is_measured_and_reported(
     assert (tmp_path / "r.svg").stat().st_size > 1000
 
 
-class Behind(DelayedKnowledge):
-    """A base behind a delay that can be set, in process: a service takes a process, and seconds to start."""
-
-    def __init__(self, base: Any, delay: float) -> None:
-        self.shared: Any = SimpleNamespace(value=delay)
-        super().__init__(base, self.shared)
-
-    @property
-    def delay(self) -> float:
-        return float(self.shared.value)
-
-    @delay.setter
-    def delay(self, seconds: float) -> None:
-        self.shared.value = seconds
-
-
-@contextmanager
-def local_remote(bases: Bases, delay: float = 0.0) -> Iterator[Behind]:
-    with bases.local("dense") as base:
-        yield Behind(base, delay)
-
-
 @pytest.mark.slow
 @pytest.mark.counted
 def test_every_answer_is_compared(bench: RetrievalBench, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bases, "remote", local_remote)
     with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases:
         found = check(bench, bases, QUESTIONS[:2])
-    assert found.compared == dict.fromkeys(("dense", "hnsw", "bm25", "remote"), 8) and not found.differ
+    assert found.compared == dict.fromkeys(("dense", "hnsw", "bm25", "delayed"), 8) and not found.differ
     found.differ.append("dense, 0, stride 3")
     out = io.StringIO()
     print_report(found, Console(file=out))
@@ -145,7 +118,7 @@ def test_every_answer_is_compared(bench: RetrievalBench, corpus: Path, monkeypat
 
 
 def test_a_delay_is_waited_for(bench: RetrievalBench, corpus: Path) -> None:
-    with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases, local_remote(bases, 0.05) as base:
+    with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases, bases.delayed(0.05) as base:
         query = bench.loop.run_until_complete(base.metric.encode("ban"))
         began = bench.loop.time()
         found = bench.loop.run_until_complete(base.search([query], 3))

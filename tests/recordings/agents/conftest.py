@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -100,134 +98,6 @@ def codex(folder: Path) -> Path:
     )
 
 
-def pi(folder: Path) -> Path:
-    def entry(id: str, parent: str | None, message: dict[str, Any]) -> dict[str, Any]:
-        at = "2026-01-20T11:57:17.716Z"
-        return {"type": "message", "id": id, "parentId": parent, "timestamp": at, "message": message}
-
-    def call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "toolCall", "id": id, "name": name, "arguments": arguments}
-
-    blocks = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": FIRST}]
-    calls = [call("t1", "Read", ARGUMENTS), call("t2", "Glob", {"pattern": "*"})]
-    first = {"role": "assistant", "content": [*blocks, *calls], "stopReason": "toolUse", "model": "m"}
-    results = [
-        {"role": "toolResult", "toolCallId": id, "toolName": name, "content": [{"type": "text", "text": text}]}
-        for id, name, text in (("t1", "Read", RESULT), ("t2", "Glob", "settings.py"))
-    ]
-    return jsonl(
-        folder / "--p--" / "2026-01-20_s1.jsonl",
-        {"type": "session", "version": 3, "id": "s1", "timestamp": "2026-01-20T11:57:17.716Z", "cwd": "/p"},
-        entry("a", None, {"role": "user", "content": [{"type": "text", "text": TASK}]}),
-        {"type": "model_change", "id": "b", "parentId": "a", "timestamp": "2026-01-20T11:57:17Z", "modelId": "m"},
-        entry("c", "b", first),
-        entry("d", "c", results[0]),
-        entry("e", "d", results[1]),
-        entry("f", "e", {"role": "assistant", "content": [{"type": "text", "text": LAST}], "stopReason": "stop"}),
-    )
-
-
-def _opencode() -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    def tool(id: str, name: str, given: dict[str, Any], output: str) -> dict[str, Any]:
-        state = {"status": "completed", "input": given, "output": output, "title": name, "metadata": {}}
-        return {"type": "tool", "tool": name, "callID": id, "state": state}
-
-    at = {"time": {"created": 1768910237716, "completed": 1768910237716}}
-    steps = [
-        {"type": "step-start"},
-        {"type": "reasoning", "text": THOUGHT},
-        {"type": "text", "text": FIRST},
-        tool("t1", "Read", ARGUMENTS, RESULT),
-        tool("t2", "Glob", {"pattern": "*"}, "settings.py"),
-        {"type": "step-finish", "reason": "tool-calls"},
-        {"type": "step-start"},
-        {"type": "text", "text": LAST},
-        {"type": "step-finish", "reason": "stop"},
-    ]
-    return [
-        ({"role": "user", **at}, [{"type": "text", "text": TASK}]),
-        ({"role": "assistant", **at, "finish": "stop"}, steps),
-    ]
-
-
-def opencode_storage(folder: Path) -> Path:
-    storage = folder / "storage"
-    jsonl(storage / "session" / "global" / "s1.json", {"id": "s1", "title": "Fix"})
-    for number, (message, parts) in enumerate(_opencode()):
-        jsonl(storage / "message" / "s1" / f"msg_{number}.json", {"id": f"msg_{number}", "sessionID": "s1", **message})
-        for place, part in enumerate(parts):
-            jsonl(storage / "part" / f"msg_{number}" / f"prt_{place}.json", part)
-    return storage
-
-
-def opencode_database(folder: Path) -> Path:
-    path = folder / "opencode.db"
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("CREATE TABLE session (id TEXT PRIMARY KEY, title TEXT)")
-        database.execute("CREATE TABLE message (id TEXT PRIMARY KEY, session_id TEXT, time_created INTEGER, data TEXT)")
-        database.execute("CREATE TABLE part (id TEXT PRIMARY KEY, message_id TEXT, session_id TEXT, data TEXT)")
-        database.execute("INSERT INTO session VALUES ('s1', 'Fix')")
-        for number, (message, parts) in enumerate(_opencode()):
-            database.execute("INSERT INTO message VALUES (?, 's1', 1, ?)", (f"msg_{number}", json.dumps(message)))
-            for place, part in enumerate(parts):
-                row = (f"prt_{number}{place}", f"msg_{number}", json.dumps(part))
-                database.execute("INSERT INTO part VALUES (?, ?, 's1', ?)", row)
-        database.commit()
-    return path
-
-
-def aider_chat(folder: Path) -> Path:
-    path = folder / ".aider.chat.history.md"
-    path.write_text(
-        f"\n# aider chat started at 2026-01-20 11:57:17\n\n> Aider v0.80.0  \n> {RESULT.splitlines()[0]}  \n\n"
-        f"#### {TASK}  \n\n{FIRST}\n\n> Applied edit to settings.py  \n\n#### go on  \n\n{LAST}\n\n> Tokens: 2k sent\n"
-    )
-    return path
-
-
-def aider_calls(folder: Path) -> Path:
-    path = folder / "llm.history"
-    path.write_text(
-        f"TO LLM 2026-01-20T11:57:17\n-------\nSYSTEM Act as an expert.\nSYSTEM \nSYSTEM {RESULT.splitlines()[0]}\n"
-        f"-------\nUSER {TASK}\nLLM RESPONSE 2026-01-20T11:57:20\nASSISTANT {FIRST}\n"
-        "TO LLM 2026-01-20T11:58:17\n-------\nSYSTEM Act as an expert.\n"
-        f"-------\nUSER {TASK}\n-------\nASSISTANT {FIRST}\n"
-        f"-------\nUSER go on\nLLM RESPONSE 2026-01-20T11:58:20\nASSISTANT {LAST}\nASSISTANT \nASSISTANT Done.\n"
-    )
-    return path
-
-
-def _chat() -> list[dict[str, Any]]:
-    def call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-
-    calls = [call("t1", "Read", ARGUMENTS), call("t2", "Glob", {"pattern": "*"})]
-    return [
-        {"role": "user", "content": TASK},
-        {"role": "assistant", "content": FIRST, "reasoning_content": THOUGHT, "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "t1", "content": RESULT},
-        {"role": "tool", "tool_call_id": "t2", "content": "settings.py"},
-        {"role": "assistant", "content": LAST},
-    ]
-
-
-def swe_agent(folder: Path) -> Path:
-    path = folder / "task-1" / "task-1.traj"
-    path.parent.mkdir()
-    demonstration = [{"role": "user", "content": "Like this", "is_demo": True}]
-    demonstration.append({"role": "assistant", "content": "ls", "is_demo": True})
-    history = [{"agent": "main", "message_type": "action", **message} for message in _chat()]
-    path.write_text(json.dumps({"trajectory": [], "history": [*demonstration, *history], "info": {}}, indent=2))
-    return path
-
-
-def mini_swe_agent(folder: Path) -> Path:
-    path = folder / "task-1.traj.json"
-    messages = [*({**message, "extra": {}} for message in _chat()), {"role": "exit", "content": "", "extra": {}}]
-    path.write_text(json.dumps({"info": {}, "messages": messages, "trajectory_format": "mini-swe-agent-1.1"}, indent=2))
-    return path
-
-
 def responses_log(folder: Path) -> Path:
     items = [json.loads(line)["payload"] for line in codex(folder / "c").read_text().splitlines() if "_item" in line]
     requests = [items[:1], items[:7]]
@@ -273,27 +143,15 @@ def messages_log(folder: Path) -> Path:
     )
 
 
-WITH_TOOLS: dict[str, Write] = {
+WRITERS: dict[str, Write] = {
     "claude-code": claude_code,
     "codex": codex,
-    "pi": pi,
-    "opencode": opencode_storage,
-    "opencode database": opencode_database,
-    "swe-agent": swe_agent,
-    "swe-agent mini": mini_swe_agent,
     "log of responses": responses_log,
     "log of messages": messages_log,
 }
-WRITERS = {**WITH_TOOLS, "aider": aider_chat, "aider calls": aider_calls}
 
 
 @pytest.fixture(params=WRITERS)
 def recorded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     """The format's name and a file (or folder) of that format."""
     return request.param.split()[0], WRITERS[request.param](tmp_path)
-
-
-@pytest.fixture(params=WITH_TOOLS)
-def with_tools(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file of a format that keeps calls of tools."""
-    return WITH_TOOLS[request.param](tmp_path)

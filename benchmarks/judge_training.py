@@ -1,39 +1,31 @@
-"""Trains a `JudgeHead` on pairs of a right and a wrong answer (Judge Decoding, arXiv 2501.19309, section 4.1)."""
+"""Trains a `JudgeHead` on pairs of a right and a wrong answer (Judge Decoding, arXiv 2501.19309, section 4.1).
+
+python -m agentspec.benchmarks.judge_training PAIRS.jsonl OUT.safetensors --backend NAME --config agentspec.toml
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from agentspec.backends.base import Floats
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.types import Message
+from agentspec.settings.load import load_settings
 
 HELD_OUT = 5  # every fifth pair only measures what the head has learned
 L2 = 1e-3
-
-
-class TrainableModel(Protocol):
-    """What training needs of a `TorchBackend`."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
-
-    async def tokenize(self, text: str) -> list[int]: ...
-
-    async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +67,7 @@ def read_pairs(path: Path) -> list[JudgePair]:
     return pairs
 
 
-async def train_judge(
-    model: TrainableModel, pairs: Sequence[JudgePair], progress: Callable[[int], None] = lambda done: None
-) -> tuple[JudgeHead, TrainingReport]:
+async def train_judge(model: TorchBackend, pairs: Sequence[JudgePair]) -> tuple[JudgeHead, TrainingReport]:
     """Train a head for `model`; each pair takes a forward of its texts. The same pairs give the same head.
 
     Raises `ConfigurationError` for fewer pairs than can be held out, and `ContextLengthError` for a text too long.
@@ -88,7 +78,6 @@ async def train_judge(
     held_out: list[tuple[Tensor, Tensor]] = []
     for number, pair in enumerate(pairs):
         (held_out if number % HELD_OUT == 0 else learned).append(await labelled_states(model, pair))
-        progress(number + 1)
     states, labels = _joined(learned)
     if not 0 < float(labels.mean()) < 1:
         raise ConfigurationError("the pairs hold no wrong token: the rejected answers are the beginnings of the others")
@@ -98,7 +87,7 @@ async def train_judge(
     return head, TrainingReport(right, len(labels) - right, right_recall, wrong_recall)
 
 
-async def labelled_states(model: TrainableModel, pair: JudgePair) -> tuple[Tensor, Tensor]:
+async def labelled_states(model: TorchBackend, pair: JudgePair) -> tuple[Tensor, Tensor]:
     """The hidden states [tokens, width] behind the tokens of both answers, and 1.0 for each token that is right."""
     prompt = model.encode_chat([{"role": "user", "content": pair.prompt}])
     accepted, rejected = await model.tokenize(pair.accepted), await model.tokenize(pair.rejected)
@@ -143,3 +132,35 @@ def recalls(head: JudgeHead, states: Tensor, labels: Tensor) -> tuple[float, flo
 def _joined(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     states, labels = zip(*parts, strict=True)
     return torch.cat(states), torch.cat(labels)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train for the model, adapter, dtype and device of a configured backend. Raises `ConfigurationError`."""
+    parser = argparse.ArgumentParser(description="Train the judge of lossy acceptance.")
+    parser.add_argument("pairs", type=Path, help="lines with prompt, accepted and rejected")
+    parser.add_argument("out", type=Path, help="the file for judge_head")
+    parser.add_argument("--backend", required=True, help="a [backends.NAME] with kind = torch")
+    parser.add_argument("--config", type=Path, help="agentspec.toml")
+    asked = parser.parse_args(arguments)
+    settings = load_settings(asked.config).backends.get(asked.backend)
+    if not isinstance(settings, TorchSettings):
+        raise ConfigurationError(f'the configuration has no [backends.{asked.backend}] with kind = "torch"')
+    without_drafts = {"max_draft_tokens": 0, "draft_model": None, "drafters": None}
+    asyncio.run(_train(settings.model_copy(update=without_drafts), read_pairs(asked.pairs), asked.out))
+
+
+async def _train(settings: TorchSettings, pairs: Sequence[JudgePair], out: Path) -> None:
+    model = TorchBackend.load(settings)
+    try:
+        head, report = await train_judge(model, pairs)
+    finally:
+        await model.aclose()
+    head.save(out)
+    recognised = f"{report.right_recall:.0%} and {report.wrong_recall:.0%}"
+    print(
+        f"{out}: {report.right} right and {report.wrong} wrong tokens; of those held out, {recognised} are recognised"
+    )
+
+
+if __name__ == "__main__":
+    main()
