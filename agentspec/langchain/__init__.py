@@ -8,7 +8,7 @@ with needs_extra("langgraph"):
     from agentspec.langchain.call_log import CallLog
     from agentspec.langchain.chat_model import ChatAgentSpec
     from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
-    from agentspec.langchain.speculative_retriever import Correction, SpeculativeRetriever
+    from agentspec.langchain.speculative_retriever import SpeculativeRetriever
 
 if TYPE_CHECKING:
     from agentspec.langchain.early_tools import EarlyTools
@@ -18,7 +18,6 @@ __all__ = [
     "AgentSpecMiddleware",
     "CallLog",
     "ChatAgentSpec",
-    "Correction",
     "EarlyTools",
     "KnowledgeRetriever",
     "RetrieverKnowledge",

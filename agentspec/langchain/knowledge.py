@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -13,7 +15,6 @@ from pydantic import Field
 
 from agentspec.background import call_sync
 from agentspec.errors import InvalidRequestError, KnowledgeBaseError
-from agentspec.langchain.document_cache import key_of
 from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
@@ -121,11 +122,30 @@ def _langchain(hit: Hit) -> Document:
 
 def _hits(documents: Sequence[Document]) -> tuple[Hit, ...]:
     """Each document once, scored by its place: 1, 1/2, 1/3 and so on."""
-    distinct: dict[str, Document] = {}
-    for document in documents:
-        distinct.setdefault(key_of(document), document)
-    places = enumerate(distinct.items(), start=1)
+    places = enumerate(distinct(documents).items(), start=1)
     return tuple(with_counts(Hit(_ours(key, document), 1.0 / place)) for place, (key, document) in places)
+
+
+def distinct(documents: Sequence[Document]) -> dict[str, Document]:
+    """The documents by their ids, or by a hash of their contents, each once, in their order."""
+    found: dict[str, Document] = {}
+    for document in documents:
+        found.setdefault(_key(document), document)
+    return found
+
+
+def _key(document: Document) -> str:
+    if document.id is not None:
+        return f"id:{document.id}"
+    content = json.dumps([document.page_content, _keyed(document.metadata)], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _keyed(value: Any) -> Any:
+    """Metadata as JSON can hold and sort it: its keys may be of several types."""
+    if isinstance(value, Mapping):
+        return {repr(key): _keyed(one) for key, one in value.items()}
+    return [_keyed(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _ours(key: str, document: Document) -> base.Document:

@@ -43,8 +43,12 @@ class RetrievedDocuments:
 
     def best(self, query: Query, metric: Metric) -> Hit | None:
         """The best cached document for `query`; None if the cache is empty."""
+        return next(iter(self.ranking(query, metric)), None)
+
+    def ranking(self, query: Query, metric: Metric) -> list[Hit]:
+        """All cached documents, the best for `query` first."""
         hits = [hit for hit, _ in self._hits.values()]
-        return ranked(hits, metric.scores(query, hits))[0] if hits else None
+        return ranked(hits, metric.scores(query, hits)) if hits else []
 
     def clear(self) -> None:
         self._hits.clear()
