@@ -131,7 +131,7 @@ class OpenAISettings(SettingsModel):
         description="Tell a vLLM server session, workflow and step names, predictions and latency goals, as vllm_xargs",
     )
     allow_fields: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(
-        default=(), description="Fields to pass on that are refused by default, since they name addresses or identities"
+        default=(), description="Fields, and types of tools, to pass on besides those of the list of the API"
     )
     allow_media_hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = Field(
         default=(), description="Hosts (with :port, if unusual) of images and other media that messages may link to"

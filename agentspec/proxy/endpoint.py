@@ -254,7 +254,7 @@ class GenerationEndpoint:
         if self.several_tenants:
             refuse_kept_names(fields)
         check_amounts(fields, self.path, self.settings)
-        UpstreamFields(backend.settings).check(fields)
+        UpstreamFields(backend.settings).check(fields, self.path)
 
     def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
         """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""

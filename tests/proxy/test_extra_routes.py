@@ -40,11 +40,11 @@ def test_listed_routes_pass_byte_for_byte(gateway: Any, upstream: Any) -> None:
     server = upstream(lambda request: request.answer(b' {"ok":1.10}'))
     running = gateway({}, settings(server.url, api_key="k"))
     for path in ROUTES:
-        assert post(f"{running.url}{path}", b'{"query":"a",  "odd":1.10}').content == b' {"ok":1.10}'
+        assert post(f"{running.url}{path}", b'{"query":"a",  "top_p":1.10}').content == b' {"ok":1.10}'
     post(f"{running.url}/v1/rerank", b'{"model" : "m","query":"a"}')
     assert [request.target for request in server.requests] == ["/v1/rerank", "/score", "/v1/rerank"]
     assert [request.body for request in server.requests[1:]] == [
-        b'{"query":"a",  "odd":1.10}',
+        b'{"query":"a",  "top_p":1.10}',
         b'{"model" : "org/m","query":"a"}',
     ]
     assert server.requests[0].headers["authorization"] == "Bearer k"

@@ -7,16 +7,19 @@ from typing import Any
 
 from agentspec.errors import InvalidRequestError
 
-_KEPT = ("file_id", "file_ids", "vector_store_ids", "vector_store_id")
+_KEPT = frozenset("file_id file_ids vector_store_ids vector_store_id uuid".split())  # `uuid`: of media, in vLLM's cache
 _CONTAINERS = ("container", "container_id")
 _LISTS = ("input", "messages", "tools")
 _SCHEMAS = ("parameters", "schema", "input_schema")
+_CITED = ("annotations", "citations")  # which file was read, sent back to who read it
 
 
 def refuse_kept_names(fields: Mapping[str, Any]) -> None:
     """Raise `InvalidRequestError` for the name of a file, a store or a container at the upstream."""
     if (container := fields.get("container")) and _names_container(container):
         raise kept_elsewhere("container")
+    if isinstance(container, dict) and (key := _kept_name(container)) is not None:
+        raise kept_elsewhere(f"container.{key}")
     for name in _LISTS:
         for index, one in enumerate(objects(fields.get(name))):
             if (key := _kept_name(one)) is not None:
@@ -44,6 +47,10 @@ def _kept_name(value: dict[str, Any]) -> str | None:
             for key, given in one.items():
                 if given and (key in _KEPT or (key in _CONTAINERS and isinstance(given, str))):
                     return str(key)
+            if one.get("skill_id") and one.get("type") != "anthropic":
+                return "skill_id"
+            if isinstance(audio := one.get("audio"), dict) and audio.get("id"):
+                return "audio.id"
             waiting.extend(_parts(one))
         elif isinstance(one, list):
             waiting.extend(one)
@@ -58,7 +65,7 @@ def _parts(one: dict[str, Any]) -> Iterator[Any]:
     if kind.endswith("_tool_result"):
         return
     for key, given in one.items():
-        if key not in _SCHEMAS and not (key == "input" and kind.endswith("tool_use")):
+        if key not in (*_SCHEMAS, *_CITED) and not (key == "input" and kind.endswith("tool_use")):
             yield given
 
 

@@ -1,34 +1,24 @@
 """Checks which fields of a request an upstream may get.
 
-Fields that could make an upstream, or another gateway behind it, connect elsewhere or act as somebody else are refused:
-by name (`field_names.py`), and by value where a value is an address. Texts, and schemas for texts, are passed on.
+Fields must be on the list (`allowed_fields.py`). Values that a server may fetch, in media, in tools and in fields that
+are no text, may not name an address, since they could make the upstream connect elsewhere. Texts, and schemas for
+texts, are passed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+import re
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.base import Backend, Forwards, is_forwarding
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, suggestion
 from agentspec.proxy.body.addresses import is_address, is_base64, is_inline, is_on
-from agentspec.proxy.body.amounts import COUNTED_FIELDS
-from agentspec.proxy.body.field_names import (
-    LONGEST_NAME,
-    is_denied,
-    is_denied_in_message,
-    is_denied_in_metadata,
-    plain_name,
-)
+from agentspec.proxy.body.allowed_fields import TOOL_TYPES, allowed_fields
 from agentspec.reasoning.strategy import Strategy
-
-
-def _plain_names(names: str) -> frozenset[str]:
-    return frozenset(map(plain_name, names.split()))
-
 
 # Arguments of chat templates that published models read; templates are programs, and others may keep them busy.
 TEMPLATE_ARGUMENTS = frozenset(
@@ -39,78 +29,81 @@ TEMPLATE_ARGUMENTS = frozenset(
 _TEXT_FIELDS = frozenset(
     "model suffix stop bad_words user safety_identifier prompt_cache_key response_format guided_json guided_regex"
     " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
-    " grammar stop_regex logit_bias instructions stop_sequences output_config output_format".split()
+    " grammar stop_regex logit_bias instructions stop_sequences output_config output_format metadata".split()
 )
-# Servers written in Go read names in any case: "N" must not pass where "n" is bounded.
-_SPELLINGS = {
-    plain_name(name): name
-    for name in (
-        *_TEXT_FIELDS,
-        *COUNTED_FIELDS,
-        *"prompt input system prediction metadata chat_template_kwargs stream stream_options".split(),
-        *"documents query queries text_1 text_2 vllm_xargs cache_salt text".split(),
-        *"store background conversation previous_response_id".split(),
-    )
-}
-_CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema", "input_examples"})
+# Of calls; what was cited and found, which clients send back; what stands in logs for the server's own tools.
+_CALLS = frozenset("tool_calls function_call arguments parameters input_schema input_examples".split())
+_CITED = frozenset({"annotations", "citations"})
 _MESSAGE_TEXT = frozenset(
     "role name content text prompt input prediction thinking refusal reasoning reasoning_content summary title context"
     " signature tool_call_id messages transcript".split()
 )
 _TOOL_TEXT = frozenset("name description title definition syntax pattern examples type".split())
-_MEDIA = _plain_names(
-    "url image_url input_image video_url audio_url file_url image images video videos audio audios file path"
+_MEDIA = frozenset(
+    "url image_url input_image video_url audio_url file_url image images video videos audio audios file path".split()
 )
-_ENCODED = _plain_names("data file_data input_audio b64_json")
+_ENCODED = frozenset("data file_data input_audio b64_json".split())
+_TENSORS = re.compile(r"\w+_(?:embeds|pil)")  # parts that a server unpickles
+# Strings of objects of these types are what the server's own search said, or the text of a document.
+_TEXT_BY_TYPE = {
+    "text": frozenset({"data"}),
+    "search_result": frozenset({"source"}),
+    "web_search_result": frozenset({"url"}),
+    "web_fetch_result": frozenset({"url"}),
+}
+# Other gateways read the accounts and addresses of logging services from `metadata`.
+_ACCOUNTS = re.compile(r"(?i).*(?:host|endpoint|api_?base|base_?url|model_?url|key|secret|token|password|credentials?)")
+_TRANSFERS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # which vLLM also takes from `vllm_xargs`
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """How a part of a request is checked: which names are denied, which strings are text, which are media."""
+    """How a part of a request is checked: which values are passed over, which strings are text, which are media."""
 
-    denied: Callable[[str, Set[str]], bool]
     skipped: Set[str] = frozenset()
     text: Set[str] = frozenset()
     media: bool = False
-    strings: bool = True  # whether strings are checked at all
     inner: Mapping[str, _Region] = field(default_factory=dict)  # parts of it that are checked by rules of their own
 
 
-_OTHER = _Region(is_denied)
-_TOOLS = _Region(is_denied, skipped=_CALLS, text=_TOOL_TEXT)
-_MESSAGES = _Region(is_denied_in_message, skipped=_CALLS, text=_MESSAGE_TEXT, media=True)
-# Items of the Responses API: results of calls are text, and so is what earlier answers cited and searched.
+_OTHER = _Region()
+_TOOLS = _Region(skipped=_CALLS, text=_TOOL_TEXT)
+_MESSAGES = _Region(skipped=_CALLS | _CITED, text=_MESSAGE_TEXT, media=True)
+# Items of the Responses API: results of calls are text, and so is what earlier answers searched.
 _ITEMS = replace(
     _MESSAGES,
-    skipped=_CALLS | {"annotations", "action", "results"},
+    skipped=_CALLS | _CITED | {"action", "results"},
     text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id", "arguments"},
     inner={"tools": _TOOLS},  # that the conversation adds, or that were searched for
 )
 # Of rerankers, and of chats about documents: texts, or parts as messages have them, with media that vLLM fetches.
 _RANKED = frozenset("documents query queries text_1 text_2".split())
+_PARTS = replace(_MESSAGES, text=_MESSAGE_TEXT | _RANKED)
 _REGIONS = {
-    "text": _Region(is_denied, skipped=frozenset({"schema"}), text=_TOOL_TEXT),
+    "text": _Region(skipped=frozenset({"schema"}), text=_TOOL_TEXT),
     "input": _ITEMS,
-    "metadata": _Region(is_denied_in_metadata, strings=False),
     "tools": _TOOLS,
     "functions": _TOOLS,
-    "messages": replace(_MESSAGES, skipped=_CALLS | {"input"}),  # of a `tool_use` block, its arguments
+    "messages": replace(_MESSAGES, skipped=_CALLS | _CITED | {"input"}),  # of a `tool_use` block, its arguments
     **dict.fromkeys(("prompt", "prediction", "system"), _MESSAGES),
-    **dict.fromkeys(_RANKED, replace(_MESSAGES, text=_MESSAGE_TEXT | _RANKED)),
+    **dict.fromkeys(_RANKED, _PARTS),
+    # Where a document is from is text for the chat template.
+    "documents": replace(_PARTS, text=_PARTS.text | {"url"}, inner=dict.fromkeys(_MEDIA | {"content"}, _PARTS)),
 }
 
 
 @dataclass(slots=True)
 class _Level:
-    """One array or object on the way to the present field: its items still to come, and the present one's key.
+    """One array or object on the way to the present value: its items still to come, and the present one's key.
 
-    `nearest` is the last name on the way; an object has names, an array has not.
+    `nearest` is the last name on the way; an object has names, an array has not. `text` has names of its own strings.
     """
 
     region: _Region
     nearest: str
     items: Iterator[tuple[Any, Any]]
     named: bool
+    text: Set[str] = frozenset()
     key: Any = None
 
 
@@ -118,28 +111,29 @@ _Place = list[_Level]
 
 
 class UpstreamFields:
-    """The fields that the operator of one backend allows beyond the default."""
+    """What requests to one backend may hold."""
 
     def __init__(self, settings: OpenAISettings) -> None:
-        self._allowed = frozenset(map(plain_name, settings.allow_fields))
         self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
-        self._priority = settings.priority != "off"
+        kinds = {"vllm": settings.vllm != "off", "sglang": settings.sglang != "off", "dynamo": settings.dynamo}
+        self._kinds = {kind for kind, may_be in kinds.items() if may_be}
+        self._added = frozenset(settings.allow_fields) | ({"priority"} if settings.priority != "off" else set())
         self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_template_arguments)
 
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequestError`, whose `param` is the path of the field, for a field that is not allowed.
+    def check(self, fields: Mapping[str, Any], path: str) -> None:
+        """Raise `InvalidRequestError`, whose `param` is the path of the field, for what is not allowed in a request to
+        `path`, below the API's root.
 
         Takes time and memory linear in the size of `fields`, whatever its nesting.
         """
         if is_address(str(fields.get("model", ""))):
             raise InvalidRequestError("model must be a name, not an address", param="model")
-        if not isinstance(fields.get("metadata", {}), (dict, type(None))):
-            raise InvalidRequestError("metadata must be an object", param="metadata")
+        self._check_names(fields, path)
         self.check_template_arguments(fields.get("chat_template_kwargs"))
+        for name in ("tools", "input"):
+            self._check_tools(fields.get(name), name)
         for name, value in fields.items():
-            if (known := _SPELLINGS.get(plain_name(name[:128]), name)) != name:
-                raise InvalidRequestError(f"{_shown(name)} must be spelled {known}", param=_shown(name))
-            if name not in _TEXT_FIELDS and not (name == "priority" and self._priority):  # checked by its scale
+            if name not in _TEXT_FIELDS:
                 self._walk(name, value, _REGIONS.get(name, _OTHER))
 
     def check_template_arguments(self, arguments: Any) -> None:
@@ -152,25 +146,52 @@ class UpstreamFields:
                     param=param,
                 )
 
+    def _check_names(self, fields: Mapping[str, Any], path: str) -> None:
+        allowed = allowed_fields(path, self._kinds) | self._added
+        for name in fields:
+            if name not in allowed:
+                raise _refused(name, suggestion(name, allowed))
+        metadata = fields.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise InvalidRequestError("metadata must be an object", param="metadata")
+        for parent, inner in (("metadata", metadata), ("vllm_xargs", fields.get("vllm_xargs"))):
+            for name in inner if isinstance(inner, dict) else ():
+                if name in _TRANSFERS or (parent == "metadata" and _ACCOUNTS.fullmatch(name[:128])):
+                    raise _refused(f"{parent}.{name}")
+
+    def _check_tools(self, tools: Any, path: str) -> None:
+        """Check the types of tools, and of those inside them: in namespaces, and in items of the conversation."""
+        for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+            place = f"{path}[{index}]"
+            if not isinstance(tool, dict):
+                continue
+            kind = tool.get("type")
+            if path != "input" and isinstance(kind, str) and not self._is_tool(kind):
+                raise _refused(f"{place}.type")
+            self._check_tools(tool.get("tools"), f"{place}.tools")
+
+    def _is_tool(self, kind: str) -> bool:
+        """Whether the type is known. Those of Anthropic's and some of OpenAI's tools end in a date."""
+        return kind in TOOL_TYPES or kind in self._added or re.fullmatch(r"[a-z_]+_\d[\d_]{7,9}", kind) is not None
+
     def _walk(self, name: str, value: Any, region: _Region) -> None:
-        """Check all names and strings of the field `name`, in order, remembering only where it is."""
+        """Check all strings of the field `name`, in order, remembering only where it is."""
         place = [_Level(region, "", iter([(name, value)]), named=True)]
         while place:
             level = place[-1]
             region = level.region
             for key, value in level.items:
                 level.key = key
-                nearest = level.nearest
-                if level.named:
-                    nearest = key
-                    if region.denied(key, self._allowed):
-                        raise _refused(place)
+                nearest = key if level.named else level.nearest
+                if region.media and level.named and _TENSORS.fullmatch(key) and key not in self._added:
+                    raise _refused(_path(place))
                 kind = type(value)
                 if kind is str:
-                    if region.strings and nearest not in region.text:
+                    if nearest not in region.text and key not in level.text:
                         self._check_string(value, nearest, region, place)
                 elif kind is dict and key not in region.skipped:
-                    place.append(_Level(region.inner.get(key, region), nearest, iter(value.items()), named=True))
+                    inner, text = region.inner.get(key, region), _text_of(value)
+                    place.append(_Level(inner, nearest, iter(value.items()), named=True, text=text))
                     break
                 elif kind is list and key not in region.skipped:
                     place.append(_Level(region.inner.get(key, region), nearest, enumerate(value), named=False))
@@ -179,27 +200,33 @@ class UpstreamFields:
                 place.pop()
 
     def _check_string(self, text: str, nearest: str, region: _Region, place: _Place) -> None:
-        plain = plain_name(nearest) if region.media and len(nearest) <= LONGEST_NAME else ""
-        if plain in _MEDIA:
+        media = region.media
+        if media and nearest in _MEDIA:
             harmless = is_inline(text)
-        elif plain in _ENCODED:
+        elif media and nearest in _ENCODED:
             harmless = is_inline(text) or is_base64(text)
-        elif region.media and nearest == "type":
-            harmless = not region.denied(text, self._allowed)
+        elif media and nearest == "type":
+            harmless = not _TENSORS.fullmatch(text) or text in self._added
         else:
             harmless = not is_address(text)
         if not harmless and not is_on(text, self._hosts):
             path = _path(place)
-            wanted = "must be a data: URL" if plain in _MEDIA or plain in _ENCODED else "may not name an address"
+            wanted = "must be a data: URL" if media and nearest in _MEDIA | _ENCODED else "may not name an address"
             raise InvalidRequestError(f"{path} {wanted} (allow_media_hosts of the backend)", param=path)
 
 
-def _refused(place: _Place) -> InvalidRequestError:
-    path = _path(place)
+def _text_of(value: Mapping[str, Any]) -> Set[str]:
+    """The names of strings that are text in an object of its type."""
+    kind = value.get("type")
+    return _TEXT_BY_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
+
+
+def _refused(path: str, hint: str = "") -> InvalidRequestError:
+    path = _shown(path)
     if path == "priority":
         why = "it would go before others' requests (priority of the backend lets clients stand back)"
     else:
-        why = "upstreams are configured, not requested (allow_fields of the backend)"
+        why = f"it is not among the fields that are passed on{hint} (allow_fields of the backend adds one)"
     return InvalidRequestError(f"{path} is refused: {why}", param=path)
 
 

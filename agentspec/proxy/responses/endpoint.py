@@ -231,7 +231,7 @@ class ResponsesEndpoint(GenerationEndpoint):
 def _check_history(history: History, backend: Forwards) -> None:
     """Raise `InvalidRequestError` for what this upstream may not get, though the one before it may have got it."""
     try:
-        UpstreamFields(backend.settings).check({"input": history.items})
+        UpstreamFields(backend.settings).check({"input": history.items}, RESPONSES)
     except InvalidRequestError as error:
         message = f"an earlier response: {error.message}"
         raise InvalidRequestError(message, param="previous_response_id") from None

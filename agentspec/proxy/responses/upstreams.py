@@ -134,5 +134,7 @@ def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
             raise kept_elsewhere(name)
     for index, item in enumerate(objects(fields.get("input"))):
         bare = not any(item.get(name) for name in ("type", "role", "content"))  # null is as good as nothing
-        if item.get("type") == "item_reference" or (bare and "id" in item):
+        by_id = item.get("type") in ("reasoning", "image_generation_call") and bool(item.get("id"))
+        by_id = by_id and not any(item.get(name) for name in ("encrypted_content", "content", "result"))
+        if by_id or item.get("type") == "item_reference" or (bare and "id" in item):
             raise kept_elsewhere(f"input[{index}].id")

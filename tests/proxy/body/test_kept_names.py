@@ -22,6 +22,13 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     ({"container": "container_1"}, "container"),
     ({"container": {"id": "container_1"}}, "container"),
     ({"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]}, "tools[0].vector_store_ids"),
+    (said({"type": "image_url", "image_url": None, "uuid": "logo-1"}), "messages[0].uuid"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]}, "messages[0].audio.id"),
+    ({"container": {"skills": [{"type": "custom", "skill_id": "skill_1"}]}}, "container.skill_id"),
+    (
+        {"tools": [{"type": "shell", "environment": {"skills": [{"type": "skill_reference", "skill_id": "s"}]}}]},
+        "tools[0].skill_id",
+    ),
 ]
 
 
@@ -40,7 +47,9 @@ def test_what_is_kept_is_refused(fields: dict[str, Any], param: str) -> None:
         said({"type": "bash_code_execution_tool_result", "content": [{"file_id": "told"}]}, role="assistant"),
         {"tools": [{"name": "f", "input_schema": {"properties": {"file_id": "x"}, "file_id": "y"}}]},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"container": "x"}}}]},
-        {"container": {"skills": [{"skill_id": "pptx"}]}},
+        {"container": {"skills": [{"type": "anthropic", "skill_id": "pptx"}]}},
+        said({"type": "text", "text": "x", "citations": [{"type": "char_location", "file_id": "f"}]}, role="assistant"),
+        {"messages": [{"role": "assistant", "annotations": [{"type": "file_citation", "file_id": "f"}]}]},
         {"messages": "none", "tools": None, "container": None},
         {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": None, "file_data": "x"}}]}]},
     ],

@@ -63,7 +63,7 @@ def test_an_answer_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
     )
     server = upstream(lambda request: request.answer(body, 200, "application/json", openai_processing_ms="5"))
     running = gateway(*passing(server.url))
-    sent = b' {"model":"up", "messages":[], "temperature":1.10,"unheard_of":{"a":[null]}, "stream":false }'
+    sent = b' {"model":"up", "messages":[], "temperature":1.10,"reasoning":{"a":[null]}, "stream":false }'
     headers = {"x-agentspec-step": "plan", "cookie": "c=1", "authorization": "Bearer mine", "x-request-id": "r1"}
     response = post(running, sent, headers=headers, params={"api-version": "2"})
     assert response.content == body and response.headers["openai-processing-ms"] == "5"
@@ -89,14 +89,14 @@ def test_a_header_in_several_lines_passes_whole(gateway: Any, upstream: Any) -> 
 def test_only_the_model_is_renamed(gateway: Any, upstream: Any) -> None:
     server = upstream(lambda request: request.answer(b"{}"))
     running = gateway(*passing(server.url, "org/big"))
-    post(running, b'{"temperature":1.10,"model" : "up","x":"\\u00e9"}')
-    assert server.requests[0].body == b'{"temperature":1.10,"model" : "org/big","x":"\\u00e9"}'
+    post(running, b'{"temperature":1.10,"model" : "up","user":"\\u00e9"}')
+    assert server.requests[0].body == b'{"temperature":1.10,"model" : "org/big","user":"\\u00e9"}'
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_the_other_routes(gateway: Any, upstream: Any, path: str) -> None:
     server = upstream(lambda request: request.answer(b'{"data":[]}'))
-    assert post(gateway(*passing(server.url)), path=path).content == b'{"data":[]}'
+    assert post(gateway(*passing(server.url)), b'{"model":"up"}', path=path).content == b'{"data":[]}'
     assert server.requests[0].target == path
 
 

@@ -98,7 +98,7 @@ def test_an_upstream_that_speaks_it_gets_and_gives_the_bytes(gateway: Any, upstr
     answer = b' {"id":"m","usage":{"input_tokens":3,"output_tokens":2}, "odd":1.10}'
     server = upstream(native(lambda request: request.answer(answer)))
     running = gateway({}, through(server.url))
-    sent = b' {"model":"up","max_tokens":20, "unheard":1.10,"messages":[{"role":"user","content":"https://x.y"}]}'
+    sent = b' {"model":"up","max_tokens":20, "temperature":1.10,"messages":[{"role":"user","content":"https://x.y"}]}'
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "mine"}
     for _ in range(2):
         response = post(running, sent, f"{PATH}?beta=true", **headers)
@@ -142,7 +142,7 @@ def test_what_may_not_reach_an_upstream_is_refused_on_this_route_too(gateway: An
     image = {"type": "image", "source": {"type": "url", "url": "http://10.0.0.1/"}}
     for wrong, param in (
         ({"api_base": "http://10.0.0.1"}, "api_base"),
-        ({"mcp_servers": [{"type": "url", "url": "http://10.0.0.1"}]}, "mcp_servers[0].url"),
+        ({"mcp_servers": [{"type": "url", "url": "http://10.0.0.1"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0].source.url"),
         ({"max_tokens": 10**9}, "max_tokens"),
         ({"stop_sequences": ["x"] * 100}, "stop_sequences"),

@@ -123,7 +123,7 @@ def posted(server: Any, path: str = ROUTE) -> list[Any]:
 def test_bytes_pass_both_ways(gateway: Any, upstream: Any) -> None:
     server = upstream(native())
     running = gateway({}, settings(server.url))
-    sent = b' {"model":"m", "input" : [{"type":"mystery","x":1.10}], "unheard_of":null, "background":false }'
+    sent = b' {"model":"m", "input" : [{"type":"mystery","x":1.10}], "user":null, "background":false }'
     for _ in range(2):
         answer = post(running, sent)
         assert answer.content == RESPONSE and "x-agentspec-translated" not in answer.headers
@@ -303,8 +303,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]}, "tools[0].vector_store_ids"),
     ({"tools": [{"type": "code_interpreter", "container": "cntr_1"}]}, "tools[0].container"),
     ({"Previous_Response_Id": "resp_1"}, "Previous_Response_Id"),
-    ({"tools": [{"type": "mcp", "server_url": "http://x"}]}, "tools[0].server_url"),
+    ({"tools": [{"type": "mcp", "server_url": "http://x"}]}, "tools[0].type"),
     ({"max_output_tokens": 10**9}, "max_output_tokens"),
+    ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input[0].id"),
+    ({"input": [{"type": "image_generation_call", "id": "ig_1"}]}, "input[0].id"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y"}]}]},
      "input[0].content[0].image_url"),
 ]  # fmt: skip
