@@ -275,7 +275,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bench": ("matplotlib",),
     "postgres": ("psycopg",),
     "dns": ("dns",),
-    "remote": ("fsspec",),
 }
 
 

@@ -133,7 +133,7 @@ class Deleter:
                 self._store.finish_deletion(number, scope)
                 for partition, numbers in covered:
                     kept = {record.sequence for record in self._store.unwritten(partition.namespace)}
-                    kept |= self._store.stored(partition.namespace, numbers)
+                    kept |= self._store.stored(numbers)
                     self._pool.forget(partition, [one for one in numbers if one not in kept])
                 # A namespace that is loaded later starts from what the store has, which holds no deleted token.
                 self._pool.namespaces.forget_learned()

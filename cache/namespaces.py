@@ -78,7 +78,7 @@ class NamespaceTable:
         self._sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
         self._owed = 0  # bytes that merging will give back
         self._due: dict[Partition, None] = {}  # partitions with something to merge
-        self._used: dict[str, dict[Partition, None]] = {"hits": {}, "segments": {}}
+        self._used: dict[str, dict[Partition, None]] = {"learned": {}, "segments": {}}
         self._kept = KeptLearned(memory_bytes // _LEARNED)
 
     def clear(self) -> None:
@@ -155,7 +155,7 @@ class NamespaceTable:
         self.settle(partition)
         return partition
 
-    def take_used(self, reader: Literal["hits", "segments"]) -> list[Partition]:
+    def take_used(self, reader: Literal["learned", "segments"]) -> list[Partition]:
         """What was loaded, used or deleted from since `reader` asked last, or has open requests; for caches on disk."""
         with self._lock:
             used = list(self._used[reader])
@@ -164,8 +164,8 @@ class NamespaceTable:
 
     # What was learned by namespaces that left.
 
-    def take_unsaved(self) -> tuple[list[tuple[int, int]], dict[str, bytes]]:
-        """Hits of sequences, and by key learned states, of namespaces that left since the last call."""
+    def take_unsaved(self) -> dict[str, bytes]:
+        """By key the learned states of namespaces that left since the last call."""
         with self._lock:
             return self._kept.take_unsaved()
 
@@ -369,7 +369,6 @@ class NamespaceTable:
 
     def retire(self, partition: Partition, *, keep_learned: bool = False) -> None:
         """Let a partition leave memory. The caller holds its lock."""
-        hits = partition.fresh_hits() if keep_learned else []
         changed = partition.fresh_learned() if keep_learned else None
         learned = partition.learned() if keep_learned and changed is None and self.source is None else changed
         with self._lock:
@@ -378,7 +377,7 @@ class NamespaceTable:
             for noted in (self._due, *self._used.values()):
                 noted.pop(partition, None)
             if learned:
-                self._kept.put(partition.namespace, learned, hits)
+                self._kept.put(partition.namespace, learned)
             tenant = self._tenants.get(partition.namespace.tenant)
             if tenant and tenant.partitions.get(partition.namespace) is partition:
                 del tenant.partitions[partition.namespace]

@@ -36,10 +36,8 @@ class Partition:
 
     __slots__ = (
         "_groups",
-        "_hits_version",
         "_learned_version",
         "_meta",
-        "_reported",
         "added",
         "drafter",
         "group_bytes",
@@ -74,8 +72,7 @@ class Partition:
         self.used_at = time.monotonic()
         self.group_bytes = 0
         self._groups: dict[str, Group] = {}
-        self._hits_version = self._learned_version = self.learning
-        self._reported: dict[int, int] = {}  # hits by sequence, as of the last `fresh_hits`
+        self._learned_version = self.learning
         self._meta: dict[int, SequenceMeta] = {}
 
     @property
@@ -162,12 +159,10 @@ class Partition:
         group.measured = size
 
     def adopt(self, index: SuffixIndex, meta: dict[int, SequenceMeta]) -> None:
-        """Use a saved index as the cached past outputs. Its hits count as reported."""
-        usage = index.usage()
+        """Use a saved index as the cached past outputs."""
         with self.lock:
             self.shared = index
             self._meta = meta
-            self._reported = dict(zip(usage.sequences.tolist(), usage.hits.tolist(), strict=True))
 
     def freeze(self, sequences: Collection[int]) -> tuple[Frozen, dict[int, SequenceMeta]]:
         """Freeze the index of those `sequences` that are cached here, to save it; also returns all cached metadata."""
@@ -217,7 +212,6 @@ class Partition:
         with self.lock:
             self.shared.remove(sequences)
             for sequence in sequences:
-                self._reported.pop(sequence, None)
                 self._meta.pop(sequence, None)
 
     def _known(self) -> list[tuple[int, SequenceMeta]]:
@@ -253,19 +247,6 @@ class Partition:
         known = np.isin(ends[:, 0], [meta.end for _, meta in self._known()])
         if not known.all():
             self.drafter.restore(np.concatenate((state[:cells], ends[known].ravel())))
-
-    def fresh_hits(self) -> list[tuple[int, int]]:
-        """(sequence, hits since the last call) of every sequence with new hits."""
-        version = self.learning  # grows with every hit
-        if version == self._hits_version:
-            return []
-        self._hits_version = version
-        usage = self.shared.usage()
-        hit = np.flatnonzero(usage.hits)
-        totals = dict(zip(usage.sequences[hit].tolist(), usage.hits[hit].tolist(), strict=True))
-        fresh = [(sequence, total - self._reported.get(sequence, 0)) for sequence, total in totals.items()]
-        self._reported = totals
-        return [(sequence, hits) for sequence, hits in fresh if hits]
 
 
 def without_ends(learned: bytes) -> bytes:

@@ -219,15 +219,14 @@ class CachePool:
         for partition in grown:
             self.namespaces.settle(partition)
 
-    def take_usage(self) -> tuple[list[tuple[int, int]], dict[str, bytes]]:
-        """The hits of sequences since the last call, and by key the learned states that changed since."""
-        hits, learned = self.namespaces.take_unsaved()
-        for partition in self.namespaces.take_used("hits"):
+    def take_learned(self) -> dict[str, bytes]:
+        """By key the learned states that changed since the last call."""
+        learned = self.namespaces.take_unsaved()
+        for partition in self.namespaces.take_used("learned"):
             with partition.lock:
-                hits.extend(partition.fresh_hits())
                 if (state := partition.fresh_learned()) is not None:
                     learned[partition.namespace.key] = state
-        return hits, learned
+        return learned
 
     # Deletions.
 

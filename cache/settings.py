@@ -68,12 +68,6 @@ class CacheSettings(SettingsModel):
         default=None, description="Of the database's user. Set it from the environment or password_file only"
     )
     password_file: Path | None = Field(default=None, description="File holding the password")
-    remote: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder or URL (`s3://bucket/prefix`) at which segments of a cache on a database server are"
-        " published, so that new machines open warm; one for each database",
-    )
     memory_bytes: ByteSize = Field(default=ByteSize(512 << 20), gt=0, description="Most memory the index may use")
     disk_bytes: ByteSize | None = Field(default=None, gt=0, description="Most that the database may take; unset: all")
     tenant_memory_bytes: ByteSize | None = Field(
@@ -128,7 +122,6 @@ class CacheSettings(SettingsModel):
             responses_bytes=int(self.responses_bytes),
             responses_age=self.responses_age,
             usage_days=self.usage_days,
-            remote=self.remote,
         )
 
     def location(self) -> Path | str | None:

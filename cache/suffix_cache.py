@@ -22,7 +22,7 @@ from agentspec.cache.request import BatchCalls, CacheRequest
 from agentspec.cache.responses import ResponseLimits
 from agentspec.cache.side_stores import SideStores
 from agentspec.cache.tokens import TokensLike, as_tokens
-from agentspec.errors import CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
@@ -101,7 +101,6 @@ class SuffixCache(BatchCalls):
         responses_bytes: int = 64 << 20,
         responses_age: float | None = 30 * 86400.0,
         usage_days: int = 400,
-        remote: str | None = None,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
@@ -118,8 +117,7 @@ class SuffixCache(BatchCalls):
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
         limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Counts in `usage`
-        are kept for `usage_days` days. Segments of a cache on a database server are published at `remote`, a folder or
-        a URL of fsspec, and opened from there. Raises `ConfigurationError` for settings that cannot work, and
+        are kept for `usage_days` days. Raises `ConfigurationError` for settings that cannot work, and
         `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
@@ -146,15 +144,21 @@ class SuffixCache(BatchCalls):
                 raise
             return cache
 
-        if path is None and remote is not None:
-            raise ConfigurationError("cache.remote needs a database server in cache.path", param="remote")
         if path is None:
             return started(None)
         from agentspec.cache.storage.sequence_store import SequenceStore
 
-        try:
+        def opened() -> SuffixCache:
             sizes = {"disk_bytes": limits.disk_bytes, "tenant_disk_bytes": limits.tenant_disk_bytes}
-            return started(SequenceStore.open(path, **sizes, mode=mode, remote=remote))
+            return started(SequenceStore.open(path, **sizes, mode=mode))
+
+        try:
+            try:
+                return opened()
+            except CacheDamagedError:
+                if mode == "follower":
+                    raise
+                return opened()  # which replaces the database, now that the damage is known
         except CacheError as error:
             if mode != "auto" or isinstance(error, CacheFormatError):
                 raise
@@ -270,14 +274,6 @@ class SuffixCache(BatchCalls):
         self._pool.require_open()
         return self._sync.compact() if self._sync else 0
 
-    def publish(self) -> int:
-        """Publish the segment of every namespace at `remote`, and return their number; the writer does so by itself.
-
-        Raises `ConfigurationError` without a `remote`, `CacheError` when publishing fails. Nothing to do in memory.
-        """
-        self._pool.require_open()
-        return self._sync.publish() if self._sync else 0
-
     def tenant_bytes(self) -> dict[str, int]:
         """The bytes that each tenant takes in memory, over all its namespaces."""
         self._pool.require_open()
@@ -313,7 +309,7 @@ class SuffixCache(BatchCalls):
             if self._sync and not self.closed:
                 released.callback(self.tool_turns.close)
                 self._sync.close()
-                self._sync.report_usage()
+                self._sync.report_learned()
 
     def leave_behind(self, reason: str) -> None:
         """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from agentspec.cache.deleter import Deleter
-from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.partition import Partition
 from agentspec.cache.pool import CachePool
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
+from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError
 from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
@@ -30,7 +29,6 @@ _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly r
 _CLOSING_SHARE = 1 / 128
 _RETRY = 1.0  # seconds until loading is tried again after a failure
 _PAUSE = 60.0  # seconds between two attempts to save a namespace's segment, and between two looks at all of them
-_PUBLISHING_SECONDS = 0.5  # how often the publisher looks
 
 
 class StoreSync:
@@ -47,11 +45,9 @@ class StoreSync:
         self._started = False
         self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
         self._load_at = 0.0  # when loading is tried again after the database did not answer
-        # Segments hold nothing that deletions up to this number deleted, unless some were published late since.
-        self._checked = (0, 0)
-        self._checks_at = 0.0  # the earliest that they are looked at again; those that are published, at once
+        self._checked = 0  # segments hold nothing that deletions up to this number deleted
+        self._checks_at = 0.0  # the earliest that they are looked at again
         self._swept = True
-        self._publisher: MaintenanceThread | None = None
 
     def disk_bytes(self) -> int:
         return self._store.disk_bytes() + self._segments.total_bytes()
@@ -92,10 +88,6 @@ class StoreSync:
         with contextlib.suppress(CacheError):  # the maintenance thread tries again, and reports it
             self._store.secure_erase()
         self._started = True
-        if self._segments.published:  # apart: a remote that is slow, or hangs, holds up nothing else
-            self._publisher = MaintenanceThread(
-                self._save_segments, seconds=_PUBLISHING_SECONDS, name="agentspec-cache-publisher"
-            )
 
     def can_reload(self) -> bool:
         """Whether outputs are being written, so that a namespace that leaves memory is found again."""
@@ -213,23 +205,21 @@ class StoreSync:
 
     def flush(self) -> None:
         """Wait until the outputs closed so far are in the database. Raises `CacheError` if they cannot be written."""
-        self.report_usage()
+        self.report_learned()
         self._store.flush()
 
-    def report_usage(self) -> None:
-        """Give the store the hits of sequences and the learned states that changed."""
+    def report_learned(self) -> None:
+        """Give the store the learned states that changed."""
         with self._deleter.following:
-            self._store.put_usage(*self._pool.take_usage())
+            self._store.put_learned(self._pool.take_learned())
 
     def maintain(self) -> None:
-        """Called periodically: mend damage that was met, enforce the disk budgets, save segments that lack much.
+        """Called periodically: enforce the disk budgets, save segments that lack much.
 
         Looks at those namespaces only that were used since the last call; a process that becomes the writer at all.
         """
-        self._store.mend_if_met()
         self._store.enforce_budget()
-        if not self._segments.published:
-            self._save_segments()
+        self._save_segments()
 
     def _save_segments(self) -> None:
         if not self._writes:
@@ -246,11 +236,9 @@ class StoreSync:
                 self._try_to_save(partition)
 
     def _withdraw(self) -> None:
-        """Delete segments that hold what was deleted by a process that was killed before it came to them, or that knows
-        of no remote; and published ones that hold what was deleted meanwhile.
-        """
-        now = self._store.last_deletion, self._segments.late()
-        if now == self._checked or (not self._segments.published and time.monotonic() < self._checks_at):
+        """Delete segments that hold what was deleted by a process that was killed before it came to them."""
+        now = self._store.last_deletion
+        if now == self._checked or time.monotonic() < self._checks_at:
             return
         self._checks_at = time.monotonic() + _PAUSE
         try:
@@ -258,22 +246,6 @@ class StoreSync:
             self._checked = now
         except (OSError, CacheError) as error:  # tried again with the next call
             self._segments.failed("segments may still hold what is forgotten", error)
-
-    def publish(self) -> int:
-        """Publish the segment of each namespace, whichever process writes; returns how many. Raises `CacheError`."""
-        if not self._segments.published:
-            raise ConfigurationError("there is nowhere to publish segments: set cache.remote", param="remote")
-        self.flush()
-        self._catch_up()
-        stored = self._store.namespaces()
-        for one in stored:
-            with self._pool.namespaces.entered(one.namespace) as partition:
-                pass
-            try:
-                self._save(partition)
-            except OSError as error:
-                raise CacheError(f"a segment cannot be published: {error}") from error
-        return len(stored)
 
     def compact(self) -> int:
         """Rewrite all segments and the database; returns the bytes on disk.
@@ -294,8 +266,6 @@ class StoreSync:
 
     def close(self) -> None:
         """Save the segments that lack so many tokens that the next start would be slow."""
-        if self._publisher:
-            self._publisher.close()
         partitions = self._pool.namespaces.partitions()
         lacking = [one for one in partitions if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
@@ -340,13 +310,10 @@ class StoreSync:
             if segment.meta and self._fits(segment):
                 self._segments.save(segment, frozen)
                 partition.saved = added
-                if self._segments.published and self._holds_deleted(segment):  # no lock kept that deletion out
-                    self._checked = (-1, 0)
-                    self._segments.delete(segment.namespace.key)
 
     def _fits(self, segment: Segment) -> bool:
         limit = self._store.disk_limit
-        if limit is None or self._segments.published:
+        if limit is None:
             return True
         others = self._segments.known_bytes() - self._segments.size(segment.namespace.key)
         return self._store.disk_bytes() + others + segment.index_bytes <= limit

@@ -36,11 +36,6 @@ def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
             f"{path}: the password of cache.path must not stand in a file: files are copied and committed."
             f" Set {PREFIX}CACHE__PASSWORD, or name a file in cache.password_file"
         )
-    if without_password(remote := str(cache.get("remote", ""))) != remote:
-        raise ConfigurationError(
-            f"{path}: the password of cache.remote must not stand in a file: files are copied and committed."
-            f" Set {PREFIX}CACHE__REMOTE, or what fsspec's package for the scheme reads its credentials from"
-        )
     for section, address in (("backends", "base_url"), ("knowledge", "url")):
         for name, table in tables(file, section):
             _refuse_key(f"{path}: {section}.{name}", f"{section}.{name}", table, address)

@@ -81,7 +81,6 @@ class AsyncSuffixCache:
     forget = _in_thread(SuffixCache.forget)
     flush = _in_thread(SuffixCache.flush)
     compact = _in_thread(SuffixCache.compact)
-    publish = _in_thread(SuffixCache.publish)
     stats = _in_thread(SuffixCache.stats)
     check_integrity = _in_thread(SuffixCache.check_integrity)
 

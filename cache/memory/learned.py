@@ -8,7 +8,7 @@ from agentspec.types import Namespace
 
 
 class KeptLearned:
-    """Learned states, and hits of sequences, of namespaces that left memory. Over `room` bytes the oldest are dropped.
+    """Learned states of namespaces that left memory. Over `room` bytes the oldest are dropped.
 
     Not thread-safe: the caller has a lock.
     """
@@ -18,14 +18,12 @@ class KeptLearned:
         self._states: OrderedDict[Namespace, bytes] = OrderedDict()
         self._bytes = 0
         self._unsaved: set[Namespace] = set()
-        self._hits: list[tuple[int, int]] = []
 
-    def put(self, namespace: Namespace, learned: bytes, hits: list[tuple[int, int]]) -> None:
+    def put(self, namespace: Namespace, learned: bytes) -> None:
         self.take(namespace)
         self._states[namespace] = learned
         self._unsaved.add(namespace)
         self._bytes += len(learned)
-        self._hits = (self._hits + hits)[-(1 << 16) :]
         while self._bytes > self._room and self._states:
             self.take(next(iter(self._states)))
 
@@ -36,12 +34,11 @@ class KeptLearned:
         self._bytes -= len(state or b"")
         return state
 
-    def take_unsaved(self) -> tuple[list[tuple[int, int]], dict[str, bytes]]:
-        """Hits, and by key the states, that were put since the last call."""
-        hits, self._hits = self._hits, []
+    def take_unsaved(self) -> dict[str, bytes]:
+        """By key the states that were put since the last call."""
         states = {one.key: self._states[one] for one in self._unsaved if one in self._states}
         self._unsaved.clear()
-        return hits, states
+        return states
 
     def clear(self) -> None:
         self._states.clear()

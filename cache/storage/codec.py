@@ -43,7 +43,6 @@ def encode(record: SequenceRecord) -> dict[str, object]:
         "tokens": packed,
         "size": len(packed),
         "created_at": record.created_at,
-        "hits": 0,
     }
 
 

@@ -46,15 +46,6 @@ def opening(target: str | Path) -> Iterator[Database]:
         raise
 
 
-@contextmanager
-def opened_database(target: str | Path) -> Iterator[Database]:
-    """The database alone, whatever is damaged in it. Raises as `opening`."""
-    with opening(target) as database:
-        database.connect()
-        yield database
-    database.close()
-
-
 def _is_address(target: str | Path) -> TypeGuard[str]:
     if isinstance(target, Path) and re.match(r"[a-z+]+:/", str(target)):
         raise ConfigurationError("path must be a string where it is an address, not a Path", param="path")

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
 
-from agentspec.errors import CacheClosedError, CacheDamagedError
+from agentspec.errors import CacheClosedError
 
 Result = TypeVar("Result")
 
@@ -112,29 +112,13 @@ class Database(ABC):
     def include(self, table: str) -> None:
         """Count `table` among the tables that `disk_bytes` measures and `secure_erase` erases. Idempotent."""
 
-    @abstractmethod
-    def counter(self, connection: sa.Connection, table: str) -> int:
-        """The last id that was handed out to a row of `table`."""
-
-    @abstractmethod
-    def look_closely(self, connection: sa.Connection) -> None:
-        """Have this transaction read only those rows that it looks for, where an index leads to them."""
+    def mark_damage(self) -> None:
+        """Let the next writer that opens the database save what can be read of it, where that can be done."""
+        _log.warning("%s is damaged", self.name)
 
     @abstractmethod
     def problems(self) -> list[str]:
-        """Faults in the database's structure, as its own integrity check reports them."""
-
-    @abstractmethod
-    def losses(self) -> list[str]:
-        """What `mend` could not save now, a line each; changes nothing. Raises as `mend`."""
-
-    @abstractmethod
-    def mend(self) -> list[str] | None:
-        """Replace a damaged structure by a sound one that holds all that can be read; returns what could not be saved.
-
-        None: there was nothing to mend. Other processes may use the database meanwhile. Raises `CacheDamagedError`
-        where it cannot be mended, saying what to do instead, and `DBAPIError` where it cannot be written.
-        """
+        """Faults in the database's structure, as its own integrity check reports them. Raises `DBAPIError`."""
 
     @abstractmethod
     def is_transient(self, error: BaseException) -> bool:
@@ -230,18 +214,6 @@ class PendingErasure:
                 self._database.name,
             )
         self._owed, self._again = rewrite_within, time.monotonic() + _AGAIN
-
-
-def mending(database: Database, operation: Callable[[], Result]) -> Result:
-    """`operation()`; where it meets damage, the database is mended and it is tried once more."""
-    try:
-        return operation()
-    except (exc.DBAPIError, CacheDamagedError) as error:
-        if isinstance(error, exc.DBAPIError) and not database.is_damage(error):
-            raise
-        if database.mend() is None:
-            raise
-    return operation()
 
 
 def reason(error: BaseException) -> str:

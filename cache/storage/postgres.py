@@ -18,7 +18,6 @@ from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import insert
 
 from agentspec.cache.storage.database import Database, Upsert, reason
-from agentspec.cache.storage.migrations.partitions import partitions_of
 from agentspec.cache.storage.schema import metadata
 from agentspec.errors import CacheLockedError, ConfigurationError, extra_of, install_advice
 
@@ -29,7 +28,7 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
-_TABLES = "namespaces", "learned", "deletions"  # beside the sequences, those that hold anything of anybody
+_TABLES = "sequences", "namespaces", "learned", "deletions"  # those that hold anything of anybody
 _HELD = (  # the writer's lock, where a session holds it
     f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -166,21 +165,11 @@ class PostgresDatabase(Database):
         with self.engine.connect() as connection:
             return self._size(connection, (*metadata.tables, *self._further))
 
-    def rewritten_bytes(self, tenants: Collection[str] | None) -> int:
-        with self.engine.connect() as connection:
-            return self._size(connection, self._holding(connection, tenants))
-
     def _size(self, connection: sa.Connection, tables: Iterable[str]) -> int:
-        """Bytes of tables with their indexes, and of their partitions where they have some."""
-        listed = ", ".join(f"'{table}'::regclass" for table in tables)
-        parts = f"unnest(ARRAY[{listed}]) AS whole LEFT JOIN LATERAL pg_partition_tree(whole) AS part ON part.isleaf"
-        query = f"SELECT sum(pg_total_relation_size(coalesce(part.relid, whole))) FROM {parts}"
+        """Bytes of tables with their indexes."""
+        listed = ", ".join(f"'{table}'" for table in tables)
+        query = f"SELECT sum(pg_total_relation_size(one::regclass)) FROM unnest(ARRAY[{listed}]) AS one"
         return int(connection.exec_driver_sql(query).scalar_one())
-
-    def _holding(self, connection: sa.Connection, tenants: Collection[str] | None) -> list[str]:
-        """The tables, or their partitions, that hold anything of these tenants, or of anybody."""
-        parts = ["sequences"] if tenants is None else partitions_of(connection, tenants)
-        return [*parts, *_TABLES, *sorted(self._further)]
 
     def shrink(self) -> bool:
         return self.secure_erase(rewrite=True)  # a plain VACUUM keeps the room for new rows
@@ -189,10 +178,8 @@ class PostgresDatabase(Database):
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                if rewrite:
-                    connection.exec_driver_sql(f"VACUUM (FULL) {', '.join(self._holding(connection, tenants))}")
-                if not rewrite or tenants is not None:  # those that need no rewriting
-                    connection.exec_driver_sql(f"VACUUM {', '.join(self._holding(connection, None))}")
+                tables = ", ".join([*_TABLES, *sorted(self._further)])
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {tables}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise
@@ -202,20 +189,8 @@ class PostgresDatabase(Database):
                     connection.exec_driver_sql("RESET lock_timeout")
         return True
 
-    def counter(self, connection: sa.Connection, table: str) -> int:
-        return int(connection.exec_driver_sql(f"SELECT last_value FROM {table}_id_seq").scalar_one())
-
     def problems(self) -> list[str]:
         return []  # a server checks its pages itself, as they are read
-
-    def look_closely(self, connection: sa.Connection) -> None:
-        connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
-
-    def losses(self) -> list[str]:
-        return []
-
-    def mend(self) -> list[str] | None:
-        return None
 
     def is_transient(self, error: BaseException) -> bool:
         if not isinstance(error, exc.DBAPIError):

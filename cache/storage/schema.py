@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 4  # the newest revision in cache/storage/migrations/versions
+VERSION = 5  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -50,15 +50,8 @@ meta = sa.Table(
     sa.Column("value", sa.String, nullable=False),
 )
 
-revision = sa.Table(
-    "agentspec_version",  # Alembic's table; renamed so that another program's Alembic table can be in the same schema
-    metadata,
-    sa.Column("version_num", sa.String(32), nullable=False),
-    sa.PrimaryKeyConstraint("version_num", name="agentspec_version_pkc"),
-)
-
 sequences = sa.Table(
-    "sequences",  # in PostgreSQL divided by tenant, see `migrations/partitions.py`
+    "sequences",
     metadata,
     sa.Column("id", _Id, primary_key=True),
     sa.Column("number", sa.BigInteger, nullable=False, unique=True),  # (-process << 32) + count; see `processes`
@@ -73,7 +66,6 @@ sequences = sa.Table(
     sa.Column("token_count", sa.Integer, nullable=False),
     sa.Column("tokens", sa.LargeBinary, nullable=False),  # zlib of context and tokens, little-endian int32
     sa.Column("created_at", sa.Float, nullable=False),  # seconds since 1970
-    sa.Column("hits", sa.Integer, nullable=False, default=0),
     sa.Column("size", sa.Integer, nullable=False, server_default="0"),  # bytes of `tokens`
     sa.Index("ix_sequences_tenant", "tenant", "id", "size"),  # covers the query for a tenant's sum of sizes
     sqlite_autoincrement=True,
@@ -147,5 +139,8 @@ def is_older(column: sa.ColumnElement[float], before: float) -> sa.ColumnElement
 
 
 def damaged(name: object, reason: object) -> CacheDamagedError:
-    advice = "`agentspec cache repair --yes` saves what can be read; or move it away to start a new cache"
+    advice = (
+        "in a folder, the next process that opens it to write (restart the server) saves what can be read in a new"
+        " database, and renames this one; or move it away to start a new cache"
+    )
     return CacheDamagedError(f"{name} is damaged: {reason}; {advice}")

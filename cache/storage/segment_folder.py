@@ -88,8 +88,6 @@ class SegmentFolder:
     """The segments of one cache: one file per namespace, named by its key. All can be rebuilt from the database."""
 
     kept = True
-    published = False
-    """Whether other machines use the segments, and may know of no `writing` lock, and of no segments."""
 
     def __init__(self, folder: Path, files: LocalFiles | None = None) -> None:
         self.error: str | None = None
@@ -251,21 +249,15 @@ class SegmentFolder:
     def _named(self, *endings: str) -> list[str]:
         return [name for name in self._files.names() if name.endswith(endings)]
 
-    def late(self) -> int:
-        """Grows when a change took effect that was believed to have failed: segments are looked at again then."""
-        return 0
-
-    def withdraw(
-        self, unwanted: Callable[[Segment], bool], concerns: Callable[[str], bool] = lambda tenant: True
-    ) -> None:
-        """Delete the segments that are `unwanted`, of tenants that it `concerns`. One that cannot be read stays: `load`
-        sets it aside. Raises what `unwanted` raises, and `OSError`.
+    def withdraw(self, unwanted: Callable[[Segment], bool]) -> None:
+        """Delete the segments that are `unwanted`. One that cannot be read stays: `load` sets it aside. Raises what
+        `unwanted` raises, and `OSError`.
         """
         for name in self._named(_SUFFIX):
             key, segment = name.removesuffix(_SUFFIX), None
             with contextlib.suppress(OSError, CacheFormatError), self._files.open(name) as file:
                 segment = read_segment(file, key)
-            if segment is not None and concerns(segment.namespace.tenant) and unwanted(segment):
+            if segment is not None and unwanted(segment):
                 self._known = None
                 self._files.unlink(name)
 

@@ -5,47 +5,38 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import sqlalchemy as sa
-from sqlalchemy import exc
 
-from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection
+from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, opening
-from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, mending, reason
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
-from agentspec.cache.storage.migration import prepare
-from agentspec.cache.storage.remote import open_segments
 from agentspec.cache.storage.rows.numbers import SequenceNumbers
-from agentspec.cache.storage.rows.pages import RowPages
 from agentspec.cache.storage.rows.reader import SequenceReader
 from agentspec.cache.storage.rows.row_writer import RowWriter
-from agentspec.cache.storage.schema import learned, sequences
-from agentspec.cache.storage.segment_folder import SegmentFolder
-from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError
+from agentspec.cache.storage.salvage import replace_damaged
+from agentspec.cache.storage.schema import damaged, learned, sequences
+from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
+from agentspec.cache.storage.tables import prepare
+from agentspec.errors import CacheError
 from agentspec.types import Namespace
 
 _REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
 _ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
 _LINGER = 0.05  # seconds that an output waits for others: a transaction of its own writes ten times its size
-_JOB_BYTES, _HIT_BYTES = 1024, 128  # bytes of the Python objects around an output, and of one number of hits
+_JOB_BYTES = 1024  # of the Python objects around an output
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _UsageUpdate:
-    hits: list[tuple[int, int]]
-    learned: dict[str, bytes]
-
-
-_Job = SequenceRecord | _UsageUpdate
+_Job = SequenceRecord | dict[str, bytes]  # a sequence, or learned states by their namespace's key
 
 
 class SequenceStore(SequenceReader):
@@ -65,7 +56,7 @@ class SequenceStore(SequenceReader):
         self._rows = RowWriter(database, "what is cached")
         self._erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
         self._own: dict[int, Selection] = {}  # this process's deletions that are not applied yet, by number
-        self.last_deletion = self._despite_damage(self._newest_deletion, lambda: 0)  # the last one applied here
+        self.last_deletion = self._newest_deletion()  # the last one applied here
         self.numbering = numbering
         # Last: nobody would end its thread if anything before failed.
         self._writer: BatchWriter[_Job] = BatchWriter(
@@ -86,9 +77,8 @@ class SequenceStore(SequenceReader):
         disk_bytes: int | None,
         mode: Literal["auto", "writer", "follower"],
         tenant_disk_bytes: int | None = None,
-        remote: str | None = None,
     ) -> SequenceStore:
-        """Open the database at `target`, a folder or an address; segments of a server's are published at `remote`.
+        """Open the database at `target`, a folder or an address.
 
         Raises `CacheLockedError`, `CacheFormatError`, `CacheUnavailableError` if opening may succeed at another time or
         for another user, and `ConfigurationError` if `target` cannot be a database.
@@ -96,11 +86,10 @@ class SequenceStore(SequenceReader):
         with opening(target) as database:
             acquire_writer(database, mode)
             database.connect()
-            if mode == "follower":
-                prepare(database)
-            else:
-                mending(database, lambda: prepare(database))
-            segments = open_segments(database, remote)
+            segments = SegmentFolder(database.folder) if database.folder else NoSegmentFolder()
+            if replace_damaged(database):
+                segments.clear()
+            prepare(database)
             numbering = SequenceNumbers(database)
             if mode != "follower":  # a follower, which may have no right to write, claims with its first output
                 numbering.claim()
@@ -153,11 +142,10 @@ class SequenceStore(SequenceReader):
         waiting, _ = self._allowed(self._writer.waiting(), deletions)
         return [job for job in waiting if isinstance(job, SequenceRecord) and job.namespace == namespace]
 
-    def put_usage(self, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
-        """Add hits to sequences; the writer process also saves each namespace's (by key) learned state."""
-        is_writer = self._database.is_writer
-        if hits or (learned and is_writer):
-            self._writer.put(_UsageUpdate(hits, learned if is_writer else {}))
+    def put_learned(self, learned: dict[str, bytes]) -> None:
+        """Save learned states, by their namespace's key, if this process is the writer."""
+        if learned and self._database.is_writer:
+            self._writer.put(learned)
 
     def flush(self) -> None:
         """Wait until everything put so far is durable. Raises `CacheError` if it cannot be written."""
@@ -174,28 +162,13 @@ class SequenceStore(SequenceReader):
 
     def enforce_budget(self) -> None:
         """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
-        mending(self._database, self._budget.enforce)
-
-    def mend_if_met(self) -> None:
-        """`mend` damage that was met, if this process is the writer. Called periodically."""
-        if self.met_damage and self._database.is_writer:
-            self.mend()
-
-    def mend(self) -> list[str] | None:
-        """Replace a database whose structure is damaged, as `Database.mend` does. Raises `CacheError`."""
-        self.met_damage = False
-        with self._answering():
-            lost = self._database.mend()
-        if lost is not None:
-            self._damaged.clear()
-            self._erasure.mark()
-        return lost
+        self._budget.enforce()
 
     def examine(self) -> None:
-        """Check the whole database, and `mend` what is wrong with its structure. Raises `CacheError`."""
+        """Check the whole database. Raises `CacheDamagedError` if something is wrong with its structure."""
         with self._answering():
-            if self._database.problems():
-                self.mend()
+            if found := self._database.problems():
+                raise damaged(self.name, found[0])
 
     # Deletions.
 
@@ -203,16 +176,16 @@ class SequenceStore(SequenceReader):
         """Delete a selection in one transaction and log the deletion for other processes; returns how many sequences.
 
         Sequences in its scope that other processes have not written yet are dropped when they write. They delete from
-        their memory by `pending_deletions`. A damaged database is mended first. Raises `CacheError` if the deletion
-        fails, and nothing is deleted then unless it is a `PartlyForgottenError`.
+        their memory by `pending_deletions`. Raises `CacheError` if the deletion fails or the database is damaged, and
+        nothing is deleted then.
         """
         self.examine()  # a search does not meet all damage, and misses what it hides
         return self._forget(selection, rewrite=True)
 
     def expire(self, selection: Selection) -> int:
         """`forget`, but only if a sequence matches the selection, and without a need to rewrite what held it."""
-        with contextlib.suppress(CacheDamagedError), self._answering():
-            if not mending(self._database, lambda: self._search(selection)).ids:
+        with self._answering():
+            if not self._search(selection).ids:
                 return 0
         return self._forget(selection, rewrite=False)
 
@@ -224,41 +197,14 @@ class SequenceStore(SequenceReader):
         with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
             self._writer.flush()
         try:
-            try:
-                deleted, unread = mending(self._database, lambda: self._delete(selection)), 0
-            except exc.DBAPIError as error:
-                if not self._database.is_damage(error):
-                    raise
-                deleted, unread = self._delete_readable(selection, anyhow=rewrite)
+            deleted = self._delete(selection)
         except FAILURES as error:
+            if self._database.is_damage(error):
+                raise damaged(self.name, f"nothing was forgotten: {reason(error)}") from error
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         if deleted.anything:
             self._erasure.mark(deleted.tenants if rewrite else ())
-        if unread:
-            raise PartlyForgottenError(
-                f"{deleted.count} sequences were forgotten, and {unread} rows may be left in {self._database.name},"
-                " which cannot be read: restore its damaged pages, or clear them (zero_damaged_pages); forget again",
-                deleted.count,
-            )
         return deleted.count
-
-    def _delete_readable(self, selection: Selection, *, anyhow: bool) -> tuple[deletion_log.DeletedRows, int]:
-        """Delete what can be read of a server's database, `anyhow` or if there is any; also how many rows cannot be."""
-        lost: dict[int, str] = {}
-        newest = self._newest_id()
-        pieces = RowPages(self._database, deletion_log.conditions(selection), 0, newest, lost=lost.__setitem__)
-        with self._answering():
-            ids = [row.id for piece in pieces for row in piece if deletion_log.holds(row, selection)]
-        if not (ids or anyhow):
-            return deletion_log.DeletedRows(), len(lost)
-        found = deletion_log.SelectedRows(ids, newest)
-        with self._database.writing() as connection:
-            self._database.look_closely(connection)
-            ids = deletion_log.search_new(connection, selection, found).ids
-            deleted = deletion_log.delete_rows(connection, selection, ids)
-            for forget in self.also_forgets:
-                deleted.others += forget(connection, selection)
-        return deleted, len(lost)
 
     def _delete(self, selection: Selection) -> deletion_log.DeletedRows:
         found = self._search(selection)
@@ -308,22 +254,6 @@ class SequenceStore(SequenceReader):
         self._writer.revise(leave)
         self._own.pop(number, None)
 
-    def remove(self, ids: Iterable[int]) -> int:
-        """Delete rows by their ids, whether they can be read or not; returns how many.
-
-        Raises `CacheUnavailableError` where the database does not answer.
-        """
-        gone = 0
-        for id_ in ids:
-            # A row on a damaged page cannot be deleted.
-            with contextlib.suppress(CacheFormatError), self._answering(), self._database.writing() as connection:
-                gone += connection.execute(sequences.delete().where(sequences.c.id == id_)).rowcount
-        self._erasure.mark()
-        with contextlib.suppress(CacheError):  # bytes that cannot be erased now are by the next process that writes
-            self.recheck()
-            self.secure_erase(rewrite=True, everything=True)
-        return gone
-
     def secure_erase(self, *, rewrite: bool = False, everything: bool = False) -> None:
         """Erase every byte of deleted rows from the database and its journal.
 
@@ -369,7 +299,7 @@ class SequenceStore(SequenceReader):
     # In the writer's thread.
 
     def _commit(self, jobs: list[_Job]) -> int:
-        left_out = mending(self._database, lambda: self._write(jobs))
+        left_out = self._write(jobs)
         try:
             self.enforce_budget()
         except Exception as error:  # what was written above is committed whatever fails here
@@ -387,7 +317,7 @@ class SequenceStore(SequenceReader):
             # A commit whose confirmation was lost is tried again: its rows may exist already.
             insert = self._database.insert(sequences).on_conflict_do_nothing()
             left_out = dropped + self._rows.execute(connection, insert, added)
-            return left_out + sum(self._save_usage(connection, job) for job in allowed if isinstance(job, _UsageUpdate))
+            return left_out + sum(self._save_learned(connection, job) for job in allowed if isinstance(job, dict))
 
     def _allowed(self, jobs: Iterable[_Job], deletions: Sequence[tuple[int, Scope]]) -> tuple[list[_Job], int]:
         """The jobs that may still be written after these deletions: no covered sequence, no learned state.
@@ -399,9 +329,9 @@ class SequenceStore(SequenceReader):
         kept: list[_Job] = []
         unsearched = 0
         for job in jobs:
-            if isinstance(job, _UsageUpdate):
-                kept.append(_UsageUpdate(job.hits, {}))
-            elif covering := [one for one in deletions if self._covers(*one, job)]:
+            if isinstance(job, dict):
+                continue
+            if covering := [one for one in deletions if self._covers(*one, job)]:
                 unsearched += all(scope.searched and number not in self._own for number, scope in covering)
             else:
                 kept.append(job)
@@ -412,19 +342,16 @@ class SequenceStore(SequenceReader):
             return False
         return number not in self._own or self._own[number].holds(np.concatenate((job.context, job.tokens)))
 
-    def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> int:
-        named = sequences.update().where(sequences.c.number == sa.bindparam("of"))
-        more = named.values(hits=sequences.c.hits + sa.bindparam("more"))
-        left_out = self._rows.execute(connection, more, [{"of": number, "more": hits} for number, hits in usage.hits])
-        if usage.learned and self._database.confirm_writer(connection):  # else another process has become the writer
-            insert = self._database.insert(learned)
-            saved = insert.on_conflict_do_update(index_elements=["namespace"], set_={"state": insert.excluded.state})
-            rows = [{"namespace": key, "state": state} for key, state in usage.learned.items()]
-            left_out += self._rows.execute(connection, saved, rows)
-        return left_out
+    def _save_learned(self, connection: sa.Connection, states: dict[str, bytes]) -> int:
+        if not self._database.confirm_writer(connection):  # another process has become the writer
+            return 0
+        insert = self._database.insert(learned)
+        saved = insert.on_conflict_do_update(index_elements=["namespace"], set_={"state": insert.excluded.state})
+        rows = [{"namespace": key, "state": state} for key, state in states.items()]
+        return self._rows.execute(connection, saved, rows)
 
 
 def _size(job: _Job) -> int:
-    if isinstance(job, _UsageUpdate):
-        return _JOB_BYTES + _HIT_BYTES * len(job.hits) + sum(map(len, job.learned.values()))
+    if isinstance(job, dict):
+        return _JOB_BYTES + sum(map(len, job.values()))
     return _JOB_BYTES + 4 * (len(job.tokens) + len(job.context))

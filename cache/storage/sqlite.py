@@ -19,13 +19,9 @@ from sqlalchemy import event, exc
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentspec.cache.storage.database import Database, Upsert
+from agentspec.cache.storage.database import Database, Upsert, reason
 from agentspec.cache.storage.path_lock import PathLock
-from agentspec.cache.storage.repair import rebuild
-from agentspec.cache.storage.repair.salvage import DAMAGE
 from agentspec.errors import (
-    CacheDamagedError,
-    CacheFormatError,
     CacheLockedError,
     CacheUnavailableError,
     ConfigurationError,
@@ -40,6 +36,7 @@ _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
 _INCREMENTAL = 2  # SQLite's number for it
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOTADB)
 _PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -73,32 +70,32 @@ class SqliteDatabase(Database):
 
     _forked = False  # whether this process was
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str = DATABASE) -> None:
         if SqliteDatabase._forked:
             raise CacheUnavailableError(
                 "this process was forked from one that had a cache in a folder open, and SQLite cannot be used in both:"
                 " open the cache after the fork, or start the process with spawn"
             )
-        self._path = folder.expanduser().absolute() / DATABASE
-        self.folder = self._path.parent
+        self.path = folder.expanduser().absolute() / file
+        self.folder = self.path.parent
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _close_to_others(self.folder)
-        self.name = str(self._path)
+        self.name = str(self.path)
         self._lock: WriterLock | None = None
         self._is_candidate = False
         self._electing = threading.Lock()
-        self._mending = threading.Lock()
         self._file: tuple[int, int] | None = None  # device and inode of the database's file
-        place = sa.URL.create("sqlite", database=str(self._path))  # a `?` in the path begins no options
+        place = sa.URL.create("sqlite", database=str(self.path))  # a `?` in the path begins no options
         self.engine = sa.create_engine(place, connect_args={"timeout": _TIMEOUT}, hide_parameters=True)
         event.listen(self.engine, "connect", _configure)
         event.listen(self.engine, "do_connect", self._require_same_file)
+        event.listen(self.engine, "handle_error", self._note_error)
         self._refuse_when_closed()
 
     def acquire_writer(self) -> None:
         with self._electing:
             self._is_candidate = True
-            self._lock = WriterLock(self._path.parent)
+            self._lock = WriterLock(self.path.parent)
 
     @property
     def is_writer(self) -> bool:
@@ -106,7 +103,7 @@ class SqliteDatabase(Database):
 
     def renew_lease(self) -> None:
         with self._electing:
-            moved = self._file not in (None, _identity(self._path))
+            moved = self._file not in (None, _identity(self.path))
             if self._lock is not None and (moved or not self._lock.is_held):
                 what = "it" if moved else "its lock file"
                 _log.warning("no longer the writer of %s: %s was deleted or replaced", self.name, what)
@@ -115,7 +112,7 @@ class SqliteDatabase(Database):
             self._require_same_file()  # who opens what is there now can be its writer
             if self._lock is None and self._is_candidate:
                 with contextlib.suppress(CacheLockedError):
-                    self._lock = WriterLock(self._path.parent)
+                    self._lock = WriterLock(self.path.parent)
 
     def confirm_writer(self, connection: sa.Connection) -> bool:
         lock = self._lock
@@ -123,14 +120,14 @@ class SqliteDatabase(Database):
 
     def connect(self) -> None:
         for suffix in ("-wal", "-shm"):
-            if (beside := self._path.with_name(DATABASE + suffix)).is_symlink():
+            if (beside := self.path.with_name(self.path.name + suffix)).is_symlink():
                 raise ConfigurationError(
                     f"{beside} is a symbolic link, which is not followed: put the file itself there"
                 )
-        self._file = _made_private(self._path)
+        self._file = _made_private(self.path)
 
     def _require_same_file(self, *_: object) -> None:
-        if self._file not in (None, _identity(self._path)):
+        if self._file not in (None, _identity(self.path)):
             raise CacheUnavailableError(
                 f"{self.name} was deleted or replaced while it was open, and is neither read nor written any more:"
                 " open the cache anew, or restart the server"
@@ -150,7 +147,7 @@ class SqliteDatabase(Database):
         """Files are measured and erased whole."""
 
     def disk_bytes(self) -> int:
-        files = (self._path.with_name(DATABASE + suffix) for suffix in ("", "-wal", "-shm"))
+        files = (self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))
         return sum(file.stat().st_size for file in files if file.exists())
 
     def shrink(self) -> bool:
@@ -175,44 +172,31 @@ class SqliteDatabase(Database):
             finally:
                 connection.invalidate()  # do not return it to the pool with its short busy_timeout
 
-    def counter(self, connection: sa.Connection, table: str) -> int:
-        query = "SELECT seq FROM sqlite_sequence WHERE name = ?"
-        return int(connection.exec_driver_sql(query, (table,)).scalar() or 0)
-
     def problems(self) -> list[str]:
-        with self._translated("problems"):
-            return rebuild.faults(self._path)
-
-    def look_closely(self, connection: sa.Connection) -> None:
-        """Tables are b-trees, which it does anyway."""
-
-    def losses(self) -> list[str]:
-        with self._translated("losses"):
-            return rebuild.losses(self._path)
-
-    def mend(self) -> list[str] | None:
-        with self._mending, self._translated("mend"):
-            lost = rebuild.rebuild(self._path, _TIMEOUT)
-        if lost is None:
-            return None
-        self.engine.dispose()  # a connection may have found no table at all
-        _log.warning("%s was damaged and is mended; %s", self.name, "; ".join(lost) or "nothing was lost")
-        return lost
-
-    @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
         try:
-            yield
-        except sqlite3.DatabaseError as error:
+            with self.engine.connect() as connection:
+                lines = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
+        except exc.DBAPIError as error:
             if not self.is_damage(error):
-                raise exc.OperationalError(what, None, error) from error
-            if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
-                message = f"{self.name} is not a database; move it away to start a new cache"
-                raise CacheFormatError(message) from error
-            message = f"{self.name} is damaged where it lists its tables, and nothing in it can be read: {error};"
-            raise CacheDamagedError(
-                f"{message} delete it with its -wal and -shm, which forgets all that it holds, or restore a backup"
-            ) from error
+                raise
+            return [reason(error)]
+        found = [str(line) for line in lines if line != "ok"]
+        if found:
+            self.mark_damage()
+        return found
+
+    @property
+    def damage_mark(self) -> Path:
+        """A file that is there once damage was met: the next writer that opens the database saves what can be read."""
+        return self.path.with_name(f"{self.path.name}.damage")
+
+    def mark_damage(self) -> None:
+        with contextlib.suppress(OSError):
+            self.damage_mark.touch(0o600)
+
+    def _note_error(self, context: sa.ExceptionContext) -> None:
+        if self.is_damage(context.original_exception):
+            self.mark_damage()
 
     def is_transient(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
@@ -220,7 +204,7 @@ class SqliteDatabase(Database):
 
     def is_damage(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        return code & _PRIMARY in DAMAGE
+        return code & _PRIMARY in _DAMAGE
 
     def is_refusal(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agentspec.cache.storage.connection import opening
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.migration import prepare
+from agentspec.cache.storage.tables import prepare
 from agentspec.cache.usage.row import Owner, UsageRow
 from agentspec.cache.usage.table import DatabaseUsage
 from agentspec.errors import CacheError

@@ -128,7 +128,7 @@ def test_a_compaction_that_fails_leaves_the_lock_free(tmp_path: Path, monkeypatc
     cache = SuffixCache.open(tmp_path, mode="writer")
     assert cache.stats().sequences == 1
     assert cache._sync is not None
-    monkeypatch.setattr(cache._sync, "report_usage", fail)
+    monkeypatch.setattr(cache._sync, "report_learned", fail)
     with pytest.raises(ValueError, match="a fault of ours"):
         cache.close()
     assert cache.closed

@@ -43,17 +43,6 @@ def test_eviction_ends_with_nothing() -> None:
     assert (partition.shared.sequence_count, len(partition.sessions)) == (0, 0)
 
 
-def test_hits_are_reported_once() -> None:
-    partition = partition_with(2)
-    ask = np.array([1005], dtype=np.int32)
-    for _ in range(3):
-        partition.drafter.observe([(partition.shared, Source.SHARED)], ask, ask + 1)
-    assert partition.fresh_hits() == [(1, 3)]
-    assert partition.fresh_hits() == []
-    partition.drafter.observe([(partition.shared, Source.SHARED)], ask, ask + 1)
-    assert partition.fresh_hits() == [(1, 1)]
-
-
 def test_what_was_learned_is_taken_over_and_damage_ignored() -> None:
     partition = partition_with(2)
     ask = np.array([1005], dtype=np.int32)

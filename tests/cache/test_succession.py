@@ -17,8 +17,8 @@ import sqlalchemy as sa
 from agentspec.cache import SuffixCache
 from agentspec.cache.storage.connection import open_database
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.schema import learned, sequences
+from agentspec.cache.storage.tables import prepare
 from agentspec.errors import CacheLockedError
 
 if TYPE_CHECKING:

@@ -128,17 +128,6 @@ def test_namespaces_have_their_own(tmp_path: Path) -> None:
         assert [path.stem for path in segments(tmp_path)] == [Namespace("b").key]
 
 
-def test_hits_and_what_was_learned_go_on(tmp_path: Path) -> None:
-    fill(tmp_path, 2)
-    for _ in range(3):
-        with SuffixCache.open(tmp_path) as cache:
-            with cache.request(text(1, 100)[:4], store=False) as request:
-                request.extend(text(1, 100)[4:8])
-            cache.compact()
-    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
-        assert [hits for (hits,) in connection.execute("SELECT hits FROM sequences ORDER BY id")] == [0, 12]
-
-
 # When they are written.
 
 

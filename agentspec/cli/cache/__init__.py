@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.cache import push, repair, replay, transfer
-from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, remote_of, shown
+from agentspec.cli.cache import replay, transfer
+from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, shown
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ def forget(
 ) -> None:
     """Forget what all the options given hold for, on disk and in the servers that use the folder. For good."""
     from agentspec.cache import SuffixCache
-    from agentspec.cache.storage.connection import opened_database
 
     settings = load(config)
     folder = folder_of(settings, path)
@@ -58,10 +57,7 @@ def forget(
     described = _describe(session, tenant, older_than, model)
     if not yes:
         typer.confirm(f"Forget in {shown(folder)}: {described}? It cannot be undone.", abort=True, err=True)
-    remote = remote_of(settings, path)
-    with opened_database(folder) as database:
-        database.mend()  # where that is damaged which a follower needs, the cache could not be opened
-    with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY, remote=remote) as opened:
+    with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY) as opened:
         forgotten = opened.forget(**conditions)
         erased = _wait_for_erasure(opened)
         left = opened.stats().disk_bytes
@@ -137,7 +133,6 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
 
 app.command("import")(transfer.import_files)
 app.command()(transfer.export)
-app.command()(push.push)
 
 
 @app.command()
@@ -171,7 +166,7 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
 
     settings = load(config)
     folder = folder_of(settings, path)
-    with SuffixCache.open(folder, mode="writer", remote=remote_of(settings, path)) as opened:
+    with SuffixCache.open(folder, mode="writer") as opened:
         before, after = opened.stats().disk_bytes, opened.compact()
     if json:
         print_json({"before": before, "disk_bytes": after})
@@ -179,31 +174,4 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
     typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
 
 
-@app.command()
-def publish(
-    remote: Annotated[
-        str | None, typer.Option(help="Folder or URL such as s3://bucket/x [default: cache.remote]")
-    ] = None,
-    config: ConfigOption = None,
-    path: PathOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Publish the segments of a cache on a database server now. Servers with cache.remote do so by themselves."""
-    from agentspec.cache import SuffixCache
-    from agentspec.errors import ConfigurationError
-
-    settings = load(config)
-    folder, chosen = folder_of(settings, path), remote or remote_of(settings, path)
-    if chosen is None:
-        raise ConfigurationError("there is nowhere to publish segments: give --remote, or set cache.remote")
-    memory = int(settings.cache.memory_bytes)
-    with SuffixCache.open(folder, mode="follower", memory_bytes=memory, remote=chosen) as opened:
-        count = opened.publish()
-    if json:
-        print_json({"published": count, "remote": shown(chosen)})
-        return
-    typer.echo(f"published {plural(count, 'segment')} of {shown(folder)} at {shown(chosen)}")
-
-
-app.command()(repair.repair)
 app.command()(replay.replay)

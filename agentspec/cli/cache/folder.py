@@ -34,11 +34,6 @@ def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> 
     return folder
 
 
-def remote_of(settings: Settings, path: str | None) -> str | None:
-    """Where the configured cache publishes its segments; None for another cache, at `path`."""
-    return settings.cache.remote if path is None else None
-
-
 def shown(folder: Path | str) -> str:
     """The folder or database address for printing, without a password."""
     from agentspec.cache.settings import without_password

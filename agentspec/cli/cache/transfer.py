@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,27 +87,16 @@ def import_files(
     typer.echo(f"imported {plural(added, 'sequence')}{more}")
 
 
-class ExportFormat(StrEnum):
-    JSONL = "jsonl"
-    LLAMA_CPP_LOOKUP = "llama-cpp-lookup"
-
-
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False)],
-    model: Annotated[
-        str | None, typer.Option(help="Add the text of sequences with this model's tokenizer; lookup: only those")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Add the text of sequences with this model's tokenizer")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's sequences")] = None,
-    format_: Annotated[
-        ExportFormat, typer.Option("--format", help="Lines of JSON, or llama.cpp's static lookup file")
-    ] = ExportFormat.JSONL,
     config: ConfigOption = None,
     path: PathOption = None,
 ) -> None:
     """Write the sequences of the cache to a file that only you can read, for `agentspec cache import`.
 
-    It holds what was said, as token ids at least: keep it as you keep the cache. `--format llama-cpp-lookup` writes
-    the file that llama.cpp takes as --lookup-cache-static, with --spec-type ngram-cache.
+    It holds what was said, as token ids at least: keep it as you keep the cache.
     """
     from agentspec.cache.storage.sequence_store import SequenceStore
 
@@ -120,44 +108,22 @@ def export(
         with progress() as (_, advance):
             rows = counted(store.records(), str(file), advance)
             mine = (row for row in rows if tenant is None or row.namespace.tenant == tenant)
-            lookup = format_ is ExportFormat.LLAMA_CPP_LOOKUP
-            told = _export_lookup(file, mine, text) if lookup else _export_lines(file, mine, text)
+            written = _export(file, mine, text)
     finally:
         store.close()
     if store.damaged:
-        typer.echo(f"left out: {store.damaged} that cannot be read; see `agentspec cache repair`", err=True)
-    typer.echo(told)
+        typer.echo(f"left out: {store.damaged} that cannot be read; see `agentspec cache verify`", err=True)
+    typer.echo(f"exported {plural(written, 'sequence')} to {file}")
 
 
-def _export_lines(file: Path, rows: Iterable[SequenceRecord], text: ModelText | None) -> str:
+def _export(file: Path, rows: Iterable[SequenceRecord], text: ModelText | None) -> int:
     from agentspec.cache.storage.export import write
 
     def describe(row: SequenceRecord) -> str | None:
         mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
         return text.tokenizer.decode(row.tokens.tolist()) if text is not None and mine else None
 
-    written = write(file, rows, describe)
-    return f"exported {plural(written, 'sequence')} to {file}"
-
-
-def _export_lookup(file: Path, rows: Iterable[SequenceRecord], text: ModelText | None) -> str:
-    from agentspec.backends.llama_cpp import write_lookup
-
-    chosen = rows if text is None else (row for row in rows if row.namespace.tokenizer_hash == text.tokenizer_hash)
-    pairs, written = write_lookup(file, _of_one_owner(chosen))
-    return f"exported {pairs} pairs of tokens from {plural(written, 'sequence')} to {file}"
-
-
-def _of_one_owner(rows: Iterable[SequenceRecord]) -> Iterator[SequenceRecord]:
-    """The rows. Raises `ConfigurationError` if they belong to several tenants or tokenizers."""
-    first: SequenceRecord | None = None
-    for row in rows:
-        first = first or row
-        if row.namespace.tenant != first.namespace.tenant:
-            raise ConfigurationError("the cache holds several tenants' sequences: say whose with --tenant")
-        if row.namespace.tokenizer_hash != first.namespace.tokenizer_hash:
-            raise ConfigurationError("the cache holds tokens of several tokenizers: say with --model whose are wanted")
-        yield row
+    return write(file, rows, describe)
 
 
 def _rows(

@@ -115,22 +115,22 @@ def check_database(settings: CacheSettings) -> Check:
     from sqlalchemy.exc import DBAPIError
 
     from agentspec.cache.storage.database import reason
-    from agentspec.cache.storage.migration import version_of
     from agentspec.cache.storage.postgres import PostgresDatabase
+    from agentspec.cache.storage.tables import is_prepared
 
     try:
         database = PostgresDatabase(str(settings.location()))
         try:
             with database.engine.connect() as connection:
-                version = version_of(connection, database)
+                there = is_prepared(connection, database)
         finally:
             database.close()
     except DBAPIError as error:
         return Check("cache database", "fail", reason(error), "start it, or correct cache.path and cache.password")
     except AgentSpecError as error:
         return Check("cache database", "fail", str(error), "correct cache.path")
-    holds = f"of version {version}" if version else "empty, and made at first use"
-    return Check("cache database", "ok", f"{database.name} answers, {holds}")
+    holds = "and holds a cache of this version" if there else "and is empty: its tables are made at first use"
+    return Check("cache database", "ok", f"{database.name} answers {holds}")
 
 
 def check_store() -> Check:

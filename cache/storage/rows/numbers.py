@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 
-from agentspec.cache.storage.database import FAILURES, Database, mending
+from agentspec.cache.storage.database import FAILURES, Database
 from agentspec.cache.storage.schema import processes
 from agentspec.errors import CacheError
 
@@ -49,7 +49,7 @@ class SequenceNumbers:
     def _hand_out(self, anyhow: bool) -> int:
         """A number that no other process has; where nothing can be written, a random one beyond all of them."""
         try:
-            return mending(self._database, self._insert)
+            return self._insert()
         except (*FAILURES, CacheError) as error:
             if not (anyhow or self._database.is_transient(error)):
                 raise

@@ -16,7 +16,7 @@ _IDS_AT_ONCE = 500  # in one statement
 
 class SideTable:
     """Access to one table whose key is `id`. Failures of the database raise `CacheUnavailableError` that says `what`
-    cannot be used; a damaged one is mended by then, or raises `CacheDamagedError`.
+    cannot be used.
     """
 
     def __init__(self, database: Database, table: sa.Table, what: str) -> None:
@@ -105,8 +105,5 @@ class SideTable:
         try:
             yield
         except FAILURES as error:
-            again = ""
-            if self.database.is_damage(error) and self.database.mend() is not None:
-                again = "; the database was damaged and is mended: try again"
-            message = f"{self._what} in {self.database.name} cannot be used now: {reason(error)}{again}"
+            message = f"{self._what} in {self.database.name} cannot be used now: {reason(error)}"
             raise CacheUnavailableError(message) from error

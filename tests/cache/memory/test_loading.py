@@ -192,17 +192,17 @@ def test_what_waits_to_be_written_is_there_when_its_namespace_comes_back(
 
 def test_only_namespaces_that_changed_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[set[str]] = []
-    original = SequenceStore.put_usage
+    original = SequenceStore.put_learned
 
-    def put_usage(store: SequenceStore, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
+    def put_learned(store: SequenceStore, learned: dict[str, bytes]) -> None:
         written.append(set(learned))
-        original(store, hits, learned)
+        original(store, learned)
 
     with SuffixCache.open(tmp_path) as cache:
         for number in range(5):
             record(cache, text(number, 60), name(number))
         cache.flush()
-        monkeypatch.setattr(SequenceStore, "put_usage", put_usage)
+        monkeypatch.setattr(SequenceStore, "put_learned", put_learned)
         cache.flush()
         record(cache, text(9, 60), name(3))
         cache.flush()

@@ -81,7 +81,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         (LocalFiles, "open", "files"),
         (StoreSync, "_lacks", "looks"),
         (Partition, "fresh_learned", "looks"),
-        (Partition, "fresh_hits", "looks"),
     ):
         monkeypatch.setattr(owner, method, counted(what, getattr(owner, method)))
 

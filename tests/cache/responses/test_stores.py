@@ -17,8 +17,8 @@ from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseS
 from agentspec.cache.responses import stored as stored_module
 from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import SqliteDatabase
+from agentspec.cache.storage.tables import prepare
 
 Open = Callable[..., Any]
 

@@ -17,8 +17,8 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.check import verify
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import write
+from agentspec.cache.storage.schema import meta, sequences
 from agentspec.cache.storage.schema import namespaces as totals
-from agentspec.cache.storage.schema import revision, sequences
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
@@ -110,9 +110,7 @@ def test_everything_goes_on(
     with SuffixCache.open(filled) as cache:
         assert cache.forget(session="s0") == 1
         assert cache.forget(tenant="t2") == ROWS // 3
-    with closing(opened(filled)) as store:
-        assert store.remove(store.unreadable()) == 1
-    assert verify(filled, 1 << 20) == []
+    assert len(verify(filled, 1 << 20)) == 1
     with SuffixCache.open(filled) as cache:
         assert drafts(cache, GOOD) and not drafts(cache, BAD)
     assert drafts(follower, GOOD)
@@ -150,13 +148,13 @@ def test_a_namespace_without_its_totals_is_loaded_when_it_is_used(filled: str | 
     assert verify(filled, 1 << 20) == []
 
 
-def test_a_later_version_is_left_alone(filled: str | Path) -> None:
+def test_another_version_is_left_alone(filled: str | Path) -> None:
     with closing(opened(filled)) as store, store.database.writing() as connection:
-        connection.execute(revision.update().values(version_num="0999"))
+        connection.execute(meta.update().values(value="999"))
     for mode in ("auto", "writer", "follower"):
-        with pytest.raises(CacheFormatError, match="newer"):
+        with pytest.raises(CacheFormatError, match="of version 999"):
             SuffixCache.open(filled, mode=mode)
     [problem] = verify(filled, 1 << 20)
-    assert "newer" in problem
+    assert "of version 999" in problem
     with pytest.raises(CacheFormatError):
         opened(filled)

@@ -152,7 +152,7 @@ def test_what_namespaces_learned_makes_room_once_they_are_gone(location: str | P
         for number in range(12):
             one = replace(row(number, text(number, 20)), namespace=Namespace(f"t{number}"))
             store.put(one)
-            store.put_usage([], {one.namespace.key: text(number, 25_000).tobytes()})
+            store.put_learned({one.namespace.key: text(number, 25_000).tobytes()})
         store.flush()
         store.enforce_budget()
         assert store.disk_bytes() <= limit

@@ -12,7 +12,6 @@ from agentspec.cache import SuffixCache, suffix_cache
 from agentspec.cache.deletion import Scope
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheError, CacheUnavailableError
-from agentspec.types import Namespace
 
 
 def record(cache: SuffixCache, *sessions: str) -> None:
@@ -32,10 +31,10 @@ def test_a_deletion_that_the_database_interrupts_is_applied_later(
         failures: Iterable[None] = iter([None])
         stored = SequenceStore.stored
 
-        def fails_once(store: SequenceStore, namespace: Namespace, numbers: Sequence[int]) -> set[int]:
+        def fails_once(store: SequenceStore, numbers: Sequence[int]) -> set[int]:
             for _ in failures:
                 raise CacheUnavailableError("the connection was lost")
-            return stored(store, namespace, numbers)
+            return stored(store, numbers)
 
         monkeypatch.setattr(SequenceStore, "stored", fails_once)
         with pytest.raises(CacheError, match="connection was lost"):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,9 @@ import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.settings import CacheSettings
-from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.postgres import PostgresDatabase
-from agentspec.cache.storage.schema import VERSION, sequences
+from agentspec.cache.storage.schema import sequences
+from agentspec.cache.storage.tables import prepare
 from agentspec.cli.doctor.checks import check_database
 from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
 
@@ -110,7 +111,7 @@ def test_the_doctor_looks_and_changes_nothing(server: Server, postgres: str) -> 
     schema = postgres.rpartition("search_path%3D")[2]
     assert server.execute(f"SELECT * FROM pg_tables WHERE schemaname = '{schema}'") == []
     SuffixCache.open(postgres).close()
-    assert f"of version {VERSION}" in check_database(settings).detail
+    assert "a cache of this version" in check_database(settings).detail
     server.execute(f"DROP TABLE {schema}.agentspec_meta")
     assert (check_database(settings).state, "another program" in check_database(settings).detail) == ("fail", True)
 
@@ -303,3 +304,21 @@ def tables(server: Server) -> str:
     """All the bytes of all databases, the log for recovery left out."""
     files = [path for path in (server.folder / "base").rglob("*") if path.is_file()]
     return b"".join(path.read_bytes() for path in files).decode("latin-1")
+
+
+def test_an_account_that_owns_nothing_writes_and_follows(server: Server, postgres: str) -> None:
+    schema, role = postgres.rpartition("search_path%3D")[2], f"r{uuid.uuid4().hex}"
+    with SuffixCache.open(postgres, namespace="t", mode="writer") as owner:
+        server.execute(
+            f"CREATE ROLE {role} LOGIN",
+            f"GRANT USAGE ON SCHEMA {schema} TO {role}",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role}",
+            f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}",
+        )
+        address = sa.make_url(postgres).set(username=role).render_as_string(hide_password=False)
+        with SuffixCache.open(address, namespace="t", mode="follower") as cache:
+            with cache.request([1], session="s") as request:
+                request.extend([40, 41])
+            cache.flush()
+            assert cache.forget(session="nobody") == 0
+        assert owner.forget(session="s") == 1

@@ -28,7 +28,14 @@ from agentspec.cache.storage import sequence_store
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
+from agentspec.errors import (
+    CacheError,
+    CacheFormatError,
+    CacheLockedError,
+    CacheUnavailableError,
+    CacheVersionError,
+    ConfigurationError,
+)
 from agentspec.types import Labels, Namespace
 from tests.conftest import costly
 
@@ -215,18 +222,17 @@ def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str,
     store.close()
 
 
-def test_hits_and_learned_state_are_kept(location: str | Path) -> None:
+def test_learned_state_is_kept(location: str | Path) -> None:
     store = opened(location)
     store.put(row(5, [1, 2]))
-    store.put_usage([(5, 3), (99, 1)], {"n": b"one"})
-    store.put_usage([(5, 2)], {"n": b"two"})
+    store.put_learned({"n": b"one"})
+    store.put_learned({"n": b"two"})
     store.close()
     follower = SequenceStore.open(location, disk_bytes=None, mode="follower")
-    follower.put_usage([(5, 1)], {"n": b"three"})  # only the writer's state is kept
+    follower.put_learned({"n": b"three"})  # only the writer's state is kept
     follower.flush()
     follower.close()
     assert execute(location, "SELECT namespace, state FROM learned") == [("n", b"two")]
-    assert execute(location, "SELECT number, hits FROM sequences") == [(5, 6)]
 
 
 def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,15 +258,14 @@ def test_a_row_that_the_database_refuses_holds_up_no_other(
     with caplog.at_level(logging.WARNING), store.database.writing():  # all wait for this, and are written together
         for number in (1, 2**70, 2, 3, 2**71, 4):
             store.put(row(number, [1, 2]))
-        store.put_usage([(1, 3), (2, 2**70), (3, 5)], {"n": b"one"})
-    with pytest.raises(CacheError, match="3 writes were dropped"):
+        store.put_learned({"n": b"one"})
+    with pytest.raises(CacheError, match="2 writes were dropped"):
         store.flush()
     store.put(row(5, [1, 2]))
     store.flush()
-    assert store.error is None and store.dropped == 3
+    assert store.error is None and store.dropped == 2
     store.close()
-    stored = execute(location, "SELECT number, hits FROM sequences ORDER BY id")
-    assert stored == [(1, 3), (2, 0), (3, 5), (4, 0), (5, 0)]
+    assert execute(location, "SELECT number FROM sequences ORDER BY id") == [(1,), (2,), (3,), (4,), (5,)]
     assert execute(location, "SELECT namespace FROM learned") == [("n",)]
     assert len([one for one in caplog.records if one.name.startswith("agentspec")]) == 1  # psycopg warns too
 
@@ -317,6 +322,13 @@ def test_a_missing_table_is_damage(location: str | Path) -> None:
     SuffixCache.open(location).close()
     execute(location, "DROP TABLE learned")
     with pytest.raises(CacheFormatError, match="move it away"):
+        SuffixCache.open(location, mode="follower")
+    if isinstance(location, Path):
+        with SuffixCache.open(location) as cache, cache.request([1]) as request:
+            request.extend([2, 3])
+        assert len(list(location.glob("*.damaged-*"))) == 1
+        return
+    with pytest.raises(CacheFormatError, match="move it away"):
         SuffixCache.open(location)
 
 
@@ -327,10 +339,11 @@ def test_a_database_that_cannot_be_opened(tmp_path: Path) -> None:
             SuffixCache.open(tmp_path, mode="writer")
 
 
-def test_a_damaged_database_is_refused_and_the_lock_released(tmp_path: Path) -> None:
-    (tmp_path / DATABASE).write_bytes(b"not a database at all, just text")
+def test_a_database_of_another_version_is_refused_and_the_lock_released(tmp_path: Path) -> None:
+    SuffixCache.open(tmp_path).close()
+    execute(tmp_path, "UPDATE agentspec_meta SET value = '4'")
     for _ in range(2):
-        with pytest.raises(CacheFormatError, match="not a database"):
+        with pytest.raises(CacheVersionError, match=r"of version 4.*move the database away"):
             SuffixCache.open(tmp_path, mode="writer")
 
 
@@ -370,8 +383,8 @@ def test_what_was_learned_waits_within_the_room_too(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sequence_store, "_ROOM", 100_000)
     store = opened(tmp_path)
     monkeypatch.setattr(SqliteDatabase, "writing", locked)
-    for number in range(40):
-        store.put_usage([(number, 1)], {"a": bytes(10_000), "b": bytes(10_000)})
+    for _ in range(40):
+        store.put_learned({"a": bytes(10_000), "b": bytes(10_000)})
         with pytest.raises(CacheError, match="locked"):
             store.flush()
     assert 1 <= len(store._writer.waiting()) <= 5

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.responses import StoredResponse
-from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
+from agentspec.cache.storage.tables import prepare
 from agentspec.cli import app
 from agentspec.errors import (
     CacheClosedError,
@@ -138,11 +138,16 @@ def test_nobody_waits_for_a_writer_to_read(tmp_path: Path, monkeypatch: pytest.M
     second.close()
 
 
-def test_what_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / DATABASE).write_bytes(b"my novel, chapter one: it was a dark and stormy night")
+def test_what_is_no_database_is_left_whole_under_another_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    novel = b"my novel, chapter one: it was a dark and stormy night"
+    (tmp_path / DATABASE).write_bytes(novel)
     with pytest.raises(CacheFormatError, match="not a database"):
-        SuffixCache.open(tmp_path)
-    assert (tmp_path / DATABASE).read_bytes().startswith(b"my novel")
+        SuffixCache.open(tmp_path, mode="follower")
+    with SuffixCache.open(tmp_path) as cache:
+        record(cache, 1)
+        cache.flush()
+    [aside] = tmp_path.glob(f"{DATABASE}.damaged-*")
+    assert aside.read_bytes() == novel and str(aside) in caplog.text
 
 
 @pytest.mark.slow

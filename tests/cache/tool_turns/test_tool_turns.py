@@ -13,8 +13,8 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
 from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import SqliteDatabase
+from agentspec.cache.storage.tables import prepare
 from agentspec.cache.tool_turns import MemoryToolTurns, StoredTurn, ToolTurnStore, new_turn
 from agentspec.cache.tool_turns import memory as memory_module
 from agentspec.cache.tool_turns import table as table_module

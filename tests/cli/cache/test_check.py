@@ -47,23 +47,3 @@ def test_compact_is_refused_while_a_server_writes(program, folder):
     with SuffixCache.open(folder, mode="writer"):
         result = program("cache", "compact", "--path", folder)
     assert (result.exit_code, f"process {os.getpid()}" in result.stderr) == (1, True)
-
-
-def test_repair_lists_and_with_yes_removes(program, folder):
-    result = program("cache", "repair", "--path", folder)
-    assert (result.exit_code, result.stdout) == (0, f"ok: every sequence in {folder} can be read\n")
-    with closing(sqlite3.connect(folder / DATABASE)) as database, database:
-        database.execute("UPDATE sequences SET tokens = x'00' WHERE id IN (3, 7)")
-    for segment in folder.glob("*.segment"):
-        segment.unlink()  # with it the rows would not be read again
-    result = program("cache", "repair", "--path", folder)
-    assert "sequence 3: " in result.stdout and "2 sequences cannot be read; --yes" in result.stdout
-    values = json.loads(program("cache", "stats", "--path", folder, "--json").stdout)
-    assert (values["sequences"], values["damaged"]) == (98, 2)
-    exported = program("cache", "export", folder.parent / "all.jsonl", "--path", folder)
-    assert (exported.exit_code, "exported 98 " in exported.stdout, "left out: 2" in exported.stderr) == (0, True, True)
-    values = json.loads(program("cache", "repair", "--path", folder, "--yes", "--json").stdout)
-    assert (len(values["unreadable"]), values["removed"]) == (2, 2)
-    assert program("cache", "verify", "--path", folder).exit_code == 0
-    values = json.loads(program("cache", "stats", "--path", folder, "--json").stdout)
-    assert (values["sequences"], values["damaged"]) == (98, 0)

@@ -43,7 +43,7 @@ def test_without_a_folder_there_is_nothing_to_look_into(program, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-@pytest.mark.parametrize("command", ["stats", "repair", "compact"])
+@pytest.mark.parametrize("command", ["stats", "compact"])
 def test_no_cache_is_made_in_a_folder_without_one(program, tmp_path, command):
     (tmp_path / "other").mkdir()
     result = program("cache", command, "--path", tmp_path / "other")

@@ -5,7 +5,6 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agentspec.backends.torch.text.model_text import ModelText
@@ -58,27 +57,6 @@ def test_export_of_one_tenant(program, tmp_path):
         program("cache", "import", tmp_path / "given.jsonl", "--path", tmp_path / "cache", "--tenant", tenant)
     result = program("cache", "export", tmp_path / "out.jsonl", "--path", tmp_path / "cache", "--tenant", "a")
     assert result.stdout == f"exported 2 sequences to {tmp_path / 'out.jsonl'}\n"
-
-
-def test_export_for_llama_cpp(program, tmp_path):
-    lookup = ("--path", tmp_path / "a", "--format", "llama-cpp-lookup")
-    write(tmp_path / "given.jsonl", [row(4, 5, 6), row(4, 5, 7, 8)])
-    program("cache", "import", tmp_path / "given.jsonl", "--path", tmp_path / "a")
-    result = program("cache", "export", tmp_path / "out.bin", *lookup)
-    assert result.stdout == f"exported 3 pairs of tokens from 2 sequences to {tmp_path / 'out.bin'}\n", result.stderr
-    assert stat.S_IMODE((tmp_path / "out.bin").stat().st_mode) == 0o600
-    content = np.frombuffer((tmp_path / "out.bin").read_bytes(), "<i4").tolist()
-    assert content == [1, 4, -1, -1, 1, 5, 2, 4, 5, -1, -1, 2, 6, 1, 7, 1, 5, 7, -1, -1, 1, 8, 1]
-    program("cache", "import", tmp_path / "given.jsonl", "--path", tmp_path / "a", "--tenant", "u")
-    result = program("cache", "export", tmp_path / "all.bin", *lookup)
-    assert result.exit_code == 2 and "--tenant" in result.stderr and not (tmp_path / "all.bin").exists()
-    assert program("cache", "export", tmp_path / "all.bin", *lookup, "--tenant", "u").exit_code == 0
-    assert (tmp_path / "all.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
-    other = SequenceRecord(0, Namespace("t", "m", "other"), Labels(), as_tokens([1, 2]), as_tokens([]), 5.0)
-    write(tmp_path / "other.jsonl", [other])
-    program("cache", "import", tmp_path / "other.jsonl", "--path", tmp_path / "a")
-    result = program("cache", "export", tmp_path / "all.bin", *lookup, "--tenant", "t")
-    assert result.exit_code == 2 and "--model" in result.stderr
 
 
 def test_beside_a_server(program, tmp_path):

@@ -132,11 +132,3 @@ def test_a_damaged_size_is_no_reason_to_keep_more_than_the_budget(tmp_path: Path
     store.enforce_budget()
     store.close()
     assert 0 < count(tmp_path, "sequences") <= 2
-
-
-def test_a_damaged_count_leaves_the_other_outputs_the_most_used(tmp_path: Path) -> None:
-    fill(tmp_path)
-    damage(tmp_path, "sequences", "token_count", "three")
-    store = SequenceStore.open(tmp_path, disk_bytes=None, mode="follower")
-    assert len(store.hottest("default", "", 100)) == 3
-    store.close()

@@ -1,18 +1,8 @@
-"""The triggers that keep `namespaces`, the running totals of `sequences`, whichever process inserts or deletes rows.
-
-Migrations have the first form of these statements; a change needs a migration that replaces them.
-"""
+"""The triggers that keep `namespaces`, the running totals of `sequences`, whichever process inserts or deletes rows."""
 
 from __future__ import annotations
 
 _NAMES = "tenant, model_fingerprint, tokenizer_hash, template_hash"
-
-FILL = f"""
-INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
-SELECT namespace, max(tenant), max(model_fingerprint), max(tokenizer_hash), max(template_hash),
-       count(*), sum(token_count), sum(size), max(id)
-FROM sequences GROUP BY namespace
-"""
 
 _ADDED = "sequences = {t}sequences + ({n}), tokens = {t}tokens + ({k}), bytes = {t}bytes + ({b})"
 

@@ -1,1 +1,0 @@
-"""Mends a database whose pages are damaged."""
