@@ -1,4 +1,4 @@
-"""Fakes for tests of code that uses agentspec: backends that answer from a script, an encoder without a model."""
+"""A fake for tests of code that uses agentspec: a backend that answers from a script."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import json
 import math
 import re
 import threading
-import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
 from agentspec.backends.base import NONE, Capabilities
 from agentspec.errors import ContextLengthError, OverloadedError
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, Speculation, TokenLogprob, Usage
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _WORD = re.compile(r"\n\n|(?:(?!\n\n)\s)*\S+|(?:(?!\n\n)\s)+")
 
@@ -217,107 +212,6 @@ class FakeBackend:
         at, stop = min((text.find(stop), stop) for stop in sampling.stop if stop in text)
         used = _covering(words, at + len(stop))  # the tokens of the stop string count as generated, without text
         return token_ids[:used], [*kept, *([""] * (used - len(kept)))], "stop"
-
-
-class ThinkingModel(FakeBackend):
-    """A `FakeBackend` that reasons: its output depends on its prompt alone, as a greedy model's output does.
-
-    `step` gets the thinking so far and returns its continuation, which a request's stop strings cut to one step. To a
-    judge's prompt the model answers `score(step)`, or, to the question whether two steps are the same, the verdict of
-    `same(draft, own)`. After `</think>` it writes `answer`.
-    """
-
-    def __init__(
-        self,
-        step: Callable[[str], Script],
-        *,
-        score: Callable[[str], Script] = lambda step: "9",
-        same: Callable[[str, str], bool] = lambda draft, own: draft == own,
-        answer: Script = "The answer is four.",
-        **options: Any,
-    ) -> None:
-        super().__init__(self._respond, **options)
-        self._step, self._score, self._same, self._said = step, score, same, answer
-
-    @property
-    def asked(self) -> list[str]:
-        """The prompts of the requests that used this model as a judge."""
-        return [prompt for request in self.requests if _is_question(prompt := self.prompt_text(request))]
-
-    def _prompt(self, request: GenerateRequest) -> list[int]:
-        return self.encode(self.prompt_text(request))
-
-    def _respond(self, request: GenerateRequest) -> Script:
-        prompt = self.prompt_text(request)
-        if _is_question(prompt):
-            if prompt.endswith("["):
-                return "aligned" if self._same(*_compared(prompt)) else "unaligned"
-            word = self._score(_judged(prompt))
-            return Answer(word, top={word: 1.0}) if isinstance(word, str) else word
-        return self._said if "</think>" in prompt else self._step(prompt.rpartition("<think>\n")[2])
-
-
-class FakeEncoder:
-    """An `Encoder` without a model: each word has a random vector, and a text has the direction of their sum.
-
-    `encoded` lists the texts passed to `encode`; each such call takes `latency` seconds.
-    """
-
-    def __init__(self, dimensions: int = 16, *, latency: float = 0.0) -> None:
-        self.dimensions = dimensions
-        self.fingerprint = f"fake-{dimensions}"
-        self.encoded: list[str] = []
-        self.closed = False
-        self._latency = latency
-
-    async def encode(self, text: str) -> NDArray[np.float32]:
-        await anyio.sleep(self._latency)
-        self.encoded.append(text)
-        return self._vector(text)
-
-    def encode_all(
-        self, texts: Sequence[str], advance: Callable[[int], None] = lambda done: None
-    ) -> NDArray[np.float32]:
-        import numpy as np
-
-        vectors = [self._vector(text) for text in texts]
-        advance(len(vectors))
-        return np.stack(vectors)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def _vector(self, text: str) -> NDArray[np.float32]:
-        import numpy as np
-
-        words = re.findall(r"\w+", text.lower()) or [""]
-        seeds = [zlib.crc32(word.encode()) for word in words]
-        total = sum(np.random.default_rng(seed).standard_normal(self.dimensions) for seed in seeds)
-        return np.asarray(total / np.linalg.norm(total), np.float32)
-
-
-_QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)
-
-
-_NUMBERED = re.compile(r"<start_s[12]>\n(.*?)\n<end_s[12]>", re.DOTALL)
-
-
-def _compared(prompt: str) -> Sequence[str]:
-    """The drafted step and the base model's own, of the question whether they mean the same."""
-    numbered: list[str] = _NUMBERED.findall(prompt)
-    return numbered[:-3:-1] or _QUOTED.findall(prompt)[-2:]
-
-
-def _judged(prompt: str) -> str:
-    """The step that a judge is asked about: quoted, or the last one of the thinking."""
-    if quoted := _QUOTED.findall(prompt):
-        return str(quoted[-1])
-    thinking = re.split(r"<\||\n\nUser: ", prompt.rpartition("<think>\n")[2])[0]  # up to the judge's turn
-    return thinking.removesuffix("\n\n").rpartition("\n\n")[2].strip()
-
-
-def _is_question(prompt: str) -> bool:
-    return prompt.endswith(("score is: ", "["))
 
 
 def _covering(words: list[str], length: int) -> int:

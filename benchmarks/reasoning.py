@@ -16,13 +16,14 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Figure, Progress
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.judge import SCORE_PREFILL, SCORE_QUESTION
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.recordings.calls import json_objects
-from agentspec.testing import Answer, FakeBackend, ThinkingModel
+from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:

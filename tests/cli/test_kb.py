@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.reasoning.retrieval.knowledge import factory
-from agentspec.testing import FakeEncoder
+from tests.fakes import FakeEncoder
 
 LINES = [
     {"id": "a", "title": "Cats", "text": "the cat purrs"},

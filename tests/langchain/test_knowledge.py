@@ -14,7 +14,7 @@ from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge
-from agentspec.testing import FakeEncoder
+from tests.fakes import FakeEncoder
 
 pytestmark = pytest.mark.anyio
 

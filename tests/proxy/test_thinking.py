@@ -14,6 +14,7 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.langchain import ChatAgentSpec
 from agentspec.proxy.admission.auth import Authenticator
@@ -22,7 +23,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.step import report, step
-from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
+from agentspec.testing import Answer, FakeBackend, Script
 
 THINKING = "small 1.\n\nsmall 2. Answer: 4\n\n"
 

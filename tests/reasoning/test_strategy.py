@@ -10,12 +10,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import ProbeReport
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.thinking import Algorithm
 from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, SpecReasonSettings, StrategySettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, prepare
-from agentspec.testing import Script, ThinkingModel
+from agentspec.testing import Script
 from agentspec.types import Delta, GenerateRequest, Message
 
 pytestmark = pytest.mark.anyio

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.backends.torch import TorchBackend
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import AuthenticationError, EngineError
@@ -41,7 +42,7 @@ from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.speculation.cost_model import CostModel
-from agentspec.testing import Answer, FakeBackend, ThinkingModel
+from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
 pytestmark = pytest.mark.reliability

@@ -26,7 +26,8 @@ from agentspec.benchmarks.retrieval.cases import (
 )
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
-from agentspec.testing import Answer, FakeBackend, FakeEncoder
+from agentspec.testing import Answer, FakeBackend
+from tests.fakes import FakeEncoder
 
 WORDS = [f"{first}{second}" for first in "bdfgkl" for second in ("an", "el", "ir", "os", "um")]
 

@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from agentspec.backends.base import Capabilities
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Ended, Event, ThinkingText
 from agentspec.reasoning.delegation.thinking import Thinking
@@ -21,7 +22,7 @@ from agentspec.reasoning.settings import (
     SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
-from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
+from agentspec.testing import Answer, FakeBackend, Script
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, Usage
 
 ASKED = GenerateRequest(

@@ -11,13 +11,14 @@ import anyio
 import pytest
 
 from agentspec.backends.base import Capabilities
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Event, Scored
 from agentspec.reasoning.delegation.judge import quoted
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import DelegationSettings, LookaheadSettings, SpecReasonSettings
-from agentspec.testing import Script, ThinkingModel
+from agentspec.testing import Script
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 ASKED = GenerateRequest(

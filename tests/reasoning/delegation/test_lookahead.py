@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Scored, ThinkingText
@@ -15,7 +16,7 @@ from agentspec.reasoning.delegation.lookahead import DepthPlanner
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef
-from agentspec.testing import Answer, Script, ThinkingModel
+from agentspec.testing import Answer, Script
 from agentspec.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio

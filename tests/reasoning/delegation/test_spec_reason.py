@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import (
@@ -30,7 +31,7 @@ from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.testing import Answer, Script, ThinkingModel
+from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
 
 pytestmark = pytest.mark.anyio

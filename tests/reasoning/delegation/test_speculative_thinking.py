@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, ThinkingText, Triggered
 from agentspec.reasoning.delegation.speculative_thinking import Lexicon, Overload
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
-from agentspec.testing import Answer, Script, ThinkingModel
+from agentspec.testing import Answer, Script
 from agentspec.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
+from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Ended, Event
 from agentspec.reasoning.delegation.thinking import Thinking
@@ -20,7 +21,7 @@ from agentspec.reasoning.settings import (
     SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
-from agentspec.testing import Answer, Script, ThinkingModel
+from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, StepSpeculation
 
 NAMED: dict[str, Any] = {"base": "base", "small": "small", "end_on_repeat": False, "answer_marks": ()}

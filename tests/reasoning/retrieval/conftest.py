@@ -11,7 +11,7 @@ from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex
 from agentspec.reasoning.retrieval.knowledge.folder import Kind
 from agentspec.reasoning.retrieval.knowledge.memory import Index
-from agentspec.testing import FakeEncoder
+from tests.fakes import FakeEncoder
 
 Make = Callable[[Kind, Sequence[str]], Index]
 

@@ -16,7 +16,7 @@ from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge
 from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.recordings.corpus import read_corpus
-from agentspec.testing import FakeEncoder
+from tests.fakes import FakeEncoder
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from agentspec.reasoning.retrieval.knowledge import folder as module
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.folder import Kind, build, open_folder, read_manifest
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
-from agentspec.testing import FakeEncoder
+from tests.fakes import FakeEncoder
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, b
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.dense import POOL, DenseIndex, products
 from agentspec.reasoning.retrieval.knowledge.memory import Index
-from agentspec.testing import FakeEncoder
+from tests.fakes import FakeEncoder
 
 WORDS = "cat dog bird fish tree house river stone cloud night".split()
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(" ".join)
