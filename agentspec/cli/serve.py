@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +39,7 @@ def serve(
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log")] = LogLevel.info,
 ) -> None:
-    """Run the OpenAI-compatible gateway until it is told to stop (SIGTERM drains, SIGHUP reloads keys and limits).
+    """Run the OpenAI-compatible gateway until it is told to stop (SIGTERM drains).
 
     An upstream's API key comes from AGENTSPEC_BACKENDS__UPSTREAM__API_KEY.
     """
@@ -49,12 +48,11 @@ def serve(
     backends = _backends(model, upstream)
     server = _given(host=host, port=port, tls_cert_file=tls_cert, tls_key_file=tls_key)
     overrides = {"server": server, "cache": _given(store=store), "backends": backends}
-    read = partial(load, config, overrides, only_overridden_backends=bool(backends))
-    settings = read()
+    settings = load(config, overrides, only_overridden_backends=bool(backends))
 
-    from agentspec.proxy.serving.server import serve as run
+    from agentspec.proxy.serving import serve as run
 
-    run(settings, log_level=log_level.upper(), reload=read)
+    run(settings, log_level=log_level.upper())
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from agentspec.backends.base import (
     ReportsMetrics,
 )
 from agentspec.backends.pool.backend import PoolBackend
+from agentspec.backends.settings import TorchSettings
 from agentspec.errors import (
     ConfigurationError,
     ModelNotFoundError,
@@ -37,9 +38,8 @@ from agentspec.errors import (
     UpstreamTimeoutError,
 )
 from agentspec.proxy.admission.auth import Authenticator
-from agentspec.proxy.admission.concurrency import Admission, ConcurrencyLimiter
-from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadlines, until_disconnect
+from agentspec.proxy.admission.slots import Slots
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.embeddings import EmbeddingsEndpoint
@@ -73,7 +73,7 @@ from agentspec.version import __version__
 MODELS_SECONDS = 10.0  # to list the models of an upstream
 Handler = Callable[[Request], Awaitable[Response]]
 # What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
-EndpointArguments = tuple[Runtime, ServerSettings, Admission, BodyBudget, Deadlines, EnginePlaces, Metering]
+EndpointArguments = tuple[Runtime, ServerSettings, Slots, BodyBudget, Deadlines, Metering]
 
 
 def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:
@@ -84,17 +84,15 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     """
     settings = settings or runtime.settings
     server = settings.server
-    limiter = ConcurrencyLimiter(server)
-    if server.order == "workflow":
-        limiter.pressed = lambda: runtime.fleet is not None and runtime.fleet.is_pressed()
+    limiter = Slots(server, _most_at_once(settings))
     _warn_of_unpaced(settings)
     budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
-    places, deadlines = EnginePlaces(server, settings.backends), Deadlines()
-    pages = Pages(runtime, limiter, places)
+    deadlines = Deadlines()
+    pages = Pages(runtime, limiter)
     metering = _metering(runtime)
     metering.metrics = pages.registry
     metering.update(server)
-    common: EndpointArguments = (runtime, server, limiter, budget, deadlines, places, metering)
+    common: EndpointArguments = (runtime, server, limiter, budget, deadlines, metering)
     endpoints, responses = _endpoints(settings, common)
     fleet = FleetPages(runtime)
     routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
@@ -115,6 +113,13 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         budget=budget,
         metering=metering,
     )
+
+
+def _most_at_once(settings: Settings) -> int:
+    """How many requests run at once: where all models are local, no more than their engines take."""
+    takes = [one.max_active + one.max_queue for one in settings.backends.values() if isinstance(one, TorchSettings)]
+    most = settings.server.max_concurrent
+    return min(most, sum(takes)) if len(takes) == len(settings.backends) and takes else most
 
 
 def _warn_of_unpaced(settings: Settings) -> None:
@@ -165,7 +170,7 @@ def _stored(responses: ResponsesEndpoint) -> Iterator[_RecordedRoute]:
 class Pages:
     """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
-    def __init__(self, runtime: Runtime, limiter: ConcurrencyLimiter, places: EnginePlaces) -> None:
+    def __init__(self, runtime: Runtime, limiter: Slots) -> None:
         self._runtime = runtime
         self._limiter = limiter
         self._created = int(time.time())
@@ -176,7 +181,7 @@ class Pages:
             models=runtime.models(),
             index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
-            tenants=lambda: places.add_to(limiter.samples()),
+            tenants=limiter.samples,
             members=lambda: runtime.fleet.samples() if runtime.fleet else (),
         )
 
@@ -232,11 +237,11 @@ class Pages:
         return (await self._listed(backend, request) if isinstance(backend, Forwards | PoolBackend) else []) + aliases
 
     async def _listed(self, backend: Forwards | PoolBackend, request: Request) -> list[dict[str, Any]]:
-        """The models of an upstream. The call takes a place like others, or clients could open any number of them."""
+        """The models of an upstream. The call takes a slot like others, or clients could open any number of them."""
         record = RequestRecord.of(request.scope)
         headers = request_headers(request.scope, record)
         try:
-            async with self._limiter.enter(record.tenant, request.receive) as receive, until_disconnect(receive):
+            async with until_disconnect(request.receive), self._limiter.enter(record.tenant):
                 async with asyncio.timeout(MODELS_SECONDS):
                     return await backend.models(headers)
             raise ClientDisconnect

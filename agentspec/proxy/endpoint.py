@@ -23,10 +23,8 @@ from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import ResponseWriter
 from agentspec.proxy.admission.auth import Caller, read_caller
-from agentspec.proxy.admission.concurrency import Admission
-from agentspec.proxy.admission.engine_places import EnginePlaces
-from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
-from agentspec.proxy.admission.turns import ProgramCall, program_call
+from agentspec.proxy.admission.limits import Deadline, Deadlines, Watch, until_disconnect
+from agentspec.proxy.admission.slots import Slots
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -94,21 +92,17 @@ class Exchange:
 
 @dataclass(slots=True)
 class GenerationEndpoint:
-    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
-
-    `settings` may be replaced while requests run.
-    """
+    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses."""
 
     root: ClassVar[str] = "/v1"  # what stands before `path` in the gateway's routes
     framing: ClassVar[Framing] = CHUNKS
-    generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
+    generates: ClassVar[bool] = True  # else the limits of keys do not count it
     path: str
     runtime: Runtime
     settings: ServerSettings
-    limiter: Admission
+    limiter: Slots
     budget: BodyBudget
     deadlines: Deadlines
-    places: EnginePlaces
     metering: Metering
     _predictions: AutoPredictions | None = field(default=None, init=False)
 
@@ -122,9 +116,10 @@ class GenerationEndpoint:
     async def _answer_to(
         self, body: bytes, scope: Scope, receive: Receive, send: Send, deadline: Deadline, account: BodyAccount
     ) -> None:
-        """Answer a request whose body was read: a client that sends slowly takes no place from others."""
+        """Answer a request whose body was read: a client that sends slowly takes no slot from others."""
         headers, record = Headers(scope=scope), RequestRecord.of(scope)
-        async with self.limiter.enter(record.tenant, receive, self._program(headers)) as receive:
+        patience = read_policy(headers).deadline_s
+        async with until_disconnect(receive) as client, self.limiter.enter(record.tenant, patience):
             fields = await self.budget.run(record.tenant, len(body), parse_object, body)
             runtime = self.ready()
             model = _chosen(runtime, _model(fields), headers)
@@ -136,12 +131,12 @@ class GenerationEndpoint:
             exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
             metered = await self._within_limits(record, body, fields)
             del body, fields  # an answer can take minutes
-            async with metered, until_disconnect(receive) as client, self._place(route, record.tenant, headers):
+            async with metered:
                 if isinstance(route.backend, PoolBackend):
                     await self._try(exchange, route.backend.pool)
                 else:
                     await self._respond(exchange)
-            note_disconnect(client, record)
+        note_disconnect(client, record)
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
@@ -171,10 +166,6 @@ class GenerationEndpoint:
         backend, known = await route.backend.any_server()
         return Route(route.backend_name, backend, known or route.upstream_model)
 
-    def _program(self, headers: Headers) -> ProgramCall | None:
-        """The program that a request belongs to, where it matters for its turn."""
-        return program_call(headers) if self.settings.order == "workflow" else None
-
     async def _within_limits(
         self, record: RequestRecord, body: bytes, fields: Mapping[str, Any]
     ) -> AbstractAsyncContextManager[Any]:
@@ -182,11 +173,6 @@ class GenerationEndpoint:
         if not self.generates:
             return nullcontext()
         return await self.metering.within_limits(record, self.path, body, fields, self.budget.run)
-
-    def _place(self, route: Route, tenant: str, headers: Headers) -> AbstractAsyncContextManager[Any]:
-        if not self.generates:
-            return nullcontext()
-        return self.places.enter(route.backend_name, tenant, self._program(headers))
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""
@@ -300,9 +286,9 @@ class GenerationEndpoint:
         return self.runtime
 
 
-def note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:
+def note_disconnect(client: Watch, record: RequestRecord) -> None:
     """Note in the record that its client left before it had its whole answer."""
-    if client.cancelled_caught and not record.body_ended:
+    if client.left and not record.body_ended:
         record.outcome = "cancelled"
 
 

@@ -39,7 +39,7 @@ def sole_upstream(settings: Settings) -> str:
 
 @dataclass(slots=True)
 class ExtraRoute(GenerationEndpoint):
-    """`POST` to one route, passed on byte for byte. Places, sizes, deadlines and refused fields are as elsewhere.
+    """`POST` to one route, passed on byte for byte. Slots, sizes, deadlines and refused fields are as elsewhere.
 
     What the server keeps of such requests is its own business, so that several tenants need `shared_upstream`.
     """
@@ -51,14 +51,14 @@ class ExtraRoute(GenerationEndpoint):
         self, body: bytes, scope: Scope, receive: Receive, send: Send, deadline: Deadline, account: BodyAccount
     ) -> None:
         record = RequestRecord.of(scope)
-        async with self.limiter.enter(record.tenant, receive) as receive:
+        async with until_disconnect(receive) as client, self.limiter.enter(record.tenant):
             fields = await self.budget.run(record.tenant, len(body), parse_object, body)
             backend = self.ready().backends()[self.upstream]
             record.model = OTHER
             check_head(scope)
             read_caller(Headers(scope=scope), record.tenant)  # they pass as they are, but none that is wrong
             await self._check_tenants(backend)
-            async with await self._within_limits(record, body, fields), until_disconnect(receive) as client:
+            async with await self._within_limits(record, body, fields):
                 if isinstance(backend, PoolBackend):
                     async for attempt in Attempts(backend.pool, Call(), deadline.at, fallbacks=True):
                         async with attempt:
@@ -67,7 +67,7 @@ class ExtraRoute(GenerationEndpoint):
                 else:
                     assert is_forwarding(backend)
                     await self._pass(scope, send, backend, body, fields, deadline, account)
-            note_disconnect(client, record)
+        note_disconnect(client, record)
 
     async def _check_tenants(self, backend: Backend) -> None:
         """Raise `UpstreamIsolationError` if servers need salts, which this route cannot carry. Asked before a server is

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.settings import BackendSettings
+from agentspec.errors import RequestTooLargeError
 from agentspec.protocol.anthropic.errors import anthropic_error
 from agentspec.proxy.admission.auth import Authenticator, request_id
-from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.limits import Deadlines
+from agentspec.proxy.admission.slots import Slots
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
@@ -27,10 +28,10 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
-from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 from agentspec.types import StepSpeculation
 
+LINGER_SECONDS, LINGER_BYTES = 5.0, 32 << 20  # that a body is read on behind its refusal
 OPEN_ROUTES = ("/health", "/ready")
 """Routes for probes of orchestrators, which send no key and call the gateway by any name."""
 
@@ -42,7 +43,7 @@ class GatewayMiddleware:
     routes: Router
     authenticator: Authenticator
     hosts: HostCheck
-    limiter: Admission
+    limiter: Slots
     deadlines: Deadlines
     metrics: Metrics
     loading: Loading
@@ -50,27 +51,6 @@ class GatewayMiddleware:
     runtime: Runtime
     budget: BodyBudget
     metering: Metering
-
-    async def check(self, settings: ServerSettings) -> None:
-        """Raises `ConfigurationError` for keys and limits that cannot be used with the upstreams that there are."""
-        await self.runtime.check_tenants(settings.tenant_names)
-
-    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
-        """Use other keys and limits for the requests to come."""
-        self.authenticator, self.hosts = authenticator, HostCheck(settings)
-        self.limiter.update(settings)
-        self.runtime.serve_tenants(settings.tenant_names)
-        self.runtime.limit_upstreams(settings.max_output_tokens)
-        self.budget.shared = bool(settings.api_keys)
-        self.metering.update(settings)
-        for endpoint in self.endpoints:
-            endpoint.settings = settings
-            endpoint.places.update(settings)
-
-    def reach(self, backends: Mapping[str, BackendSettings]) -> None:
-        """Use other servers of backends with several."""
-        if self.runtime.fleet is not None:
-            self.runtime.fleet.reload(backends)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +77,7 @@ class GatewayMiddleware:
             record.outcome = "cancelled"
             raise
         except Exception as error:
-            await _answer(error, record, send)
+            await _answer(error, record, receive, send)
         finally:
             self._finish(record)
 
@@ -116,7 +96,7 @@ class GatewayMiddleware:
         logger.log(_level(record), "request", **_log_fields(record))
 
 
-async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
+async def _answer(error: Exception, record: RequestRecord, receive: Receive, send: Send) -> None:
     """Answer with the error, unless the response has begun: then the connection can only be closed."""
     failed = error_response(error, record.request_id)
     record.fail(outcome(error), failed.code)
@@ -127,7 +107,19 @@ async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
     headers = {"content-type": "application/json", "content-length": str(len(body)), **failed.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": failed.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    if isinstance(error, RequestTooLargeError):
+        await _read_on(receive)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _read_on(receive: Receive) -> None:
+    """Drop the rest of a body for a while: a client that still sends it would find a reset in place of the answer."""
+    left = LINGER_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while left > 0 and (message := await receive()).get("more_body"):
+                left -= len(message["body"])
 
 
 def _level(record: RequestRecord) -> int:

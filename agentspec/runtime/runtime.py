@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -225,16 +225,3 @@ class Runtime:
         """The backends, the servers of pools, and what looks after these."""
         fleet = self.fleet
         return [*self._backends.values(), *((fleet, *fleet.servers.values()) if fleet is not None else ())]
-
-    def serve_tenants(self, names: Collection[str]) -> None:
-        """Note that these are the tenants from now on: of several, each needs its salt in upstreams.
-
-        Upstreams are not checked here: requests to one that cannot keep them apart are refused.
-        """
-        self._tenants.serve(names)
-
-    async def check_tenants(self, names: Collection[str]) -> None:
-        """Raises `ConfigurationError` if these would be several tenants in place of one, and an upstream that answers
-        cannot keep them apart.
-        """
-        await self._tenants.check(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
@@ -19,17 +19,10 @@ MIN_SECRET = 32
 
 
 class TenantLimits(SettingsModel):
-    """`[server.tenants.NAME]`: one tenant's share of the places for requests."""
+    """`[server.tenants.NAME]`: one tenant's share of the slots for requests."""
 
-    weight: float = Field(default=1.0, gt=0, description="Share of the places under load")
-    reserved: int = Field(default=0, ge=0, description="Places that no other tenant may use")
-    max_concurrent: int | None = Field(default=None, ge=1, description="Most places of this tenant; unset: all")
-
-    @model_validator(mode="after")
-    def _reserve_fits(self) -> Self:
-        if self.max_concurrent is not None and self.reserved > self.max_concurrent:
-            raise ValueError(f"reserved = {self.reserved} is more than max_concurrent = {self.max_concurrent}")
-        return self
+    weight: float = Field(default=1.0, gt=0, description="Share of the slots under load")
+    max_concurrent: int | None = Field(default=None, ge=1, description="Most slots of this tenant; unset: all")
 
 
 class ServerSettings(SettingsModel):
@@ -75,12 +68,7 @@ class ServerSettings(SettingsModel):
 
     # Admission.
     queue_timeout: float = Field(
-        default=2.0, ge=0, description="Seconds a request may wait for a place before 429; 0: not at all"
-    )
-    order: Literal["fair", "workflow"] = Field(
-        default="fair",
-        description="Which of a tenant's waiting requests is next: the first that came, or the one whose workflow is"
-        " most urgent by its deadline, or has had least service",
+        default=2.0, ge=0, description="Seconds a request may wait for a slot before 429; 0: not at all"
     )
     max_queued: int = Field(default=256, ge=0, description="Requests of one tenant that may wait; one more gets 429")
     stream_pacing: float = Field(
@@ -104,15 +92,8 @@ class ServerSettings(SettingsModel):
     max_connections: int = Field(
         default=4096, ge=1, description="Connections in all; fewer where the process may not open that many files"
     )
-    max_connections_per_address: int = Field(
-        default=2048, ge=1, description="Connections of one client address (of IPv6 one /64); a proxy is one client"
-    )
     max_header_bytes: ByteSize = Field(default=ByteSize(32 << 10), ge=1024, description="Larger heads get 431")
     header_timeout: float = Field(default=10.0, gt=0, description="Seconds for a complete head, TLS handshake apart")
-    min_body_rate: ByteSize = Field(
-        default=ByteSize(1 << 10), ge=0, description="Bytes a second that a body must bring, or it gets 408"
-    )
-    body_rate_window: float = Field(default=10.0, gt=0, description="Seconds over which min_body_rate is averaged")
     keep_alive_timeout: float = Field(default=75.0, gt=0, description="Seconds before an idle connection is closed")
     write_timeout: float = Field(
         default=30.0, gt=0, description="Seconds a client may take nothing of its answer before it is cut off"
@@ -135,11 +116,6 @@ class ServerSettings(SettingsModel):
         known = dict.fromkeys([*(key.tenant for key in self.api_keys), DEFAULT_TENANT])
         if unknown := [name for name in self.tenants if name not in known]:
             raise ValueError(f"server.tenants.{unknown[0]} is the tenant of no API key; known: {', '.join(known)}")
-        reserved = sum(tenant.reserved for tenant in self.tenants.values())
-        if reserved > self.max_concurrent:
-            raise ValueError(
-                f"tenants reserve {reserved} places, which is more than max_concurrent = {self.max_concurrent}"
-            )
         return self
 
     @model_validator(mode="after")

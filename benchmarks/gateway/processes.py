@@ -198,7 +198,7 @@ def _configuration(folder: Path, keys: tuple[str, ...], upstream: int, streams: 
         (folder / tenant).write_text(key)
     lines = ["[server]", f"max_concurrent = {max(256, streams + 16)}", "drain_timeout = 1"]
     if streams > 1000:
-        lines += [f"max_connections = {4 * streams}", f"max_connections_per_address = {2 * streams}"]
+        lines += [f"max_connections = {4 * streams}"]
     for tenant in TENANTS:
         lines += ["[[server.api_keys]]", f'tenant = "{tenant}"', f'key_file = "{folder / tenant}"']
     lines += ["[backends.upstream]", 'kind = "openai"', 'vllm = "on"', f'base_url = "http://127.0.0.1:{upstream}/v1"']

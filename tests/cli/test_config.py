@@ -128,8 +128,6 @@ def test_check_finds_shares_that_cannot_be(program, monkeypatch):
     key = '[[server.api_keys]]\ntenant = "a"\nkey_env = "KEY"\n'
     for text, message in [
         ("[server.tenants.b]\nweight = 2\n", "server.tenants.b is the tenant of no API key; known: a, default"),
-        ("[server.tenants.a]\nreserved = 300\n", "more than max_concurrent = 256"),
-        ("[server.tenants.a]\nreserved = 3\nmax_concurrent = 2\n", "more than max_concurrent = 2"),
         ("[server.tenants.a]\nweight = 0\n", "weight"),
         ("[server.tenants.a]\nwieght = 1\n", "did you mean 'weight'?"),
     ]:

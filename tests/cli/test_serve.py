@@ -11,12 +11,10 @@ from agentspec.settings.load import Settings
 @pytest.fixture
 def served(monkeypatch) -> list[Settings]:
     """What the command hands to the server, which the tests of the gateway start for real."""
-    import agentspec.proxy.serving.server
+    import agentspec.proxy.serving
 
     given: list[Settings] = []
-    monkeypatch.setattr(
-        agentspec.proxy.serving.server, "serve", lambda settings, log_level, reload: given.append(settings)
-    )
+    monkeypatch.setattr(agentspec.proxy.serving, "serve", lambda settings, log_level: given.append(settings))
     return given
 
 

@@ -18,7 +18,7 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy import create_app
 from agentspec.proxy.middleware import GatewayMiddleware
-from agentspec.proxy.serving.server import GatewayServer
+from agentspec.proxy.serving import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings

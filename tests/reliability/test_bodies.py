@@ -259,6 +259,16 @@ def test_c1_a_body_of_100_megabytes_is_refused_unread(served: Any) -> None:
         assert sent < 60_000_000  # the limit, and what the two sockets hold
 
 
+@pytest.mark.parametrize("mebibytes", [9, 20])
+def test_c1_a_client_that_sends_too_much_reads_why(served: Any, mebibytes: int) -> None:
+    """Not a reset: most clients send all of a body before they look for an answer."""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with _connected(served[0]) as connection:
+        connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % (mebibytes << 20))
+        connection.sendall(bytes(mebibytes << 20))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+
+
 @pytest.mark.parametrize(
     ("path", "line"),
     [(CHAT, "content-encoding: gzip"), (CHAT, "content-type: text/plain"), ("/nowhere", "x: y"), ("/health", "x: y")],

@@ -44,11 +44,6 @@ def sizes(quick: int, full: int, mark: Any = pytest.mark.slow) -> Any:
     return pytest.mark.parametrize("count", [quick, pytest.param(full, marks=mark)])
 
 
-def shorten(running: Any, **limits: Any) -> None:
-    """Change limits while connections are open, as a reload does."""
-    running.server.limit(running.server.connections.settings.model_copy(update=limits))
-
-
 def address(url: str) -> tuple[str, int]:
     host, port = url.removeprefix("http://").split(":")
     return host, int(port)
@@ -89,7 +84,7 @@ PROGRAM = """
 import sys
 import anyio
 from agentspec.proxy import create_app, logs
-from agentspec.proxy.serving.server import GatewayServer
+from agentspec.proxy.serving import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
@@ -215,7 +210,8 @@ class Endless:
 
 
 def most_buffered(running: Any) -> int:
-    return max((one.unsent for one in tuple(running.server.server_state.connections)), default=0)
+    connections = tuple(running.server.server_state.connections)
+    return max((one.transport.get_write_buffer_size() for one in connections), default=0)
 
 
 @sizes(10, 200)
@@ -223,22 +219,18 @@ def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
     gateway: Any, until: Callable[..., None], count: int
 ) -> None:
     backend = Endless()
-    running = gateway({"fake": backend}, max_concurrent=count, write_timeout=600)
+    running = gateway({"fake": backend}, write_timeout=1.0)
     with ExitStack() as stack:
         readers = [stack.enter_context(ask(running.url, STREAMED, 4096)) for _ in range(count)]
-        until(lambda: backend.active == count)
-        until(lambda: running.server.connections.open >= count)
-        assert httpx.post(running.url + CHAT, json=BODY).status_code == 429
-        shorten(running, write_timeout=1.0)
         highest, begun = 0, time.monotonic()
-        while backend.active and time.monotonic() - begun < 100:
+        while running.server.ended["write_timeout"] < count and time.monotonic() - begun < 100:
             highest = max(highest, most_buffered(running))
             for reader in readers[: count // 2]:  # the others never read
                 with suppress(OSError):
                     reader.recv(10)
             time.sleep(0.1)
         assert 0 < highest <= MOST_BUFFERED
-        assert backend.active == 0, "the generations go on"
+        until(lambda: backend.active == 0)
         until(lambda: running.app.limiter.running == 0)
     assert running.metric("agentspec_requests_total", outcome="cancelled", model="fake", route=CHAT) == count
 
@@ -333,7 +325,7 @@ def test_c3_what_is_not_read_is_not_taken_from_the_upstream(
 def test_c3_nobody_who_reads_is_cut_off(gateway: Any) -> None:
     """The time limit is for a client that takes nothing, not for an answer that takes long."""
     backend = FakeBackend(Answer("a b c d e f", latency=0.25))
-    running = gateway({"fake": backend}, write_timeout=1.0, header_timeout=1.0, body_rate_window=1.0)
+    running = gateway({"fake": backend}, write_timeout=1.0, header_timeout=1.0)
     answer = httpx.post(running.url + CHAT, json=STREAMED)
     assert answer.status_code == 200 and "[DONE]" in answer.text
 
@@ -374,7 +366,7 @@ def test_c4_a_disconnect_at_any_point_leaves_nothing(
             if chance.random() < 0.5:  # with a reset in place of an orderly end
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     state = running.server.server_state
-    until(lambda: not state.connections and not state.tasks and not running.server.connections.open)
+    until(lambda: not state.connections and not state.tasks)
     assert running.app.limiter.running == 0 and backend.active == 0
     until(lambda: len(upstream_left) == len(server.requests))
 
@@ -384,17 +376,14 @@ def test_c4_a_disconnect_at_any_point_leaves_nothing(
 
 @sizes(60, 1500, pytest.mark.long)
 def test_c5_half_heads_disturb_nobody_and_are_closed(gateway: Any, until: Callable[..., None], count: int) -> None:
-    running = gateway({"fake": FakeBackend("fine")}, header_timeout=600)
+    running = gateway({"fake": FakeBackend("fine")}, header_timeout=3.0)
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(address(running.url))) for _ in range(count)]
         for index, connection in enumerate(held):
             if index % 3:  # every third says nothing at all
                 connection.sendall(HEAD)
-        until(lambda: running.server.connections.open >= count)
         assert httpx.get(f"{running.url}/health").status_code == 200
         assert httpx.post(running.url + CHAT, json=BODY).status_code == 200
-        shorten(running, header_timeout=0.3)
-        until(lambda: not running.server.connections.open)
         for index, connection in enumerate(held):
             connection.settimeout(60)
             assert rest(connection).startswith(b"HTTP/1.1 408 ") is bool(index % 3)
@@ -414,7 +403,7 @@ def test_c5_a_head_that_trickles_is_closed(gateway: Any, part: bytes) -> None:
 
 
 def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., None]) -> None:
-    running = gateway({"fake": FakeBackend()}, body_rate_window=0.5)
+    running = gateway({"fake": FakeBackend()}, request_timeout=1.0)
     with socket.create_connection(address(running.url), timeout=0.05) as connection:
         connection.sendall(HEAD + b"content-length: 100000\r\n\r\n{")
         received, limit = b"", time.monotonic() + 60
@@ -422,13 +411,12 @@ def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., No
             with suppress(TimeoutError):
                 connection.sendall(b" ")
                 received = connection.recv(1000)
-    assert received.startswith(b"HTTP/1.1 408 ") and b"server.min_body_rate" in received
+    assert received.startswith(b"HTTP/1.1 408 ") and b"server.request_timeout" in received
     until(lambda: running.app.limiter.running == 0)
 
 
 def test_c5_a_body_may_take_as_long_as_the_request_and_no_longer(gateway: Any) -> None:
-    """At the least rate a large body takes hours: only the rate and the request's own time limit it."""
-    running = gateway({"fake": FakeBackend("fine")}, min_body_rate=0, request_timeout=1.0)
+    running = gateway({"fake": FakeBackend("fine")}, request_timeout=1.0)
     with socket.create_connection(address(running.url), timeout=60) as connection:
         connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
         answer = rest(connection)  # the place is free again, and so is the connection
@@ -437,17 +425,14 @@ def test_c5_a_body_may_take_as_long_as_the_request_and_no_longer(gateway: Any) -
 
 
 def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: Any, until: Callable[..., None]) -> None:
-    running = gateway({"fake": FakeBackend()}, max_connections_per_address=20)
+    running = gateway({"fake": FakeBackend()}, max_connections=20)
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(address(running.url))) for _ in range(20)]
-        until(lambda: running.server.connections.open == 20)
+        until(lambda: len(running.server.server_state.connections) == 20)
         with socket.create_connection(address(running.url), timeout=60) as refused:
             assert rest(refused).startswith(b"HTTP/1.1 503 ")
-        with socket.create_connection(address(running.url), timeout=60, source_address=("127.0.0.2", 0)) as other:
-            other.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-            assert rest(other).startswith(b"HTTP/1.1 200 ")
         held[0].close()
-        until(lambda: running.server.connections.open < 20)
+        until(lambda: len(running.server.server_state.connections) < 20)
         ended = httpx.get(f"{running.url}/metrics").text
         assert 'agentspec_connections_ended_total{reason="refused"} 1.0' in ended
         assert httpx.get(f"{running.url}/health").status_code == 200
@@ -463,12 +448,21 @@ def test_c5_an_idle_connection_is_closed(gateway: Any) -> None:
 # ---- C6: SIGTERM under load --------------------------------------------------------------------------------------
 
 
+async def refused(url: str) -> None:
+    """Wait until the gateway takes no connection: a balancer asks another one."""
+    with suppress(OSError):
+        while True:
+            _, writer = await asyncio.open_connection(*address(url))
+            writer.close()
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
 def test_c6_sigterm_under_load(count: int, until: Callable[..., None]) -> None:
     with process(6, 0.15) as running:
 
-        async def load() -> tuple[list[bytes], list[httpx.Response]]:
+        async def load() -> list[bytes]:
             begun = asyncio.Semaphore(0)
             streams = [asyncio.create_task(stream_to_end(running.url, begun.release)) for _ in range(count)]
             for _ in streams:
@@ -476,18 +470,12 @@ def test_c6_sigterm_under_load(count: int, until: Callable[..., None]) -> None:
             held = ask(running.url, {**STREAMED, "max_tokens": 100_000})  # so that the drain lasts
             held.recv(1)
             running.send_signal(signal.SIGTERM)
-            refused = []
-            async with httpx.AsyncClient(timeout=60) as client:
-                while (await client.get(f"{running.url}/ready")).status_code == 200:
-                    await asyncio.sleep(0.01)
-                for _ in range(5):
-                    refused.append(await client.post(running.url + CHAT, json=BODY))
+            await refused(running.url)
             held.close()
-            return await asyncio.gather(*streams), refused
+            return await asyncio.gather(*streams)
 
-        answers, refused = asyncio.run(load())
+        answers = asyncio.run(load())
         assert all(one.count(b"word") == 6 and b"data: [DONE]" in one for one in answers)
-        assert {(one.status_code, one.headers["retry-after"]) for one in refused} == {(503, "1")}
         assert running.wait(100) == 0 and running.output().endswith("flushed False\n")
 
 
@@ -602,7 +590,7 @@ WAITED_FOR = {("a huge chunk", "408"), ("a longer chunk", "408"), ("HTTP/0.9", "
 def behind(gateway: Any, upstream: Any) -> Any:
     """A gateway in front of an upstream that answers everything, and the upstream's requests."""
     server = upstream(lambda request: request.answer(b"{}"))
-    settings = upstream_settings(server, header_timeout=1.0, body_rate_window=1.0)
+    settings = upstream_settings(server, header_timeout=1.0, request_timeout=1.0)
     return gateway({}, settings), server.requests
 
 
@@ -677,16 +665,13 @@ TRAILERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "offer", [b"", b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: A\r\n"]
-)
-def test_c9_fields_behind_a_body_are_no_headers(behind: Any, offer: bytes) -> None:
+def test_c9_fields_behind_a_body_are_no_headers(behind: Any) -> None:
     """Nobody in front of the gateway has looked at them, and they may come with the head in one piece."""
     running, requests = behind
     trailers = b"".join(b"%s: %s\r\n" % (name.encode(), value) for name, value in TRAILERS.items())
     with socket.create_connection(address(running.url), timeout=60) as connection:
         for _ in range(2):  # nor are they the next request's
-            connection.sendall(POST + HOST + TYPE + offer + CHUNKED + b"\r\n" + CHUNK[:-2] + trailers + b"\r\n")
+            connection.sendall(POST + HOST + TYPE + CHUNKED + b"\r\n" + CHUNK[:-2] + trailers + b"\r\n")
             assert answered(connection) == 200
     for request in requests:
         assert request.json == BODY and not any(value.decode() in str(request.headers) for value in TRAILERS.values())
@@ -694,18 +679,12 @@ def test_c9_fields_behind_a_body_are_no_headers(behind: Any, offer: bytes) -> No
 
 
 def test_c9_an_offered_upgrade_does_not_make_the_body_a_request(behind: Any) -> None:
-    """Java's clients offer HTTP/2 in this way with every first request."""
+    """Java's clients offer HTTP/2 with their first request: they have to be told to send HTTP/1.1 alone."""
     running, requests = behind
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
-    with socket.create_connection(address(running.url), timeout=60) as connection:
-        for body in (LENGTH + b"\r\n" + CONTENT, CHUNKED + b"\r\n" + CHUNK):
-            for cut in (0, len(body) // 2, len(body)):
-                connection.sendall(POST + HOST + TYPE + offer + body[:cut])
-                time.sleep(0.02)  # so that the server most likely sees two parts; one is right as well
-                connection.sendall(body[cut:])
-                assert answered(connection) == 200
-        smuggled = b"POST /v1/completions HTTP/1.1\r\n" + HOST + TYPE + LENGTH + b"\r\n" + CONTENT
-        length = b"content-length: %d\r\n\r\n" % len(smuggled)
-        connection.sendall(POST + HOST + TYPE + offer + length + smuggled)
-        assert answered(connection) == 400  # the body is not JSON
-    assert [request.json for request in requests] == [BODY] * 6
+    for cut in (0, len(CONTENT)):
+        with socket.create_connection(address(running.url), timeout=60) as connection:
+            connection.sendall(POST + HOST + TYPE + offer + LENGTH + b"\r\n" + CONTENT[:cut])
+            answer = rest(connection)
+            assert answer.startswith(b"HTTP/1.1 400 ") and b"Upgrade" in answer
+    assert not requests

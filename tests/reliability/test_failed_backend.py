@@ -55,7 +55,7 @@ PROGRAM = """
 import sys, threading, time, httpx, torch
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.settings import TorchSettings
-from agentspec.proxy.serving.server import GatewayServer, serve
+from agentspec.proxy.serving import GatewayServer, serve
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 

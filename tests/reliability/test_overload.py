@@ -187,22 +187,6 @@ def test_c7_after_the_overload_everybody_is_served_at_once(
     assert after.statuses == {200: round(CAPACITY * 0.8 * 2)} and after.within(SECONDS * 1.01) == len(after.seconds)
 
 
-def test_c7_the_time_to_retry_after_is_the_time_of_the_queue(
-    one_tenant: Callable[..., Gateway], in_virtual_time: Any
-) -> None:
-    """Full places and a queue that takes long to drain: the advice grows with it, up to a minute."""
-    gateway = one_tenant(queue_timeout=20, max_queued=500)
-    gateway.backend._latency = 0.5
-
-    async def burst() -> None:
-        await gateway.ask("a")
-        await asyncio.gather(*(gateway.ask("a") for _ in range(400)))
-
-    in_virtual_time(burst())
-    advice = {int(wait) for wait in gateway.outcomes["a"].retry_after if wait}
-    assert max(advice) == 21  # a little more than the wait that is allowed
-
-
 class FewPlaces:
     """An upstream that answers as many requests at once as it has places, and an error to whoever comes besides."""
 
@@ -342,7 +326,6 @@ def test_neighbours_bodies_that_trickle_keep_nobody_out(tmp_path: Path, in_virtu
     ("a", "b", "shares"),
     [
         (TenantLimits(weight=3), TenantLimits(), (0.75, 0.25)),
-        (TenantLimits(), TenantLimits(reserved=PLACES * 3 // 4), (0.25, 0.75)),
         (TenantLimits(max_concurrent=PLACES // 4), TenantLimits(), (0.25, 0.75)),
     ],
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
-from types import TracebackType
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -39,10 +39,10 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.at = asyncio.get_running_loop().time() + seconds
-        self.active: TimeLimit | None = None
         self.error: AgentSpecError = RequestTimeoutError(
             f"no complete answer within {seconds:g} seconds (server.request_timeout)"
         )
+        self._active: asyncio.Timeout | None = None
 
     def interrupt(self, error: AgentSpecError) -> None:
         """End the time now, if it is not over; what is limited raises `error`."""
@@ -50,12 +50,22 @@ class Deadline:
         if self.at <= now:
             return
         self.at, self.error = now, error
-        if self.active is not None:
-            self.active.end_now()
+        if self._active is not None and not self._active.expired():
+            self._active.reschedule(now)
 
-    def limit(self) -> TimeLimit:
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
         """A context that raises `RequestTimeoutError`, or what `interrupt` was given, once the time is over."""
-        return TimeLimit(self)
+        timeout = self._active = asyncio.timeout_at(self.at)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise self.error from None
+        finally:
+            self._active = None
 
     async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
         """Yield `items`; raises `RequestTimeoutError` once the time is over. Closes `items` on the way out."""
@@ -69,88 +79,35 @@ class Deadline:
                 yield item
 
 
-class TimeLimit:
-    """Cancels its block at the deadline and turns that into the deadline's error.
+@dataclass(slots=True)
+class Watch:
+    """Whether the client left, which ended the block that watched it."""
 
-    It does what `asyncio.timeout` does. A request enters several, so they are kept cheap: a generator and a state
-    machine for each cost more than the rest of it.
-    """
-
-    __slots__ = ("_cancelling", "_deadline", "_expired", "_task", "_timer")
-
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
-        self._expired = False
-
-    async def __aenter__(self) -> None:
-        self._task = _current_task()
-        self._cancelling = self._task.cancelling()
-        self._timer = self._start_timer()
-        self._deadline.active = self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        self._deadline.active = None
-        if self._expired and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
-            raise self._deadline.error from None
-
-    def end_now(self) -> None:
-        if not self._expired:
-            self._timer.cancel()
-            self._timer = self._start_timer()
-
-    def _start_timer(self) -> asyncio.Handle:
-        loop, at = asyncio.get_running_loop(), self._deadline.at
-        # A time that is over ends the block before it does anything else.
-        return loop.call_soon(self._expire) if at <= loop.time() else loop.call_at(at, self._expire)
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._task.cancel()
+    left: bool = False
 
 
-def until_disconnect(receive: Receive) -> DisconnectWatch:
-    """A context that is cancelled when the client disconnects; `cancelled_caught` of its value is then true.
+@asynccontextmanager
+async def until_disconnect(receive: Receive) -> AsyncIterator[Watch]:
+    """A context that is cancelled when the client disconnects; `left` of its value is then true.
 
     The body must have been read, so that `receive` can only report the disconnect.
     """
-    return DisconnectWatch(receive)
+    watch = Watch()
+    try:
+        async with asyncio.timeout(None) as ended:
+            watching = asyncio.create_task(_end_with(receive, ended))
+            try:
+                yield watch
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if not ended.expired():
+            raise
+        watch.left = True
 
 
-class DisconnectWatch:
-    """Cancels its block when the client disconnects. `cancelled_caught` tells that it did."""
-
-    __slots__ = ("_cancelling", "_left", "_receive", "_watched", "cancelled_caught")
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._left = self.cancelled_caught = False
-
-    async def __aenter__(self) -> DisconnectWatch:
-        task = _current_task()
-        self._cancelling = task.cancelling()
-        self._watched = (task, asyncio.get_running_loop().create_task(self._watch(task)))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        task, watcher = self._watched
-        del self._watched  # or the request and its body would wait in a cycle for the garbage collector
-        watcher.cancel()
-        if self._left and task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
-            self.cancelled_caught = True
-        return self.cancelled_caught
-
-    async def _watch(self, task: asyncio.Task[Any]) -> None:
-        with suppress(asyncio.CancelledError):  # kept by this task, it would hold the frames that it passed
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            self._left = True
-            task.cancel()
-
-
-def _current_task() -> asyncio.Task[Any]:
-    return cast("asyncio.Task[Any]", asyncio.current_task())
+async def _end_with(receive: Receive, block: asyncio.Timeout) -> None:
+    with suppress(asyncio.CancelledError):  # kept by this task, it would hold the frames that it passed
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        block.reschedule(asyncio.get_running_loop().time())

@@ -39,7 +39,7 @@ class StoredRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with self.endpoint.limiter.enter(record.tenant, receive) as receive, until_disconnect(receive) as client:
+        async with until_disconnect(receive) as client, self.endpoint.limiter.enter(record.tenant):
             deadline = self.endpoint.deadlines.start(self.endpoint.settings.request_timeout)
             await self._admitted(Request(scope), record, send, deadline)
         note_disconnect(client, record)

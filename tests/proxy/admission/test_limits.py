@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_when_the_time_is_over_counts_as_left() -> No
         await messages.put({"type": "http.disconnect"})
         deadline.interrupt(ShuttingDownError("draining"))
         await asyncio.sleep(60)
-    assert client.cancelled_caught and not _cancellations()
+    assert client.left and not _cancellations()
 
 
 def _cancellations() -> int:
@@ -95,7 +95,7 @@ async def test_a_disconnect_cancels_the_block() -> None:
         reached = True
         await messages.put({"type": "http.disconnect"})
         await asyncio.sleep(5)
-    assert reached and client.cancelled_caught
+    assert reached and client.left
 
 
 class Client:
@@ -126,7 +126,7 @@ async def test_an_undisturbed_block_leaves_no_task() -> None:
     async with until_disconnect(asyncio.Queue().get) as client:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert not client.cancelled_caught and len(asyncio.all_tasks()) == before
+    assert not client.left and len(asyncio.all_tasks()) == before
 
 
 async def test_running_requests_can_be_interrupted() -> None:

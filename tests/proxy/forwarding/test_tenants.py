@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
-from agentspec.proxy.admission.auth import Authenticator
-from agentspec.proxy.serving.reload import Reloader
 from agentspec.runtime import Runtime
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
@@ -74,61 +70,12 @@ def test_it_starts_if_the_operator_lets_them_share(gateway: Any, upstream: Any, 
     assert server.requests[-1].json == BODY
 
 
-def test_a_second_tenant_that_comes_later_needs_salts(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    server = upstream(serve("vllm"))
-    both = settings(server.url, tmp_path)
-    one = both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])})
-    running = gateway({}, one)
-    ask(running, "alice")
-    assert "cache_salt" not in server.requests[-1].json
-    running.app.apply(both.server, Authenticator(both.server.api_keys))
-    ask(running, "bob")
-    assert len(server.requests[-1].json["cache_salt"]) == 64
-
-
-def test_a_reload_that_would_let_tenants_share_an_upstream_is_refused(
-    gateway: Any, upstream: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    owner = ["somebody"]
-    server = upstream(lambda request: serve(owner[0])(request))
-    both = settings(server.url, tmp_path)
-    one = both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])})
-    running = gateway({}, one)
-    reloader = Reloader(running.server, running.app, one, lambda: both)
-
-    def reload() -> None:
-        reloader._ask(signal.SIGHUP, None)
-        asyncio.run(reloader.reload_if_asked())
-
-    reload()
-    assert ask(running, "alice").status_code == 200 and ask(running, "bob").status_code == 401
-    assert all(part in caplog.text for part in ("not reloaded", "shared_upstream", "restart", "up"))
-    owner[0] = "vllm"
-    running.runtime.backends()["up"]._detector._until = 0.0
-    reload()
-    assert ask(running, "bob").status_code == 200 and len(server.requests[-1].json["cache_salt"]) == 64
-    reloader._load = lambda: one
-    reload()
-    assert ask(running, "bob").status_code == 401
-
-
 def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(lambda request: request.answer(b"", 500))
     running = gateway({}, settings(server.url, tmp_path))
     response = ask(running, "alice")
     assert response.status_code == 503 and response.json()["error"]["code"] == "upstream_isolation"
     assert not [request for request in server.requests if request.method == "POST"]
-
-
-def test_a_tenant_that_comes_while_models_load_is_kept_apart(upstream: Any, tmp_path: Path) -> None:
-    server = upstream(serve("vllm"))
-    both = settings(server.url, tmp_path)
-    runtime = Runtime(both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])}))
-    runtime.serve_tenants(both.server.tenant_names)
-    runtime.start()
-    isolation = runtime._tenants.isolation
-    assert isolation is not None and isolation.required
-    asyncio.run(runtime.aclose())
 
 
 def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Admits requests to a bounded number of slots, fairly between tenants; what finds none waits for a short time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.settings.server import ServerSettings, TenantLimits
+from agentspec.telemetry.samples import TenantSample
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """One tenant's running requests, those that wait (by deadline, then by arrival), and how many were refused."""
+
+    limits: TenantLimits
+    running: int = 0
+    refused: int = 0
+    waiting: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
+
+    @property
+    def at_limit(self) -> bool:
+        return self.limits.max_concurrent is not None and self.running >= self.limits.max_concurrent
+
+    @property
+    def turn(self) -> tuple[float, float, int]:
+        """The tenant with the least is next: the one with the fewest slots for its weight."""
+        deadline, number, _ = self.waiting[0]
+        return self.running / self.limits.weight, deadline, number
+
+
+class Slots:
+    """Bounds the requests that run at once, in all and of each tenant. After `close` no further ones start.
+
+    A free slot goes to the waiting tenant that has the fewest for its weight, and of its requests to the one with the
+    nearest deadline, else the first that came. Nobody waits while a slot is free that the tenant may use, nor longer
+    than `server.queue_timeout`. Use it in one event loop; only `close` may be called from other threads and from
+    signal handlers.
+    """
+
+    def __init__(self, settings: ServerSettings, most: int | None = None) -> None:
+        self.running = 0
+        self.closed = False
+        self._settings = settings
+        self._most = most or settings.max_concurrent
+        self._tenants = {name: _Tenant(limits) for name, limits in settings.tenants.items()}
+        self._numbers = count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(tenant.waiting) for tenant in self._tenants.values())
+
+    @asynccontextmanager
+    async def enter(self, name: str, deadline_s: float | None = None) -> AsyncIterator[None]:
+        """Hold a slot for a request of the tenant `name`, and wait for it if need be; at most `deadline_s` seconds.
+
+        Raises `ShuttingDownError`, and `OverloadedError` if no slot is free in time.
+        """
+        tenant = self._tenants.setdefault(name, _Tenant(TenantLimits()))
+        if self.closed:
+            raise _closed()
+        if tenant.waiting or not self._has_room(tenant):
+            await self._wait(tenant, math.inf if deadline_s is None else deadline_s)
+        else:
+            self._take(tenant)
+        try:
+            yield
+        finally:
+            self._give_back(tenant)
+
+    def close(self) -> None:
+        """Refuse all requests that have no slot yet."""
+        self.closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._refuse_waiting)
+
+    def samples(self) -> Iterator[TenantSample]:
+        """The counts of each tenant that was seen or configured."""
+        for name, one in list(self._tenants.items()):
+            yield TenantSample(name, one.running, len(one.waiting), one.refused)
+
+    async def _wait(self, tenant: _Tenant, patience: float) -> None:
+        """Wait for a slot, and take it."""
+        settings, self._loop = self._settings, asyncio.get_running_loop()
+        if settings.queue_timeout <= 0 or len(tenant.waiting) >= settings.max_queued:
+            raise self._refusal(tenant, "server.max_queued" if settings.queue_timeout > 0 else self._full(tenant))
+        turn: asyncio.Future[None] = self._loop.create_future()
+        heappush(tenant.waiting, (self._loop.time() + patience, next(self._numbers), turn))
+        try:
+            async with asyncio.timeout(min(settings.queue_timeout, patience)) as limit:
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._give_back(tenant)  # it came just now
+            else:
+                tenant.waiting = [one for one in tenant.waiting if one[2] is not turn]
+                heapify(tenant.waiting)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise self._refusal(tenant, "server.queue_timeout") from None
+            raise
+
+    def _has_room(self, tenant: _Tenant) -> bool:
+        return self.running < self._most and not tenant.at_limit
+
+    def _full(self, tenant: _Tenant) -> str:
+        return "the tenant's max_concurrent" if self.running < self._most else "server.max_concurrent"
+
+    def _take(self, tenant: _Tenant) -> None:
+        tenant.running += 1
+        self.running += 1
+
+    def _give_back(self, tenant: _Tenant) -> None:
+        tenant.running -= 1
+        self.running -= 1
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Give every free slot to a waiting request that may use it."""
+        while ready := [one for one in self._tenants.values() if one.waiting and self._has_room(one)]:
+            tenant = min(ready, key=lambda one: one.turn)
+            *_, turn = heappop(tenant.waiting)
+            if not turn.done():
+                self._take(tenant)
+                turn.set_result(None)
+
+    def _refuse_waiting(self) -> None:
+        for tenant in self._tenants.values():
+            waiting, tenant.waiting = tenant.waiting, []
+            for *_, turn in waiting:
+                if not turn.done():
+                    turn.set_exception(_closed())
+
+    def _refusal(self, tenant: _Tenant, setting: str) -> OverloadedError:
+        tenant.refused += 1
+        return OverloadedError(f"too many requests at once: this one found no free slot in time ({setting})")
+
+
+def _closed() -> ShuttingDownError:
+    return ShuttingDownError("the server is shutting down; send the request elsewhere or later")

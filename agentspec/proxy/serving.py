@@ -1,0 +1,334 @@
+"""Serves the gateway by uvicorn, with bounds on its connections, and a drain that tells whom it cuts short."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import ssl
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from http import HTTPStatus
+from types import FrameType
+from typing import Any, NoReturn
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from agentspec.backends.heap import share_heaps
+from agentspec.backends.model_store import child
+from agentspec.errors import (
+    AgentSpecError,
+    ConfigurationError,
+    HeadersTooLargeError,
+    InvalidRequestError,
+    NotReadyError,
+    ShuttingDownError,
+    SlowClientError,
+)
+from agentspec.protocol.responses import encode
+from agentspec.proxy import logs
+from agentspec.proxy.app import create_app
+from agentspec.proxy.hosts import is_unprotected
+from agentspec.proxy.middleware import GatewayMiddleware
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
+
+WRITE_BUFFER = 32 << 10  # bytes of an answer: writing pauses above it
+PIECE = 31 << 10  # so that a full buffer, a piece and its frame stay within 64 KiB
+OTHER_FILES = 128  # besides connections and upstream calls: logs, the index, model files
+END_SECONDS = 2.0  # for the last events of answers that the end of the drain interrupts
+COLLECT_AFTER = (5000, 20, 20)  # new objects, and collections of the younger generation; Python's are 700, 10, 10
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection, which has deadlines for heads, for writing and for the whole request, and takes no head,
+    chunk extension or trailer without a bound. `ended` counts by reason the connections that a bound ended.
+    """
+
+    def __init__(self, settings: ServerSettings, ended: Counter[str], **given: Any) -> None:
+        super().__init__(**given)
+        self._settings, self._ended = settings, ended
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._unparsed = 0  # bytes since the last head, or piece of a body, was complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        if len(self.connections) > self._settings.max_connections:
+            self._end("refused", NotReadyError("too many connections (server.max_connections); try again soon"))
+        else:
+            self._start("header_timeout", self._settings.header_timeout, self._end_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed += len(data)
+        if not self._answering and "header_timeout" not in self._timers:
+            self._start("header_timeout", self._settings.header_timeout, self._end_head)
+        super().data_received(data)
+        if self._unparsed > self._settings.max_header_bytes:
+            self._end("max_header_bytes", HeadersTooLargeError("the head is too long (server.max_header_bytes)"))
+
+    def on_headers_complete(self) -> None:
+        """Refuse with 400 what other servers may read differently: RFC 9112, sections 3.2, 6.1 and 9.3.2. An offer of
+        another protocol is refused since httptools would read the body behind it as the next request.
+        """
+        self._unparsed = 0
+        self._stop("header_timeout")
+        chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
+        old = chunks and self.parser.get_http_version() == "1.0"
+        if old or self._answering or self.parser.should_upgrade() or not self.url.startswith(b"/"):
+            raise ValueError
+        super().on_headers_complete()
+        self.headers = []  # takes the fields behind a body, which are no headers: nobody in front has looked at them
+        self._start("request_timeout", self._settings.request_timeout + END_SECONDS, self._abort, "request_timeout")
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed = 0
+        self._stop("header_timeout")
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, behind a whole request, is dropped: the answer to that one is the last."""
+        if self._answering and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+        else:
+            message = "this is not a valid HTTP/1.1 request, or one that offers another protocol (Upgrade)"
+            self._end("invalid", InvalidRequestError(message))
+
+    def on_response_complete(self) -> None:
+        self._stop("request_timeout")
+        self.cycle.body = bytearray()  # what nobody read would stay as long as the connection is idle
+        super().on_response_complete()
+        self._watch_unsent()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unsent()
+
+    def resume_writing(self) -> None:
+        self._stop("write_timeout")
+        super().resume_writing()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch_unsent(self) -> None:
+        if unsent := self.transport.get_write_buffer_size():
+            self._start("write_timeout", self._settings.write_timeout, self._end_unsent, unsent)
+
+    def _end_unsent(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() >= before:
+            self._abort("write_timeout")
+        else:
+            self._watch_unsent()
+
+    def _end_head(self) -> None:
+        if self._unparsed:
+            seconds = f"{self._settings.header_timeout:g} seconds (server.header_timeout)"
+            self._end("header_timeout", SlowClientError(f"no complete head within {seconds}"))
+        elif not self._answering:  # a client that connected ahead of need expects no answer
+            self._ended["header_timeout"] += 1
+            self.transport.close()
+
+    def _end(self, reason: str, error: AgentSpecError) -> None:
+        """Answer with `error` and close; cut an answer that has begun."""
+        if self.transport.is_closing():
+            return
+        if self._answering and self.cycle.response_started:
+            self._abort(reason)
+            return
+        self._ended[reason] += 1
+        self.transport.write(_response(error))
+        self.transport.close()
+        self._watch_unsent()
+
+    def _abort(self, reason: str) -> None:
+        self._ended[reason] += 1
+        self.transport.abort()
+
+    def _start(self, name: str, seconds: float, end: Callable[..., None], *arguments: Any) -> None:
+        self._stop(name)
+        self._timers[name] = self.loop.call_later(seconds, end, *arguments)
+
+    def _stop(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+
+class GatewayServer(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT, then drains: it takes no more connections, requests without a slot get 503, and
+    running ones have `drain_timeout` seconds, or until a second signal. Then they end with an error.
+
+    Raises `ConfigurationError` for a certificate that cannot be used.
+    """
+
+    def __init__(self, app: GatewayMiddleware, settings: Settings) -> None:
+        self._app, self._settings = app, settings.server
+        self.ended: Counter[str] = Counter()
+        tls = tls_context(self._settings)
+        super().__init__(
+            uvicorn.Config(
+                in_pieces(app),
+                interface="asgi3",
+                host=self._settings.host,
+                port=self._settings.port,
+                http=partial(BoundedConnection, self._settings, self.ended),  # type: ignore[arg-type]
+                lifespan="on",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=self._settings.keep_alive_timeout,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=self._settings.drain_timeout + END_SECONDS,  # type: ignore[arg-type]
+                ssl_context_factory=None if tls is None else lambda config, default: tls,
+            )
+        )
+        app.metrics.connections(lambda: (len(self.server_state.connections), self.ended.copy()))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Unlike after uvicorn's, the process then ends with status 0 and not by the signal."""
+        if self.should_exit:
+            self._interrupt()
+        self.drain()
+
+    def drain(self) -> None:
+        """Refuse new requests, and stop once the running ones are done."""
+        self._app.limiter.close()
+        self._app.loading.abort()
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._app.loading.failure is not None:
+            self.drain()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        late = asyncio.get_running_loop().call_later(self._settings.drain_timeout, self._interrupt)
+        await super().shutdown(sockets)
+        late.cancel()
+
+    def _interrupt(self) -> None:
+        self._app.deadlines.interrupt(ShuttingDownError("the server is shutting down: this answer is cut short"))
+
+
+def serve(settings: Settings, *, log_level: str = "INFO") -> None:
+    """Run the gateway in this process until SIGTERM or SIGINT, then drain. Returns once all is flushed and closed.
+
+    A signal while a model loads ends the process at once with status 0, since no request was served yet. Raises what
+    building the backends raises. Drains and raises `EngineStoppedError` when a local engine's device fails: only a new
+    process can use it again.
+    """
+    share_heaps()
+    logs.configure(log_level, background=True)
+    runtime = Runtime(settings)
+    app = create_app(runtime, settings)
+    app.loading.when_ready = spare_what_is_loaded
+    if is_unprotected(settings.server):
+        logs.logger.warning(
+            "everybody who reaches this address is served: set server.api_keys", host=settings.server.host
+        )
+    allow_open_files(settings.server.max_connections + settings.server.max_concurrent + OTHER_FILES)
+    GatewayServer(app, settings).run()
+    if app.loading.left_behind:
+        end_process()
+    if app.loading.failure is not None:
+        raise app.loading.failure
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process open so many files, or as many as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < count:
+            logs.logger.warning("fewer connections than configured", open_files=allowed, wanted=count)
+
+
+def spare_what_is_loaded() -> None:
+    """Keep the garbage collector from what lives as long as the process, and let it run less often.
+
+    A full collection stops every request: for 50 ms and more over what is loaded even without a model.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+
+
+def end_process() -> NoReturn:
+    """End the process with status 0 without waiting for the loading thread, which cannot be interrupted."""
+    child.end_all()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def tls_context(server: ServerSettings) -> ssl.SSLContext | None:
+    """A context for TLS 1.2 and later with the configured certificate; None if HTTP is served.
+
+    Raises `ConfigurationError` for files that cannot be read, or that do not belong together.
+    """
+    if server.tls_cert_file is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    certificate = server.tls_cert_file.expanduser()
+    key = (server.tls_key_file or server.tls_cert_file).expanduser()
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: b"")  # or OpenSSL asks on the terminal
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM, or encrypted"
+        raise ConfigurationError(
+            f"server.tls_cert_file = {str(certificate)!r} and its key {str(key)!r} cannot be used: {reason};"
+            " the key must be unencrypted PEM and belong to the first certificate"
+        ) from None
+    return context
+
+
+def in_pieces(app: ASGIApp) -> ASGIApp:
+    """`app` with its answers written piece by piece, each once the client took enough of those before."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            if len(body) <= PIECE:
+                await send(message)
+                return
+            for start in range(0, len(body), PIECE):
+                more = start + PIECE < len(body) or message.get("more_body", False)
+                await send({**message, "body": body[start : start + PIECE], "more_body": more})
+
+        await app(scope, receive, send_pieces)
+
+    return wrapped
+
+
+def _response(error: AgentSpecError) -> bytes:
+    body = encode(error.body())
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body

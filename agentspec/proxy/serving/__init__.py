@@ -1,1 +1,0 @@
-"""Serves HTTP: listening, connections and their bounds, TLS, the gateway's start, drain and reload."""
