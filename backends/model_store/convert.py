@@ -14,14 +14,12 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 from agentspec.backends.model_store.child import run
-from agentspec.backends.model_store.progress import elapsing
-from agentspec.backends.model_store.store import compute_sha256, file_sha256, scratch
+from agentspec.backends.model_store.store import announce, compute_sha256, file_sha256, scratch
 from agentspec.errors import ModelUnavailableError, install_advice
 
 FORMAT = 1
 _MANIFEST = "agentspec.json"
 _KEPT = (".safetensors", ".json", ".txt")
-_PROGRAM = "agentspec.backends.model_store.unpack"
 
 
 def prepare(source: Path, sha256: str, folder: Path, *, show: bool, inside: str | None = None) -> None:
@@ -30,7 +28,8 @@ def prepare(source: Path, sha256: str, folder: Path, *, show: bool, inside: str 
     `source` is a GGUF file, or with `inside` an archive that holds the model in that folder. Raises
     `ModelUnavailableError` if a GGUF file cannot be read as a decoder-only language model.
     """
-    with scratch(folder.parent) as temporary, elapsing(f"preparing {source.name} (once)", show=show):
+    announce(f"preparing {source.name} (once)", show=show)
+    with scratch(folder.parent) as temporary:
         result = temporary / "result"
         if inside is None:
             _unpack(source, result)
@@ -69,7 +68,7 @@ def _extract(archive: Path, inside: str, target: Path) -> None:
 
 
 def _unpack(gguf: Path, target: Path) -> None:
-    command = [sys.executable, "-P", "-W", "ignore", "-m", _PROGRAM, str(gguf), str(target)]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(gguf), str(target)]
     result = run(command)
     if result.returncode == 0:
         return
@@ -78,3 +77,20 @@ def _unpack(gguf: Path, target: Path) -> None:
     if cause.startswith(("ImportError", "ModuleNotFoundError")):
         cause += f"; for GGUF files, {install_advice('torch')}"
     raise ModelUnavailableError(f"cannot prepare {str(gguf)!r} as a language model: {cause}")
+
+
+def unpack(gguf: Path, target: Path) -> None:
+    """Write the tokenizer and the float32 weights of `gguf` to the folder `target`, as `save_pretrained` does."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"gguf_file": gguf.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **source)
+    dequantized = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **source, **dequantized)
+    tokenizer.save_pretrained(str(target))
+    model.save_pretrained(str(target))
+
+
+if __name__ == "__main__":
+    unpack(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentspec.backends.model_store.builtin import BUILTIN, Builtin
 from agentspec.backends.model_store.convert import is_prepared, prepare
 from agentspec.backends.model_store.download import download
-from agentspec.backends.model_store.hub import is_hub_id, snapshot
 from agentspec.backends.model_store.store import compute_sha256, file_sha256, fingerprint, locked, store_folder
-from agentspec.errors import ModelUnavailableError, suggestion
+from agentspec.errors import ModelUnavailableError, install_advice, suggestion
 
+ALLOWED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # never pickles, and no code
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -51,6 +53,30 @@ def require_known(ref: str) -> None:
     )
 
 
+def is_hub_id(ref: str) -> bool:
+    """Whether `ref` has the shape of a hub id, `org/name`."""
+    return _ID.fullmatch(ref) is not None
+
+
+def snapshot(repository: str) -> Path:
+    """Download the needed files of `repository`, or find them in the hub client's own cache; returns their folder.
+
+    Raises `ModelUnavailableError` if neither works.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ModelUnavailableError(f"model-hub ids need huggingface_hub; {install_advice('torch')}") from None
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(ALLOWED), ignore_patterns=["*/*"]))
+    except Exception as error:  # the hub client raises its HTTP library's own errors too
+        cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelUnavailableError(
+            f"cannot fetch {repository!r} from the model hub: {cause}\n"
+            "Check the name and the network (HF_TOKEN for a gated model), or name a local folder or .gguf file instead"
+        ) from None
+
+
 def locate(ref: str) -> ModelFiles | None:
     """The files of `ref` if it can be loaded now without network and without conversion, else None."""
     if model := BUILTIN.get(ref):
@@ -74,7 +100,7 @@ def _resolve(ref: str, *, show: bool, fresh: bool) -> ModelFiles:
         gguf = _only_gguf(path)
         return _checked_folder(ref, path) if gguf is None else _gguf(ref, gguf, show=show, fresh=fresh)
     require_known(ref)
-    return _checked_folder(ref, snapshot(ref, show=show))
+    return _checked_folder(ref, snapshot(ref))
 
 
 def _builtin(model: Builtin, *, show: bool, fresh: bool) -> ModelFiles:

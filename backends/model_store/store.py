@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,13 @@ def store_folder() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("agentspec", appauthor=False)) / "models"
+
+
+def announce(what: str, *, show: bool) -> None:
+    """Say what begins: in the log, and with `show` on a terminal."""
+    logging.getLogger("agentspec.models").info("%s", what)
+    if show and sys.stderr.isatty():
+        print(what, file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -184,25 +184,17 @@ def check_drafters(name: str, settings: TorchSettings) -> Iterator[Check]:
 
 
 def check_model(name: str, settings: TorchSettings | EncoderSettings, *, setting: str = "model") -> Check:
-    """Whether the backend's model is ready or can be fetched; `setting` is the setting that names it."""
-    from agentspec.backends.model_store import BUILTIN, hub, locate
-    from agentspec.backends.model_store.download import can_fetch
+    """Whether the backend's model is ready, or of a kind that is fetched; `setting` is the setting that names it."""
+    from agentspec.backends.model_store import locate, require_known
 
     label, ref = f"{name}: {setting.replace('_', ' ')}", settings.model
-    fetch = f"agentspec model fetch {ref}"
     try:
+        require_known(ref)
         if files := locate(ref):
             return Check(label, "ok", f"{ref} is ready in {files.folder}")
     except AgentSpecError as error:
         return Check(label, "fail", str(error), f"correct backends.{name}.{setting}")
-    if Path(ref).expanduser().exists():
-        return Check(label, "note", f"{ref} is prepared at first use", fetch)
-    if ref in BUILTIN and can_fetch(BUILTIN[ref]):
-        return Check(label, "note", f"{ref} is fetched at first use ({BUILTIN[ref].size / 1e6:.0f} MB)", fetch)
-    if hub.is_hub_id(ref) and hub.can_fetch(ref):
-        return Check(label, "note", f"{ref} is fetched from the model hub at first use", fetch)
-    advice = f"connect to a network, or set backends.{name}.{setting} to a local folder or .gguf file"
-    return Check(label, "fail", f"{ref} is not here and cannot be fetched", advice)
+    return Check(label, "note", f"{ref} is fetched and prepared at first use", f"agentspec model fetch {ref}")
 
 
 def check_reachable(settings: Settings) -> Iterator[Check]:

