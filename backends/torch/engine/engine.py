@@ -186,7 +186,6 @@ class Engine:
             self.scheduler.remove(sequence, clean=False)
             self._fail(sequence.request, outcome)
             return
-        self.scheduler.charge(sequence)
         if outcome is not None and sequence.request.shares_prompt:
             self.scheduler.share_prompt(sequence)
         if sequence.finish is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import insort_left, insort_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -14,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.fair_queue import FairQueue
 from agentspec.backends.torch.engine.kv_budget import LEDGER, KVBudget
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.request import EngineRequest
@@ -106,8 +106,9 @@ def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
 class Scheduler:
     """Owns the queue, the key/value memory and the chunking of prompts.
 
-    At most `max_active` sequences are computed, and `max_queue` more requests wait. Requests with a lower priority
-    number go first: a waiting one preempts a running one with a higher number, which resumes later from its tokens.
+    At most `max_active` sequences are computed, and `max_queue` more requests wait. Those with a lower priority number
+    go first, and among equals those that came first. A running one is preempted only when the key/value memory cannot
+    grow, and resumes from its tokens.
     Any thread may call `add` and `cancel` and read the counts; all else belongs to the computing thread.
     """
 
@@ -121,7 +122,7 @@ class Scheduler:
         self.closed = False
         self._context = context
         self._max_active, self._max_requests = settings.max_active, settings.max_active + settings.max_queue
-        self._waiting = FairQueue()
+        self._waiting: list[EngineRequest] = []  # in the order of their turn
         self._preempted: dict[EngineRequest, Sequence] = {}
         self._unfinished: set[EngineRequest] = set()
         self._lock = threading.RLock()
@@ -161,7 +162,7 @@ class Scheduler:
                 retry = max(1.0, self._answer_seconds * len(self._waiting) / self._max_active)
                 raise OverloadedError(f"{len(self._waiting)} requests wait already", retry_after=round(retry, 1))
             self._unfinished.add(request)
-            self._waiting.push(request)
+            insort_right(self._waiting, request, key=priority_of)
             self._blocked_by = None
             self._context.counters.requests += 1
 
@@ -210,26 +211,20 @@ class Scheduler:
         return None
 
     def _next(self) -> EngineRequest | None:
-        """Return the next request if there is a place and memory for it, preempting sequences of higher priority
-        numbers where needed; else None.
-        """
+        """Return the next request if there is a slot and memory for it; else None."""
         with self._lock:
-            request, lent = self._waiting.first(), self.kv_budget.lent
-            if request is None:
+            lent = self.kv_budget.lent
+            if not self._waiting:
                 return None
-            below = [other for other in self.active if other.request.priority > request.priority]
-            if not self._has_room(request, [other for other in self.active if other not in below]):
+            if not self._has_room(self._waiting[0]):
                 self._blocked_by = None if self.active else lent
                 return None
-            while not self._has_room(request, self.active):
-                self._preempt(below.pop(below.index(last_of(below))))
-            self._waiting.remove(request)
-            return request
+            return self._waiting.pop(0)
 
-    def _has_room(self, request: EngineRequest, others: list[Sequence]) -> bool:
+    def _has_room(self, request: EngineRequest) -> bool:
         preempted = self._preempted.get(request)
         slots = self.kv_budget.initial(request, None if preempted is None else len(preempted.tokens))
-        return len(others) < self._max_active and self.kv_budget.fits(slots, others)
+        return len(self.active) < self._max_active and self.kv_budget.fits(slots, self.active)
 
     def allocate(self, request: EngineRequest, tokens: list[int]) -> KVCache:
         """Return a KV cache with room for `tokens` and more. It reuses the longest cached prefix of `tokens`, but never
@@ -271,12 +266,7 @@ class Scheduler:
         self._context.counters.preempted += 1
         with self._lock:
             if not sequence.request.cancelled:
-                self._waiting.push_preempted(sequence.request)
-
-    def charge(self, sequence: Sequence) -> None:
-        """Charge the tokens that a step computed for a sequence to its tenant and session."""
-        with self._lock:
-            self._waiting.charge(sequence.request, sequence.take_computed())
+                insort_left(self._waiting, sequence.request, key=priority_of)
 
     def remove(self, sequence: Sequence, *, clean: bool) -> None:
         """Remove a sequence. If it finished cleanly (`clean`), its KV slots are kept for later requests; else they are
@@ -389,6 +379,10 @@ class Scheduler:
         self.prefix_cache.clear()
         LEDGER.release(self.kv_budget)
         return unfinished
+
+
+def priority_of(request: EngineRequest) -> int:
+    return request.priority
 
 
 def precedence(sequence: Sequence) -> tuple[int, float]:

@@ -76,7 +76,7 @@ class Sequence:
         self._scorer = self._prompt_scorer()
         if self._scorer and isinstance(kv_cache, SequenceCache):
             kv_cache.truncate(0)  # reused slots have no logits
-        self._reused = self._charged = kv_cache.length
+        self._reused = kv_cache.length
         target = context.target
         constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
         asked = len(request.prompt) - request.answered
@@ -157,12 +157,6 @@ class Sequence:
         if self._latency is None:
             return 0.0
         return self._latency.required_tokens(self._answer.num_tokens, perf_counter(), step_seconds)
-
-    def take_computed(self) -> int:
-        """How many tokens were computed since the last call, not counting those that were computed again."""
-        fresh = max(0, self.kv_cache.length - self._charged)
-        self._charged += fresh
-        return fresh
 
     def proposing(self) -> Drafting[Proposal]:
         """Propose drafts, at most as many tokens as the answer may still use; its last token needs no KV slot."""

@@ -69,26 +69,30 @@ def test_a_full_queue_refuses_and_a_finished_request_makes_room(scheduler_of: An
     scheduler.add(request_of())
 
 
-def test_a_lower_priority_preempts_a_higher_one_which_is_resumed(scheduler_of: Any, opened: Any) -> None:
+@pytest.mark.parametrize("priorities", [(5, 0), (1, 1), (0, 5)])
+def test_no_priority_takes_the_slot_of_what_runs(scheduler_of: Any, opened: Any, priorities: Any) -> None:
     scheduler = scheduler_of(max_active=1)
-    scheduler.add(request_of(priority=5))
-    scheduler.schedule(opened)
-    (slow,) = scheduler.active
-    scheduler.add(request_of(priority=0))
-    scheduler.schedule(opened)
-    (urgent,) = scheduler.active
-    assert urgent.request.priority == 0 and scheduler.num_waiting == 1 and scheduler.has_work
-    scheduler.remove(urgent, clean=True)
-    scheduler.schedule(opened)
-    assert scheduler.active == [slow] and scheduler.num_waiting == 0
-
-
-def test_equal_priorities_do_not_preempt_each_other(scheduler_of: Any, opened: Any) -> None:
-    scheduler = scheduler_of(max_active=1)
-    for _ in range(2):
-        scheduler.add(request_of(priority=1))
+    for priority in priorities:
+        scheduler.add(request_of(priority=priority))
         scheduler.schedule(opened)
-    assert len(scheduler.active) == scheduler.num_waiting == 1
+    assert [sequence.request.priority for sequence in scheduler.active] == [priorities[0]]
+    assert scheduler.num_waiting == 1 and scheduler.has_work
+
+
+@pytest.mark.parametrize("priorities", [[1, 1, 1], [2, 0, 1, 0, 2, 1, 0], [3, 2, 1, 0]])
+def test_the_lowest_priority_is_first_and_among_equals_what_came_first(
+    scheduler_of: Any, opened: Any, priorities: list[int]
+) -> None:
+    scheduler = scheduler_of(max_active=1, max_queue=20)
+    requests = [request_of(priority=priority) for priority in priorities]
+    for request in requests:
+        scheduler.add(request)
+    served = []
+    while scheduler.has_work:
+        scheduler.schedule(opened)
+        served.append(scheduler.active[0].request)
+        scheduler.remove(scheduler.active[0], clean=True)
+    assert served == sorted(requests, key=lambda request: request.priority)
 
 
 def test_a_request_that_cannot_be_opened_is_not_active(scheduler_of: Any) -> None:
