@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -32,15 +31,12 @@ def agent(
     share: Annotated[
         float, typer.Option(help="With --tools: the share of the time that tools take", min=0.01, max=0.99)
     ] = 0.5,
-    timed: Annotated[
-        int, typer.Option(help="With --tools: run so many sessions of each file in real time instead", min=0)
-    ] = 0,
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Instead, time next turns with and without reading ahead while tools run")
     ] = False,
     tool_seconds: Annotated[
         list[float] | None,
-        typer.Option(help="How long tools take: with --timed; with --prefill, several times (1)", min=0.0, max=60.0),
+        typer.Option(help="With --prefill, several times: how long tools take (1)", min=0.0, max=60.0),
     ] = None,
     rounds: Annotated[
         int, typer.Option(help="With --prefill: pairs of sessions for each case and length of tools", min=7)
@@ -50,9 +46,11 @@ def agent(
     ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
-    _refuse_agent(context, bool(tools), timed, prefill, tool_seconds or ())
+    _refuse_agent(context, bool(tools), prefill)
     if tools:
-        _agent_tools(model, tools, read_only, share, timed, tool_seconds, json)
+        from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
+
+        publish(partial(run_agent_tools, tools, read_only=read_only or READ_ONLY, share=share), json)
     elif prefill:
         from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
 
@@ -65,46 +63,16 @@ def agent(
         publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
-def _refuse_agent(
-    context: typer.Context, tools: bool, timed: int, prefill: bool, tool_seconds: Sequence[float]
-) -> None:
+def _refuse_agent(context: typer.Context, tools: bool, prefill: bool) -> None:
     """Refuse what `bench agent` would ignore in the way of running that the other parameters choose."""
     if tools:
-        _refuse(context, "with --tools", "prefill", "off", "kept", "warm", *(() if timed else ("model",)))
+        _refuse(context, "with --tools", "prefill", "off", "kept", "warm", "model")
     else:
-        _refuse(context, "without --tools", "timed", "read_only", "share")
+        _refuse(context, "without --tools", "read_only", "share")
     if prefill:
         _refuse(context, "with --prefill", "off", "kept", "warm")
     else:
-        _refuse(context, "without --prefill", "processor_time", "rounds")
-    if not (prefill or timed):
-        _refuse(context, "without --prefill or --timed", "tool_seconds")
-    if tool_seconds and timed:
-        _refuse(context, "with --tool-seconds", "share")
-    if len(tool_seconds) > 1 and timed:
-        _refuse(context, "more than once with --timed", "tool_seconds")
-
-
-def _agent_tools(
-    model: str,
-    tools: list[Path],
-    read_only: list[str] | None,
-    share: float,
-    timed: int,
-    tool_seconds: list[float] | None,
-    json: Path | None,
-) -> None:
-    """`bench agent --tools`: computed, or some sessions of each file in real time."""
-    from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
-
-    early = read_only or READ_ONLY
-    if not timed:
-        publish(partial(run_agent_tools, tools, read_only=early, share=share), json)
-        return
-    from agentspec.benchmarks.agent_tools.timed import TimedPlan, run_agent_timed
-
-    plan = TimedPlan(early, timed, share, tool_seconds[0] if tool_seconds else None)
-    publish(partial(run_agent_timed, model, tools, plan), json, packages=TORCH, subject={"model": model})
+        _refuse(context, "without --prefill", "processor_time", "rounds", "tool_seconds")
 
 
 def _refuse(context: typer.Context, where: str, *ignored: str) -> None:

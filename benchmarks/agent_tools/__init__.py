@@ -1,1 +1,1 @@
-"""Agents whose tools start early, on recorded sessions: what that saves, computed and timed."""
+"""Agents whose tools start early, on recorded sessions: what that saves, computed."""

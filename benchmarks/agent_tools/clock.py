@@ -21,11 +21,7 @@ FIRST, PER_TOKEN = 0.3, 0.02  # seconds of a turn: to its first token, and for e
 
 @dataclass(frozen=True, slots=True)
 class ReplayedTurn:
-    """One turn: the tokens of its answer and the steps that they take with drafts, its calls, the forecast.
-
-    `foreseeable` are the read-only calls up to the next change whose arguments have been seen, `heard` the tokens that
-    came since the last turn, and `known` those of the last call, where a tool was waited for.
-    """
+    """One turn: the tokens of its answer and the steps that they take with drafts, its calls, the forecast."""
 
     tokens: float
     steps: float
@@ -33,9 +29,6 @@ class ReplayedTurn:
     forecast: CallForecast
     read_only: frozenset[str]  # identities of the calls that may run early
     only_reads: bool
-    foreseeable: tuple[str, ...] = ()
-    heard: float = 0.0
-    known: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -46,11 +39,6 @@ class ReplayedTurn:
     def plain_seconds(self) -> float:
         """What it takes without."""
         return FIRST + PER_TOKEN * self.tokens
-
-    @property
-    def read_ahead(self) -> float:
-        """The seconds that reading ahead saves where the chat template writes calls anew: those of the last call."""
-        return FIRST * self.known / (self.known + self.heard) if self.known else 0.0
 
     @property
     def top(self) -> list[str]:
@@ -73,7 +61,6 @@ class SessionTimes:
     plain: float = 0.0
     drafting: float = 0.0
     early: float = 0.0
-    prefill: float = 0.0
     starts: int = 0
     used: int = 0
     wasted: float = 0.0
@@ -137,7 +124,6 @@ def _run(session: Session, flights: _Flights, choose: Choose, times: SessionTime
         times.plain += turn.plain_seconds + plain
         times.drafting += turn.seconds + plain
         times.early += turn.seconds + wait
-        times.prefill += turn.seconds + wait - turn.read_ahead
         now += wait if turn.calls else USER
 
 
@@ -159,13 +145,3 @@ def by_predictions(limits: LaunchLimits, tool: float, turn_seconds: float) -> Ch
         return [one.call.identity for one in worthwhile(fresh, known, limits.cost_weight)[: limits.per_turn]]
 
     return choose
-
-
-def next_calls(turn: ReplayedTurn, _: Collection[str]) -> Iterable[str]:
-    """Exactly the read-only calls that the turn makes: who knows the next turn starts these."""
-    return turn.read_only
-
-
-def foreseeable_calls(turn: ReplayedTurn, _: Collection[str]) -> Iterable[str]:
-    """Every read-only call up to the next change as soon as its arguments were seen, and no other."""
-    return turn.foreseeable

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from agentspec.recordings.traces import EncodedCall
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import CallForecast, CallModel
-from agentspec.tools.prediction.observation import LaterScore
+from agentspec.tools.prediction.model import CallModel
 
 BUDGET = 8  # drafted tokens a step
 _PIECE = re.compile(r"\w{1,4}|\W")
@@ -54,9 +52,8 @@ def play(
     tool = share / (1.0 - share) * model_seconds / max(1, waits)
     model, played, sizes = CallModel(), [], iter(zip(tokens, drafted, strict=True))
     for session, calls in by_session(recorded):
-        player = SessionPlayer(ModelLearner(model, session), Matching(read_only), tool)
-        made = [list(calls_of(call.answer)) for call in calls]
-        played.append([player.turn(call, *next(sizes), made[at:]) for at, call in enumerate(calls)])
+        player = SessionPlayer(model, session, Matching(read_only), tool)
+        played.append([player.turn(call, *next(sizes)) for call in calls])
     return played
 
 
@@ -81,47 +78,12 @@ def _goes_on(before: RecordedCall, call: RecordedCall) -> bool:
     return len(call.messages) > known and list(call.messages[:known]) == list(before.messages)
 
 
-class TurnLearner(Protocol):
-    """Predicts the calls of a session's turns, and learns from them. `tools` are those that may run early."""
-
-    def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast: ...
-    def learn(
-        self,
-        history: ToolHistory,
-        calls: Sequence[ToolCall],
-        forecast: CallForecast,
-        tools: Collection[str],
-        later: Sequence[LaterScore],
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLearner:
-    """Lets one model learn from a session."""
-
-    model: CallModel
-    session: str
-
-    def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast:
-        return self.model.predict(history, tools)
-
-    def learn(
-        self,
-        history: ToolHistory,
-        calls: Sequence[ToolCall],
-        forecast: CallForecast,
-        tools: Collection[str],
-        later: Sequence[LaterScore],
-    ) -> None:
-        self.model.learn(self.model.observe(history, calls, forecast, tools, (), later), self.session)
-
-
 class SessionPlayer:
     """Plays the turns of one session by a clock of its own, in which every tool takes `tool` seconds."""
 
-    def __init__(self, learner: TurnLearner, tools: Matching, tool: float) -> None:
-        self._learner, self._tools, self._tool = learner, tools, tool
-        self._now = self._answered = 0.0
+    def __init__(self, model: CallModel, session: str, tools: Matching, tool: float) -> None:
+        self._model, self._session, self._tools, self._tool = model, session, tools, tool
+        self._now = 0.0
         self._seen = 0
         self._waiting: Iterator[str] = iter(())
         self._begin()
@@ -130,17 +92,13 @@ class SessionPlayer:
         self._history, self._seen = ToolHistory(), 0
         self._open = OpenForecasts(ToolPolicy().max_age)
 
-    def turn(
-        self, recorded: RecordedCall, tokens: float, steps_per_token: float, upcoming: Iterable[Sequence[ToolCall]]
-    ) -> ReplayedTurn:
-        """One turn; `upcoming` are the calls of it and of those after it, which only say what could be foreseen."""
+    def turn(self, recorded: RecordedCall, tokens: float, steps_per_token: float) -> ReplayedTurn:
         if len(recorded.messages) < self._seen:  # its history was reset
             self._begin()
-        new = [one for one in recorded.messages[self._seen :] if one.get("role") != "assistant"]
         for message in recorded.messages[self._seen :]:
             self._waiting = _hear(self._history, message, self._waiting)
         self._seen = len(recorded.messages)
-        forecast = self._learner.predict(self._history, self._tools)
+        forecast = self._model.predict(self._history, self._tools)
         calls = tuple(calls_of(recorded.answer))
         turn = ReplayedTurn(
             tokens,
@@ -149,29 +107,16 @@ class SessionPlayer:
             forecast,
             frozenset(call.identity for call in calls if call.name in self._tools),
             all(call.name in self._tools for call in calls),
-            tuple(self._foreseeable(upcoming)),
-            heard=sum(len(text_of(one)) for one in new) / 4,
-            known=self._answered if any(one.get("role") == "tool" for one in new) else 0.0,
         )
-        self._answered = tokens
         self._learn(turn)
         return turn
-
-    def _foreseeable(self, upcoming: Iterable[Sequence[ToolCall]]) -> Iterator[str]:
-        """The read-only calls up to the next change of which all words and identifiers have been seen."""
-        for calls in upcoming:
-            if not all(call.name in self._tools for call in calls):
-                return
-            for call in calls:
-                texts = [value for value in call.arguments.values() if isinstance(value, str)]
-                if all(self._history.sources(text) for text in texts):
-                    yield call.identity
 
     def _learn(self, turn: ReplayedTurn) -> None:
         began, self._now = self._now, self._now + turn.seconds
         made = {call.identity for call in turn.calls}
         later = self._open.settle(turn.forecast, made, began=began, now=self._now, voids=not turn.only_reads)
-        self._learner.learn(self._history, turn.calls, turn.forecast, self._tools, later)
+        seen = self._model.observe(self._history, turn.calls, turn.forecast, self._tools, (), later)
+        self._model.learn(seen, self._session)
         self._now += self._tool if turn.calls else USER
 
 

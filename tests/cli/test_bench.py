@@ -111,7 +111,6 @@ def test_gateway_refuses_nonsense(program, options, message):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--timed", "2"),
         ("--read-only", "get_*"),
         ("--processor-time",),
         ("--tool-seconds", "1"),
@@ -121,9 +120,8 @@ def test_gateway_refuses_nonsense(program, options, message):
         ("--prefill", "--warm", "20"),
         ("--tools", "{file}", "--warm", "3"),
         ("--tools", "{file}", "--model", "smollm2-135m"),
-        ("--tools", "{file}", "--timed", "1", "--tool-seconds", "1", "--share", "0.3"),
         ("--tools", "{file}", "--prefill"),
-        ("--tools", "{file}", "--timed", "1", "--tool-seconds", "1", "--tool-seconds", "2"),
+        ("--tools", "{file}", "--tool-seconds", "1"),
     ],
 )
 def test_agent_refuses_options_that_it_would_ignore(program, tmp_path, options):

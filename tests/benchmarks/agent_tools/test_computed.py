@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentspec.benchmarks.agent_tools.clock import (
-    ReplayedTurn,
-    foreseeable_calls,
-    session_times,
-)
+from agentspec.benchmarks.agent_tools.clock import ReplayedTurn, session_times
 from agentspec.benchmarks.agent_tools.computed import AgentToolsReport, run_agent_tools
 from agentspec.cli.bench import app
 from agentspec.errors import ConfigurationError
 from agentspec.tools.prediction.history import ToolCall
-from agentspec.tools.prediction.model import CallForecast
+from agentspec.tools.prediction.model import CallForecast, CallPrediction
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -57,8 +53,6 @@ def test_calls_are_predicted_from_earlier_sessions(recorded: Path) -> None:
     assert len(replay.turns) == 48 and len(list(replay.reads())) == 24
     assert replay.turns[0].top == [] and 0.7 < replay.hit_rate(1) <= replay.hit_rate(3) < 1.0
     assert "pay" not in str(replay.turns[-2].top)
-    tried, came, hit = replay.precision(0.3)
-    assert tried >= 10 and came > 0.8 and hit > 0.4
 
 
 def test_files_of_one_name_keep_their_results_apart(recorded: Path, tmp_path: Path) -> None:
@@ -84,12 +78,11 @@ def test_hits_save_time_and_writing_tools_none(recorded: Path) -> None:
     found = measured(recorded)
     replay = found.files[0]
     times = replay.times(found.limits)
-    assert times.plain > times.drafting > times.early > times.prefill
-    assert 1.0 < times.speedup < replay.bounds()[1] < 2.0 and 0 < times.used <= times.starts
-    assert 1.0 < replay.calling().at_hit_rate(0.5) < replay.calling().at_hit_rate(1.0) < 2.0
+    assert times.plain > times.drafting > times.early
+    assert 1.0 < times.speedup < 2.0 and 0 < times.used <= times.starts
     nothing = measured(recorded, read_only=["none"]).files[0]
     times = nothing.times(found.limits)
-    assert (times.speedup, times.starts, nothing.bounds(), nothing.hidden_share) == (1.0, 0, (1.0,) * 2, 0.0)
+    assert (times.speedup, times.starts) == (1.0, 0)
 
 
 READ, OTHER, WRITE = (ToolCall(name, {}) for name in ("read", "other", "write"))
@@ -98,13 +91,13 @@ READ, OTHER, WRITE = (ToolCall(name, {}) for name in ("read", "other", "write"))
 def turn(*calls: ToolCall, foreseen: tuple[ToolCall, ...] = ()) -> ReplayedTurn:
     """A turn of 1.3 seconds, in which READ and OTHER change nothing."""
     reads = frozenset(call.identity for call in calls if call != WRITE)
-    known = tuple(call.identity for call in foreseen)
-    return ReplayedTurn(50, 50, calls, CallForecast((), ()), reads, WRITE not in calls, known)
+    predicted = tuple(CallPrediction(call, 1.0, 1.0, 0) for call in foreseen)
+    return ReplayedTurn(50, 50, calls, CallForecast(predicted, ()), reads, WRITE not in calls)
 
 
 def waited(*turns: ReplayedTurn) -> float:
     """The seconds for which a session waits for its tools, of 2 seconds each, after what was foreseen is started."""
-    times = session_times([turns], 2.0, foreseeable_calls, at_once=8)
+    times = session_times([turns], 2.0, lambda turn, _: turn.top, at_once=8)
     assert times.used <= times.starts
     return times.early - sum(one.seconds for one in turns)
 
@@ -131,7 +124,7 @@ def test_the_command_prints_and_writes_the_figures(recorded: Path, tmp_path: Pat
     result = CliRunner().invoke(app, ["agent", "--tools", str(recorded), "--json", str(out)])
     assert result.exit_code == 0 and "Calls predicted" in result.output, result.output
     data = json.loads(out.read_text())["files"]["sessions.jsonl"]
-    assert data["top_1"] <= data["top_3"] and len(data["thresholds"]) == 9
+    assert data["top_1"] <= data["top_3"]
 
 
 def test_a_file_without_answers_is_named(tmp_path: Path) -> None:
