@@ -1,4 +1,4 @@
-"""`agentspec knn` builds KNN-LM datastores and generates text with them."""
+"""`agentspec knn` builds KNN-LM datastores."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from agentspec.reasoning.retrieval.knn.build import Progress
     from agentspec.reasoning.settings import KnnSettings
 
-app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
+app = typer.Typer(help="Build a KNN-LM datastore.", no_args_is_help=True)
 
 NeighboursOption = Annotated[int | None, typer.Option(help="Nearest entries that share their part of the mixture")]
 WeightOption = Annotated[float | None, typer.Option(help="That part, above 0 and below 1")]
 DistanceOption = Annotated[
     float | None, typer.Option(help="Squared distance that makes an entry count e times less: the temperature")
 ]
+
+
+@app.callback()
+def knn() -> None:
+    """Build a KNN-LM datastore."""
 
 
 @app.command()
@@ -86,41 +91,3 @@ def progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=None, entries=0)
         yield lambda now: bar.update(task, total=now.total, completed=now.documents, entries=now.entries)
-
-
-@app.command()
-def generate(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Datastore, as knn build makes it")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue")],
-    model: ModelOption = "smollm2-135m",
-    max_tokens: Annotated[int, typer.Option(help="Length of the answer", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws")] = None,
-    neighbours: NeighboursOption = None,
-    weight: WeightOption = None,
-    distance: DistanceOption = None,
-    speculation: Annotated[bool, typer.Option(help="Guess neighbours; the answer is the same without")] = True,
-) -> None:
-    """Continue a text with a model and its datastore."""
-    import anyio
-
-    from agentspec.backends.settings import TorchSettings
-    from agentspec.backends.torch import TorchBackend
-    from agentspec.reasoning.retrieval.knn.backend import KnnBackend
-    from agentspec.types import GenerateRequest, SamplingParams
-
-    settings = settings_of(neighbours, weight, distance)
-    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
-
-    async def run() -> None:
-        try:
-            knn_lm = await KnnBackend.open(backend, folder, settings, model=model)
-            async for delta in knn_lm.generate(
-                GenerateRequest(model, text=prompt, sampling=sampling, speculation=speculation)
-            ):
-                typer.echo(delta.text, nl=delta.finish_reason is not None)
-        finally:
-            await backend.aclose()
-
-    anyio.run(run)

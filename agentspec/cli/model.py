@@ -1,4 +1,4 @@
-"""`agentspec model` fetches models and shows where they are stored."""
+"""`agentspec model` fetches models, and lists the built-in ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from agentspec.cli.common import JsonOption, print_json
 
-app = typer.Typer(help="Fetch models and find where they lie.", no_args_is_help=True)
+app = typer.Typer(help="Fetch models, and list the built-in ones.", no_args_is_help=True)
 
 Reference = Annotated[
     str, typer.Argument(metavar="NAME", help="Built-in name, folder, GGUF file or model-hub id (org/name)")
@@ -17,24 +17,12 @@ Reference = Annotated[
 
 @app.command()
 def fetch(name: Reference) -> None:
-    """Fetch a model, verify and prepare it; one that is there already is checked byte by byte."""
+    """Fetch a model, verify and prepare it, and print its folder; one that is there is checked byte by byte."""
     from agentspec.backends.model_store import BUILTIN, fetch
 
     if name in BUILTIN and BUILTIN[name].notice:
         typer.echo(BUILTIN[name].notice, err=True)
     typer.echo(fetch(name).folder)
-
-
-@app.command()
-def path(name: Reference) -> None:
-    """Print the folder of a model that is ready to load, without fetching anything."""
-    from agentspec.backends.model_store import locate
-    from agentspec.errors import ModelUnavailableError
-
-    files = locate(name)
-    if files is None:
-        raise ModelUnavailableError(f"model {name!r} is not ready; run: agentspec model fetch {name}")
-    typer.echo(files.folder)
 
 
 @app.command("list")

@@ -56,10 +56,6 @@ class TraceFolder:
         """The records of a trace: head, one for each event, answer. Raises `InvalidRequestError` for an unknown id."""
         return [json.loads(line) for line in self._file(trace).read_text(encoding="utf-8").split("\n") if line]
 
-    def delete(self, trace: str) -> None:
-        """Delete a trace. Raises `InvalidRequestError` for an unknown id."""
-        self._file(trace).unlink()
-
     def write(self, trace: str, records: list[dict[str, Any]]) -> None:
         """Write a trace and delete the oldest ones. If writing fails, the trace is lost and the answer is not."""
         text = "".join(json.dumps(record, ensure_ascii=False, default=repr) + "\n" for record in records)

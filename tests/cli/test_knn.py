@@ -1,4 +1,4 @@
-"""The commands end to end on a tiny model: build, generate, measure."""
+"""The commands end to end on a tiny model: build, measure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ def corpus(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_datastore_is_built_used_and_measured(program: Any, tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_datastore_is_built_and_measured(program: Any, tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
     store, model = tmp_path / "store", ("--model", tiny_model)
     built = program("knn", "build", corpus, "--out", store, *model)
     assert built.exit_code == 0, built.output
     assert "entries of 8 documents" in built.output
-    asked = ("knn", "generate", store, "one two", *model, "--max-tokens", 12, "--weight", 0.6, "--neighbours", 4)
-    on, off = program(*asked), program(*asked, "--no-speculation")
-    assert on.exit_code == 0 and on.output == off.output != "\n"
     out = tmp_path / "out.json"
     measured = program(
         *("bench", "knn", store, corpus, *model, "--limit", 7, "--max-tokens", 6, "--distance", 20, "--json", out)
@@ -41,11 +38,9 @@ def test_another_corpus_is_refused(program: Any, tiny_model: Path, corpus: Path,
     corpus.write_text(json.dumps({"text": "something else"}) + "\n")
     refused = program("knn", "build", corpus, "--out", store, *model)
     assert refused.exit_code == 2 and "another corpus" in refused.output
-    missing = program("knn", "generate", tmp_path, "x", *model)
-    assert missing.exit_code == 2 and "no datastore" in missing.output
 
 
-def test_a_value_outside_its_range_is_named(program: Any, tmp_path: Path) -> None:
+def test_a_value_outside_its_range_is_named(program: Any, corpus: Path, tmp_path: Path) -> None:
     for option, value in (("--weight", 1), ("--neighbours", 0), ("--distance", 0)):
-        refused = program("knn", "generate", tmp_path, "x", option, value)
+        refused = program("bench", "knn", tmp_path, corpus, option, value)
         assert refused.exit_code == 2 and option in refused.output and "Input should be" in refused.output

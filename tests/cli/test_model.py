@@ -12,13 +12,6 @@ def test_fetch_prints_the_folder(program, model_folder):
     assert (result.exit_code, result.output) == (0, f"{model_folder}\n")
 
 
-def test_path_of_what_is_there_and_of_what_is_not(program, model_folder):
-    assert program("model", "path", model_folder).output == f"{model_folder}\n"
-    result = program("model", "path", "smollm2-135m")
-    assert result.exit_code == 1
-    assert "agentspec model fetch smollm2-135m" in result.stderr
-
-
 def test_an_unknown_model_exits_with_1(program):
     result = program("model", "fetch", "smollm")
     assert result.exit_code == 1
@@ -45,4 +38,3 @@ def test_list(program):
 def test_a_ready_model_is_listed_as_such(program, default_model, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_MODELS", str(default_model.folder.parent.parent))
     assert "smollm2-135m   ready" in program("model", "list").output
-    assert program("model", "path", "smollm2-135m").output == f"{default_model.folder}\n"

@@ -7,7 +7,7 @@ import pytest
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.thinking_model import ThinkingModel
-from agentspec.cli.trace.page import page, passages
+from agentspec.cli.trace import passages
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
@@ -42,14 +42,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_show_prints_each_step_with_its_author_score_and_time(program, folder):
     trace = solve(folder, "Two plus <b>two</b>?\x1b[2J")
-    shown = program("trace", "show", trace)
+    shown = program("trace", trace)
     assert shown.exit_code == 0, shown.output
     words = shown.output
     assert words.index("small 0") < words.index("base 0") < words.index("small 1") < words.index("The answer is four.")
     assert "score 3" in words and "score 8" in words and "thinking over: answered" in words
     assert words.count("dropped") == 1 and "user: Two plus <b>two</b>?[2J" in words
-    assert program("trace", "show", "last").output == words
-    records = json.loads(program("trace", "show", trace, "--json").output)
+    assert program("trace", "last").output == words
+    records = json.loads(program("trace", trace, "--json").output)
     assert [record["event"] for record in records][-2:] == ["ended", "answer"]
 
 
@@ -64,36 +64,23 @@ def test_words_that_were_looked_at_and_drawn_again_are_shown_as_dropped():
     ]
 
 
-def test_a_page_stands_alone_and_escapes_everything(program, folder, tmp_path):
-    trace = solve(folder)
-    assert program("trace", "show", trace, "--html", tmp_path / "page.html").exit_code == 0
-    written = (tmp_path / "page.html").read_text()
-    assert "<b>" not in written and "<i>" not in written and "&lt;b&gt;two" in written
-    assert "http" not in written and "<script" not in written
-    assert written.count('class="small dropped"') == 1 and written.count('class="base"') == 1
-    hostile = [{"event": "head", "trace": "<x>", "model": "m", "strategy": "s", "knobs": {}, "messages": []}]
-    assert "<x>" not in page(hostile)
-
-
-def test_list_and_delete(program, folder):
+def test_without_an_id_all_are_listed(program, folder):
     first, second = solve(folder), solve(folder)
-    assert set(program("trace", "list").output.split()) == {first, second}
-    assert program("trace", "delete").exit_code == 2 and program("trace", "delete", first, "--all").exit_code == 2
-    assert program("trace", "delete", first).output == "1 deleted\n"
-    assert program("trace", "list").output.split() == [second]
-    missing = program("trace", "show", first)
+    assert set(program("trace").output.split()) == {first, second}
+    (folder / f"{first}.jsonl").unlink()
+    assert json.loads(program("trace", "--json").output) == [second]
+    missing = program("trace", first)
     assert missing.exit_code == 1 and "no trace" in missing.output
-    assert program("trace", "show", "../agentspec").exit_code == 1
-    assert program("trace", "delete", "--all").output == "1 deleted\n" and program("trace", "list").output == ""
+    assert program("trace", "../agentspec").exit_code == 1
 
 
 def test_without_a_folder_it_says_what_to_set(program):
-    refused = program("trace", "list")
+    refused = program("trace")
     assert refused.exit_code == 2 and "set path in [traces]" in refused.output
 
 
 def test_a_folder_that_cannot_be_made_is_a_configuration_error(program, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "agentspec.toml").write_text(f"[traces]\npath = '{tmp_path / 'file' / 'traces'}'\n")
-    refused = program("trace", "list")
+    refused = program("trace")
     assert refused.exit_code == 2 and "traces.path" in refused.output

@@ -1,17 +1,53 @@
-"""Renders a trace as lines for a terminal, and as one self-contained HTML page."""
+"""`agentspec trace` shows what a strategy decided for an answer, step by step."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.text import Text
+import typer
+
+from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 COLOURS = {"small": "green", "base": "blue", "answer": "default"}
 Record = Mapping[str, Any]
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tabs and line ends
+
+
+def trace(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="The answer's speculation.trace; `last` is the newest")
+    ] = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Print an answer of a strategy with each step coloured by who wrote it; without ID, all ids, newest first."""
+    from agentspec.errors import ConfigurationError
+    from agentspec.reasoning.delegation.trace import open_folder
+
+    folder = open_folder(load(config).traces)
+    if folder is None:
+        raise ConfigurationError("no traces are kept: set path in [traces], then ask again")
+    names = folder.ids()
+    if name is None:
+        if json:
+            print_json(names)
+        else:
+            typer.echo("".join(f"{one}\n" for one in names), nl=False)
+        return
+    records = folder.read(names[0] if name == "last" and names else name)
+    if json:
+        print_json(records)
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in lines(records):
+        console.print(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +91,8 @@ def passages(records: Sequence[Record]) -> Iterator[Passage]:
 
 def lines(records: Sequence[Record]) -> Iterator[Text]:
     """The lines for a terminal: the heading and the request's messages, then each passage after its note."""
+    from rich.text import Text
+
     yield Text(_title(records[0]), style="bold")
     for message in records[0]["messages"]:
         yield Text(_harmless(f"{message.get('role', '')}: {message.get('content', '')}"), style="italic")
@@ -68,33 +106,6 @@ def lines(records: Sequence[Record]) -> Iterator[Text]:
 def _harmless(text: str) -> str:
     """`text` without control characters, which could steer the terminal."""
     return text.translate(_CONTROLS)
-
-
-def page(records: Sequence[Record]) -> str:
-    """One HTML page. It escapes all text of models and users, and loads no other resources."""
-    first = records[0]
-    asked = "".join(_paragraph("asked", str(m.get("role", "")), str(m.get("content", ""))) for m in first["messages"])
-    body = "".join(
-        _paragraph(f"{passage.author}{' dropped' if passage.dropped else ''}", passage.note, passage.text)
-        for passage in passages(records)
-    )
-    title = html.escape(_title(first))
-    head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang=en>{head}<h1>{title}</h1>{asked}{body}"
-
-
-_STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
-h1{font-size:1rem}div{border-left:.4rem solid #999;margin:.5rem 0;padding:.2rem .8rem;white-space:pre-wrap}
-.small{border-color:#2a9d4e;background:#f0faf3}.base{border-color:#2468c9;background:#f0f5fc}
-.dropped{opacity:.6}.dropped span{text-decoration:line-through}.rule{border-color:#d98f00}
-small{display:block;color:#666}
-"""
-
-
-def _paragraph(kind: str, note: str, text: str) -> str:
-    inner = f"<small>{html.escape(note)}</small><span>{html.escape(text.strip(chr(10)))}</span>"
-    return f'<div class="{kind}">{inner}</div>\n'
 
 
 def _title(head: Record) -> str:
