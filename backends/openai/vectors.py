@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 
-from agentspec.protocol.json_scan import array_items, member_span
-
 
 def vectors(answer: bytes, count: int) -> list[list[float]]:
-    """The `count` vectors of an answer to /embeddings, all of one length. Each is parsed by itself: Python switches no
-    threads inside one parse.
+    """The `count` vectors of an answer to /embeddings, all of one length.
 
     Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
     """
-    start, end = member_span(answer, "data")
-    if answer[start : start + 1] != b"[":
+    data = json.loads(answer)["data"]
+    if not isinstance(data, list):
         raise TypeError("data is no array")
-    found = [[float(number) for number in json.loads(item)["embedding"]] for item in array_items(answer, start, end)]
+    found = [[float(number) for number in item["embedding"]] for item in data]
     if len(found) != count or len({len(vector) for vector in found}) > 1 or not all(found):
         raise ValueError("there are other vectors than were asked for")
     if not all(math.isfinite(sum(vector)) for vector in found):

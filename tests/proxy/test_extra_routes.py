@@ -45,7 +45,7 @@ def test_listed_routes_pass_byte_for_byte(gateway: Any, upstream: Any) -> None:
     assert [request.target for request in server.requests] == ["/v1/rerank", "/score", "/v1/rerank"]
     assert [request.body for request in server.requests[1:]] == [
         b'{"query":"a",  "top_p":1.10}',
-        b'{"model" : "org/m","query":"a"}',
+        b'{"model":"org/m","query":"a"}',
     ]
     assert server.requests[0].headers["authorization"] == "Bearer k"
     assert httpx.get(f"{running.url}/score").status_code == 405

@@ -44,7 +44,7 @@ class AnswerEdits(ABC):
 
     async def _edited(self, data: bytes, answer: dict[str, Any], *, whole: bool) -> bytes:
         added = await self.edits(answer, whole=whole) if answer else {}
-        with suppress(KeyError):  # nested too deeply to find the member
+        with suppress(TypeError, ValueError, RecursionError):  # what JSON cannot write again
             return set_values(data, answer, added) if added else data
         return data
 

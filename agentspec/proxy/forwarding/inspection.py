@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
-from agentspec.protocol.json_scan import top_level_value
 from agentspec.protocol.sse import MAX_HELD, SseDecoder
 from agentspec.protocol.upstream_errors import reported
 from agentspec.protocol.usage import read_speculation, read_usage
@@ -22,7 +21,8 @@ from agentspec.proxy.errors import anthropic_error_event, error_event
 from agentspec.types import Delta, Speculation, Usage
 
 PARSED_BYTES = 64 << 10
-"""A whole answer up to this size is parsed; in a longer one the counts are looked for."""
+"""A whole answer up to this size is parsed; in a longer one the counts are looked for among its last members."""
+TAIL_BYTES = 256 << 10
 # A field of these names that is not null. The text of an answer is JSON too: its quotes are escaped and match nothing.
 _NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]|"object"\s*:\s*"error"'
 _TELLING = re.compile(_NAMES)
@@ -161,7 +161,17 @@ def read_answer(content: bytes) -> tuple[Delta, Any]:
     if len(content) <= PARSED_BYTES:
         answer = _object(content)
         return read_counts(answer), reported(answer)
-    return read_counts({name: top_level_value(content, name) for name in _COUNTS}), None
+    return read_counts(_last_members(content)), None
+
+
+def _last_members(content: bytes) -> dict[str, Any]:
+    """The top-level members of a long answer from the first of its counts on, if they are at its end."""
+    tail = content[-TAIL_BYTES:]
+    for name in _COUNTS:
+        start = tail.rfind(b'"%s"' % name.encode())
+        if start >= 0 and (members := _object(b"{" + tail[start:])):
+            return members
+    return {}
 
 
 def _object(data: str | bytes) -> dict[str, Any]:

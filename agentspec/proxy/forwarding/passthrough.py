@@ -60,7 +60,7 @@ async def added_fields(
 
 
 async def with_fields(body: bytes, fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
-    """`body`, which holds `fields`, with the values `added`. Every other byte is kept."""
+    """`body`, which holds `fields`, with the values `added`: without any, byte for byte as it is."""
     if not added:
         return body
     if len(body) <= INLINE_BYTES:

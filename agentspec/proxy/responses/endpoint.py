@@ -19,10 +19,9 @@ from agentspec.protocol.openai_responses.tools import grammar_characters
 from agentspec.protocol.responses import encode
 from agentspec.proxy.body.amounts import check_tools
 from agentspec.proxy.body.head import check_head
-from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
-from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
+from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, request_headers, with_fields
 from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer, name_bound
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
@@ -83,9 +82,8 @@ class ResponsesEndpoint(GenerationEndpoint):
             if self.several_tenants:
                 refuse_what_others_keep(fields)
                 await self._check_ownership(exchange)
-            body = await upstream_body(backend, RESPONSES, exchange.body, fields, caller, model)
-        if not caller.store:
-            body = await self._run(exchange, set_values, body, fields, {"store": False})
+            added = await added_fields(backend, RESPONSES, fields, caller, model)
+            body = await with_fields(exchange.body, fields, added if caller.store else {**added, "store": False})
         send = exchange.send
         if caller.store and fields.get("store") is not False:
             send = telling_id(send, self._owning(exchange))

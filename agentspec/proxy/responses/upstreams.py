@@ -11,7 +11,6 @@ from typing import Any
 from starlette.types import Message, Send
 
 from agentspec.errors import UpstreamError
-from agentspec.protocol.json_scan import member_span
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import SseDecoder, named_event
@@ -118,8 +117,9 @@ class IdFinder:
 
 
 def _id_in(body: bytes) -> str | None:
-    with suppress(KeyError, ValueError, RecursionError):
-        id: object = json.loads(body[slice(*member_span(body, "id"))])
+    with suppress(ValueError, RecursionError):
+        response = json.loads(body)
+        id: object = response.get("id") if isinstance(response, dict) else None
         return id if is_id(id) else None
     return None
 

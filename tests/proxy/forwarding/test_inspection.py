@@ -114,7 +114,10 @@ def test_the_counts_of_a_whole_answer(long: bool) -> None:
     filler = {"data": ["x" * (1 << 20)]} if long else {}
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     text = {"choices": [{"message": {"content": '"usage": {"prompt_tokens": 9}'}}]}
-    for answer in ({**filler, **text, "usage": usage}, {**text, "usage": usage, **filler}):
+    for answer in (
+        {**filler, **text, "usage": usage},
+        {**filler, "usage": usage, "kv_transfer_params": None},
+    ):
         assert read_answer(json.dumps(answer).encode()) == (read_answer(json.dumps({"usage": usage}).encode())[0], None)
     assert read_answer(json.dumps({**filler, **text}).encode())[0].usage is None
     assert read_answer(b'{"error": {"code": 400}}')[1] == {"code": 400}
