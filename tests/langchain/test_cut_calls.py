@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
 import httpx
+import openai
 import pytest
 from langchain.agents import create_agent
 from langchain_core.exceptions import OutputParserException
@@ -56,7 +57,8 @@ class Writer(FakeBackend):
 
     def __init__(self, format: ToolFormat, text: str, *, ends: FinishReason = "length") -> None:
         super().__init__()
-        self.format, self.text, self.ends = format, text, ends
+        self.format, self.text = format, text
+        self.ends: FinishReason = ends
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         last = (request.messages or [{}])[-1]
@@ -164,7 +166,8 @@ ENDED = {"chat": "tool_calls", "responses": "completed", "messages": "tool_use"}
 
 @pytest.fixture(scope="module")
 def gateway_of_all() -> Iterator[Running]:
-    with run_gateway({name: Writer(*written) for name, written in WRITTEN.items()}) as running:
+    written = {**WRITTEN, "json": (HERMES, ONE)}
+    with run_gateway({name: Writer(*one) for name, one in written.items()}) as running:
         yield running
 
 
@@ -253,6 +256,18 @@ def test_structured_output_says_that_it_was_cut_off(method: Any) -> None:
         raw: Any = model.with_structured_output(Place, method=method, include_raw=True).invoke("go")
         assert (raw["parsed"], raw["parsing_error"] is None) == ((whole, True) if found else (None, False))
     assert found
+
+
+def test_the_official_client_says_that_a_form_was_cut_off(gateway_of_all: Running) -> None:
+    with openai.OpenAI(base_url=f"{gateway_of_all.url}/v1", api_key="k", max_retries=0) as client:
+        asked: Any = {"model": "json", "messages": ASKED, "max_tokens": 5}
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(**asked, response_format=Place)
+        with (
+            pytest.raises(openai.LengthFinishReasonError),
+            client.chat.completions.stream(**asked, response_format=Place) as stream,
+        ):
+            stream.until_done()
 
 
 @pytest.mark.parametrize("ends", ["content_filter", "cancelled"])
