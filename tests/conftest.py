@@ -111,7 +111,7 @@ def clean_environment() -> Iterator[None]:
 def fresh_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions of one name in two tests are two sessions."""
     if epochs := sys.modules.get("agentspec.tools.epochs"):
-        monkeypatch.setattr(epochs, "_named", weakref.WeakValueDictionary())
+        monkeypatch.setattr(epochs, "_epochs", weakref.WeakValueDictionary())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -51,26 +51,14 @@ class SessionEpoch:
                 self._writing -= ended
 
 
-_Epochs = WeakValueDictionary[tuple[str, str], SessionEpoch]
-
+_epochs: WeakValueDictionary[tuple[str, str], SessionEpoch] = WeakValueDictionary()  # of the process
 _lock = threading.Lock()
-_named: _Epochs = WeakValueDictionary()  # of the process
 
 
-class SessionEpochs:
-    """The epochs of all sessions in use, by tenant and session. Thread-safe.
-
-    The agents of a session share one, whichever speculator is theirs. A session without a name is the speculator's own.
-    """
-
-    def __init__(self) -> None:
-        self._unnamed: _Epochs = WeakValueDictionary()
-
-    def of(self, tenant: str, session: str) -> SessionEpoch:
-        """The session's epoch, which is kept while anybody holds it."""
-        epochs = _named if session else self._unnamed
-        with _lock:
-            known = epochs.get((tenant, session))
-            if known is None:
-                known = epochs[tenant, session] = SessionEpoch()
-            return known
+def epoch_of(tenant: str, session: str) -> SessionEpoch:
+    """The epoch of a session, which all its agents share, whichever speculator is theirs. Kept while it is in use."""
+    with _lock:
+        known = _epochs.get((tenant, session))
+        if known is None:
+            known = _epochs[tenant, session] = SessionEpoch()
+        return known

@@ -26,7 +26,6 @@ class AgentCaller:
     agent: str = "agent"
     session: str = ""
     identity: str = ""
-    store: bool = True
     branch: str = ""
 
 

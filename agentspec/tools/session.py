@@ -11,6 +11,7 @@ from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from agentspec.tools.epochs import epoch_of
 from agentspec.tools.events import Outcome, ToolEvent
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
@@ -43,13 +44,13 @@ class ToolSession:
         self.caller = caller
         self._policy = speculator.policy
         self._speculator = speculator
-        self._epoch = speculator.epochs.of(caller.tenant, caller.session)
+        self._epoch = epoch_of(caller.tenant, caller.session)
         self._lock = threading.RLock()
         self._history = ToolHistory()
         self._flights: dict[str, Flight] = {}
         self._turn: tuple[float, CallForecast] | None = None  # when the model's turn began, and what was predicted
         self._open = OpenForecasts(self._policy.max_age)
-        self._stores = caller.store
+        self._stores = True  # whether the turn may be learned
         self._tools: dict[str, ToolSpec] = {}
         self._functions: Mapping[str, object] = {}
 
@@ -120,7 +121,7 @@ class ToolSession:
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
         with self._lock:
-            self._stores = store and self.caller.store
+            self._stores = store
             if self._may_change(calls):
                 self._epoch.advance()
             with kept_from_agent("learning a turn"):

@@ -10,7 +10,6 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from agentspec.cache.tool_turns import MemoryToolTurns, ToolTurnStore
-from agentspec.tools.epochs import SessionEpochs
 from agentspec.tools.events import ToolEvent
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
@@ -44,7 +43,6 @@ class ToolSpeculator:
     ) -> None:
         self.policy = policy or ToolPolicy()
         self.limits = limits or LaunchLimits()
-        self.epochs = SessionEpochs()
         self.budget = LaunchBudget(self.limits)
         self._on_event = on_event
         store: ToolTurnStore = MemoryToolTurns() if cache is None else cache.tool_turns

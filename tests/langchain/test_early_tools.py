@@ -25,6 +25,7 @@ from agentspec.step import report
 from agentspec.step.calls import observe
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
+from agentspec.tools.epochs import epoch_of
 from agentspec.types import Labels
 
 pytestmark = pytest.mark.anyio
@@ -362,7 +363,7 @@ def test_nothing_starts_where_two_callers_may_look_the_same() -> None:
 
 def test_a_call_by_nobody_knows_whom_voids_what_was_read_before() -> None:
     middleware, _ = opened("look")
-    epoch = ToolSpeculator().epochs.of("default", "t")
+    epoch = epoch_of("default", "t")
     before = epoch.number
     asked(agent(middleware, asks("buy", order="#W1"), AIMessage("done")), user=SecretStr("ann"))
     assert epoch.number > before

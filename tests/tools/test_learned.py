@@ -32,22 +32,22 @@ def run(call: ToolCall) -> str:
     return json.dumps({"orders": [f"#W{call.arguments['id'][-3:]}"]} if call.name == "user" else {"total": 5})
 
 
-def converse(session: ToolSession, number: int) -> list[str]:
+def converse(session: ToolSession, number: int, *, store: bool = True) -> list[str]:
     """The names of the tools that were started early, where the model reads the user and its order."""
     session.offers(TOOLS)
     session.says(f"I am ann_{number}")
     started = []
     for call in (ToolCall("user", {"id": f"ann_{number}"}), ToolCall("order", {"order": f"#W{number}"}), None):
         started += [one.identity for one in session.begin_turn(run)]
-        session.end_turn([call] if call else [])
+        session.end_turn([call] if call else [], store=store)
         if call:
             session.returns(call.name, session.run(call, run))
     return started
 
 
-def teach(speculator: ToolSpeculator, **caller: Any) -> None:
+def teach(speculator: ToolSpeculator, *, store: bool = True, **caller: Any) -> None:
     for number in range(100, 112):
-        converse(speculator.session(AgentCaller(session=f"{caller} {number}", **caller)), number)
+        converse(speculator.session(AgentCaller(session=f"{caller} {number}", **caller)), number, store=store)
 
 
 def tried(speculator: ToolSpeculator, **caller: Any) -> bool:
@@ -102,8 +102,8 @@ def test_times_of_turns_that_are_not_stored_are_not_kept() -> None:
     speculator = ToolSpeculator(POLICY)
     speculator.learned.took = lambda caller, tool, seconds: took.append(tool)  # type: ignore[method-assign]
     call = ToolCall("user", {"id": "ann_1"})
-    for stored, caller in ((True, AgentCaller()), (False, AgentCaller()), (True, AgentCaller(store=False))):
-        session = speculator.session(caller)
+    for stored in (True, False):
+        session = speculator.session(AgentCaller())
         session.offers(TOOLS)
         session.begin_turn(run)
         session.end_turn([call], store=stored)
@@ -114,7 +114,7 @@ def test_times_of_turns_that_are_not_stored_are_not_kept() -> None:
 def test_a_turn_that_cannot_be_learned_is_left_out() -> None:
     with SuffixCache.open() as cache:
         teach(ToolSpeculator(POLICY, cache=cache))
-        for body in ("no JSON", json.dumps({"version": 1, **BROKEN})):
+        for body in ("no JSON", json.dumps({"version": 2, **BROKEN})):
             cache.tool_turns.put(new_turn("default", "agent", "s", body))
         assert tried(ToolSpeculator(POLICY, cache=cache))
 
