@@ -84,6 +84,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Refuse with 400 what other servers may read differently: RFC 9112, sections 3.2, 6.1 and 9.3.2. An offer of
         another protocol is refused since httptools would read the body behind it as the next request.
         """
+        assert self.parser is not None
         self._unparsed = 0
         self._stop("header_timeout")
         chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
@@ -210,8 +211,7 @@ class GatewayServer(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Refuse new requests, and stop once the running ones are done."""
-        self._app.limiter.close()
+        """Take no more connections, and stop once the running requests are done."""
         self._app.loading.abort()
         self.should_exit = True
 
@@ -221,6 +221,7 @@ class GatewayServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        self._app.limiter.close()  # in the same turn as the listening sockets and idle connections
         late = asyncio.get_running_loop().call_later(self._settings.drain_timeout, self._interrupt)
         await super().shutdown(sockets)
         late.cancel()

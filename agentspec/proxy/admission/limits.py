@@ -92,9 +92,9 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[Watch]:
 
     The body must have been read, so that `receive` can only report the disconnect.
     """
-    watch = Watch()
+    watch, ended = Watch(), asyncio.timeout(None)
     try:
-        async with asyncio.timeout(None) as ended:
+        async with ended:
             watching = asyncio.create_task(_end_with(receive, ended))
             try:
                 yield watch

@@ -93,8 +93,9 @@ class Slots:
             raise self._refusal(tenant, "server.max_queued" if settings.queue_timeout > 0 else self._full(tenant))
         turn: asyncio.Future[None] = self._loop.create_future()
         heappush(tenant.waiting, (self._loop.time() + patience, next(self._numbers), turn))
+        limit = asyncio.timeout(min(settings.queue_timeout, patience))
         try:
-            async with asyncio.timeout(min(settings.queue_timeout, patience)) as limit:
+            async with limit:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
