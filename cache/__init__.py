@@ -6,15 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentspec.cache.aio.async_suffix_cache import AsyncSuffixCache
     from agentspec.cache.suffix_cache import CacheRequest, CacheStats, SuffixCache
 
-__all__ = ["AsyncSuffixCache", "CacheRequest", "CacheStats", "SuffixCache"]
+__all__ = ["CacheRequest", "CacheStats", "SuffixCache"]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: settings can be read without numpy and the native extension."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "aio.async_suffix_cache" if name == "AsyncSuffixCache" else "suffix_cache"
-    return getattr(import_module(f"agentspec.cache.{module}"), name)
+    return getattr(import_module("agentspec.cache.suffix_cache"), name)

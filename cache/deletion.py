@@ -1,7 +1,7 @@
 """What a deletion covers: a selection, as the caller gives it, and its scope, as it is logged for other processes.
 
 The database keeps the scope of each deletion for the processes that follow. A scope holds names as salted hashes and
-no patterns, since otherwise it would preserve the text that was to be deleted.
+no text, since otherwise it would preserve what was to be deleted.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 
 import numpy as np
 
-from agentspec.cache.tokens import Tokens, TokensLike, as_tokens
+from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, InvalidRequestError
 from agentspec.types import Namespace
 
@@ -27,15 +27,13 @@ Decode = Callable[[Sequence[int]], str]
 CLOCKS_DIFFER = 300.0
 """Seconds by which a clock may be ahead of another: what is dated further ahead is as old as can be."""
 
-_LEAST_TOKENS, _LEAST_CHARACTERS = 4, 8  # shorter pieces of a pattern at the edge of a sequence are no match
-
 
 @dataclass(frozen=True, slots=True)
 class Scope:
     """The tenant, session, tokenizer and time that a deletion applies to; None: any. Names are salted hashes, so that
     only a process that knows a name can recognise it.
 
-    `before` is a time in seconds since 1970. `searched`: only sequences that held a pattern were deleted.
+    `before` is a time in seconds since 1970. `searched`: only sequences that held a text were deleted.
     """
 
     salt: str
@@ -83,13 +81,12 @@ class Selection:
     tenant: str | None = None
     tokenizer: str | None = None
     before: float | None = None
-    tokens: Tokens | None = None
     text: str | None = None
     decode: Decode | None = None
 
     @property
     def searched(self) -> bool:
-        return self.tokens is not None or self.text is not None
+        return self.text is not None
 
     @cached_property
     def scope(self) -> Scope:
@@ -97,48 +94,13 @@ class Selection:
         tenant, session = (None if name is None else _digest(salt, name) for name in (self.tenant, self.session))
         return Scope(salt, tenant, session, self.tokenizer, self.before, self.searched)
 
-    def texts(self) -> list[str] | None:
-        """What to look for in a text that has no token ids, all of it; None where the ids searched for have no text."""
-        texts = [] if self.text is None else [self.text]
-        if self.tokens is None:
-            return texts
-        return None if self.decode is None else [*texts, self.decode(self.tokens.tolist())]
-
     def holds(self, tokens: Tokens) -> bool:
-        """Whether a stored sequence, with the context before it, holds the patterns of this selection.
+        """Whether the text of a stored sequence, with the context before it, holds the one that is searched for."""
+        return self.text is None or (self.decode is not None and self.text in self.decode(tokens.tolist()))
 
-        A sequence that begins or ends inside a pattern and has half of it matches too: of prompts only the end is kept.
-        """
-        if self.tokens is not None and not self._token_search(tokens):
-            return False
-        if self.text is None:
-            return True
-        assert self.decode is not None
-        return self._text_search(self.decode(tokens.tolist()).strip("\N{REPLACEMENT CHARACTER}"))
-
-    def _token_search(self, tokens: Tokens) -> bool:
-        assert self.tokens is not None
-        data, pattern = tokens.astype("<i4").tobytes(), self.tokens.astype("<i4").tobytes()
-        at = data.find(pattern)
-        while at % 4 and at >= 0:  # a match that is not aligned to token ids is none
-            at = data.find(pattern, at + 1)
-        return at >= 0 or data.startswith(self._token_pieces[0]) or data.endswith(self._token_pieces[1])
-
-    def _text_search(self, text: str) -> bool:
-        assert self.text is not None
-        return self.text in text or text.startswith(self._text_pieces[0]) or text.endswith(self._text_pieces[1])
-
-    @cached_property
-    def _token_pieces(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        assert self.tokens is not None
-        ids, sizes = self.tokens.astype("<i4"), _piece_sizes(len(self.tokens), _LEAST_TOKENS)
-        return tuple(ids[-size:].tobytes() for size in sizes), tuple(ids[:size].tobytes() for size in sizes)
-
-    @cached_property
-    def _text_pieces(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        assert self.text is not None
-        sizes = _piece_sizes(len(self.text), _LEAST_CHARACTERS)
-        return tuple(self.text[-size:] for size in sizes), tuple(self.text[:size] for size in sizes)
+    def is_in(self, texts: Iterable[str]) -> bool:
+        """Whether one of these texts holds the one that is searched for, as it is or as JSON writes it."""
+        return self.text is None or any(form in one for form in json_forms(self.text) for one in texts)
 
 
 def json_forms(text: str) -> set[str]:
@@ -163,7 +125,6 @@ def select(
     tenant: str | None = None,
     tokenizer: str | None = None,
     older_than: float | timedelta | None = None,
-    tokens: TokensLike | None = None,
     text: str | None = None,
     decode: Decode | None = None,
 ) -> Selection:
@@ -171,17 +132,14 @@ def select(
     for name, value in (("session", session), ("tenant", tenant), ("tokenizer", tokenizer), ("text", text)):
         if not isinstance(value, str | None):
             raise InvalidRequestError(f"{name} must be a string or None, not {value!r}", param=name)
-    if all(condition is None for condition in (session, tenant, older_than, tokens, text)):
-        raise InvalidRequestError("say what to forget: session, tenant, older_than, tokens or text")
+    if all(condition is None for condition in (session, tenant, older_than, text)):
+        raise InvalidRequestError("say what to forget: session, tenant, older_than or text")
     if decode is not None and not callable(decode):
         raise InvalidRequestError(f"decode must be a function of token ids, not {decode!r}", param="decode")
     if text is not None and (not text or decode is None):
         raise InvalidRequestError("text must not be empty, and needs decode, the tokenizer's", param="text")
-    pattern = None if tokens is None else as_tokens(tokens).copy()
-    if pattern is not None and not len(pattern):
-        raise InvalidRequestError("tokens must hold at least one token id", param="tokens")
     before = None if older_than is None else time.time() - seconds_of(older_than, "older_than")
-    return Selection(session, tenant, tokenizer, before, pattern, text, decode)
+    return Selection(session, tenant, tokenizer, before, text, decode)
 
 
 def seconds_of(span: float | timedelta, name: str) -> float:
@@ -197,10 +155,6 @@ def pause_between_looks(term: float | None, most: float) -> float:
     least one and `most` at most.
     """
     return most if term is None else min(most, max(1.0, term / 24))
-
-
-def _piece_sizes(length: int, least: int) -> range:
-    return range(max(least, (length + 1) // 2), length)
 
 
 def _digest(salt: str, name: str) -> str:

@@ -1,7 +1,7 @@
 """The native suffix index and drafter with Python types. This module is thin and holds no algorithm.
 
-`cache/reference.py` implements both in plain Python and explains them. Several threads may call any method at once;
-the native code releases the interpreter lock.
+`tests/cache/reference.py` implements both in plain Python and explains them. Several threads may call any method at
+once; the native code releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -364,26 +364,6 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     ]
     try:
         return [Draft(*tree) for tree in _native.draft_batch(native, patience)]
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from error
-
-
-ExtendJob = tuple[IndexDrafter | None, Sequence[Sourced], Tokens, Tokens, SuffixIndex | None, int, Tokens]
-"""A drafter, the arguments of `IndexDrafter.observe`; an index, a sequence and its context, to add the tokens to."""
-
-
-def extend_batch(jobs: Sequence[ExtendJob]) -> None:
-    """Observe and then add the tokens of all jobs in one call, as if one after the other, over several threads.
-
-    A drafter or index may be None. No job may search an index that another adds to. Raises `InvalidRequestError`,
-    before anything is done unless a sequence is closed.
-    """
-    native = [
-        (drafter and drafter.native, _natives(indexes), context, tokens, into and into.native, *sequence)
-        for drafter, indexes, context, tokens, into, *sequence in jobs
-    ]
-    try:
-        _native.extend_batch(cast(Any, native))
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 

@@ -134,14 +134,13 @@ class CachePool:
                 partition.measure_group(session.membership.group)
         self.namespaces.settle(partition)
 
-    def release(self, partition: Partition, session: Session, *, keep: bool = True, settle: bool = True) -> None:
+    def release(self, partition: Partition, session: Session, *, keep: bool = True) -> None:
         with partition.lock:
             if keep:
                 partition.sessions.release(session)
             else:
                 partition.sessions.forget(session)
-        if settle:
-            self.namespaces.settle(partition)
+        self.namespaces.settle(partition)
 
     def join(self, partition: Partition, session: Session, group: str, context: Tokens) -> Membership:
         """Let the request that holds `session` draft from the open outputs of a group, and the others from its own.

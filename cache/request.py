@@ -1,31 +1,19 @@
-"""A request's interface to the cache: draft, extend, close; and the same for many requests in one call."""
+"""A request's interface to the cache: draft, extend, close."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentspec.cache.deletion import Decode
-from agentspec.cache.index import (
-    DEPTH,
-    DraftJob,
-    ExtendJob,
-    IndexDrafter,
-    Sourced,
-    SuffixIndex,
-    extend_batch,
-    propose_batch,
-)
+from agentspec.cache.index import DEPTH, DraftJob, IndexDrafter, Sourced, propose_batch
 from agentspec.cache.memory.sessions import TRANSCRIPT, Session
 from agentspec.cache.partition import Partition
 from agentspec.cache.pool import CachePool
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens, require_budget, require_patience
-from agentspec.errors import CacheClosedError, InvalidRequestError
+from agentspec.errors import CacheClosedError
 from agentspec.types import Draft, Labels, Source, path_length
 
 ROUND = 32
@@ -68,7 +56,8 @@ class CacheRequest:
         self._indexes: list[Sourced] = [(session.index, Source.SESSION), (partition.shared, Source.SHARED)]
         self._group = group
         if group is not None:
-            self.include(pool.join(partition, session, group, self._prompt_end).group.index, Source.SHARED)
+            member = pool.join(partition, session, group, self._prompt_end)
+            self._indexes.insert(1, (member.group.index, Source.SHARED))
 
     @property
     def context(self) -> Tokens:
@@ -89,11 +78,6 @@ class CacheRequest:
         """The indexes that this request drafts from; at equal match length an earlier index takes precedence."""
         self._leave_forgotten()
         return list(self._indexes)
-
-    def include(self, index: SuffixIndex, source: int) -> None:
-        """Draft from a further index too, say of a predicted output. It takes precedence over cached past outputs."""
-        self.require_open()
-        self._indexes.insert(len(self._indexes) - 1, (index, source))
 
     def draft(
         self,
@@ -149,33 +133,22 @@ class CacheRequest:
         if len(committed) > ROUND:
             self._count(committed)
         for start in range(0, len(committed), ROUND):
-            drafter, indexes, context, part, index, *_ = self.extension(committed[start : start + ROUND], learn)
-            if drafter:
-                drafter.learn(indexes, context, part)
-            if index:
-                index.add(TRANSCRIPT, part)
-            self.extended(part)
+            self._extend(committed[start : start + ROUND], learn)
 
-    def extension(self, tokens: Tokens, learn: bool) -> ExtendJob:
-        """The beginning of `extend` by at most ROUND tokens: returns what is to be done before `extended`."""
+    def _extend(self, tokens: Tokens, learn: bool) -> None:
+        """`extend` by at most ROUND tokens."""
         self._leave_forgotten()
         self._count(tokens)
-        session = None if self._session.forgotten else self._session.index
-        return self.drafter if learn else None, self._indexes, self._context, tokens, session, TRANSCRIPT, EMPTY
-
-    def extended(self, tokens: Tokens) -> None:
-        """The end of `extend`, once what `extension` returned is done."""
+        if learn:
+            self.drafter.learn(self._indexes, self._context, tokens)
+        if not self._session.forgotten:
+            self._session.index.add(TRANSCRIPT, tokens)
         self._context = np.concatenate((self._context, tokens))[-DEPTH:]
         if self._session.membership:
             self._session.membership.append(tokens)
         self._output.append(tokens.copy())
         self._length += len(tokens)
         self.pool.measure(self.partition, self._session)
-
-    def indexes_used(self) -> tuple[set[SuffixIndex], set[SuffixIndex]]:
-        """The indexes that `extend` searches, and those that it adds to."""
-        member = self._session.membership
-        return {index for index, _ in self._indexes}, {self._session.index, *([member.group.index] if member else [])}
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Count a draft that the caller, with threads of its own, made from `drafter` and `indexes` directly."""
@@ -186,14 +159,13 @@ class CacheRequest:
 
         Its last token is learned as one after which outputs end, unless it was cut, say by a limit: then not `ended`.
         """
-        self.end(clean=True, ended=ended)
+        self._end(clean=True, ended=ended)
 
     def abandon(self) -> None:
         """Abort: the output so far is partial, so only this session keeps it. Idempotent."""
-        self.end(clean=False)
+        self._end(clean=False)
 
-    def end(self, *, clean: bool, ended: bool = True, settle: bool = True) -> None:
-        """`close` or `abandon`. Without `settle` the caller looks after the budgets afterwards."""
+    def _end(self, *, clean: bool, ended: bool = True) -> None:
         if not self._open:
             return
         self._open = False
@@ -216,7 +188,7 @@ class CacheRequest:
                         ended=ended,
                     )
         finally:
-            self.pool.release(self.partition, self._session, keep=self.store, settle=settle)
+            self.pool.release(self.partition, self._session, keep=self.store)
 
     def _leave_forgotten(self) -> None:
         """Stop drafting from the session's own text if the session was deleted meanwhile."""
@@ -232,7 +204,7 @@ class CacheRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end(clean=error is None)
+        self._end(clean=error is None)
 
     def require_open(self) -> None:
         if not self._open:
@@ -246,121 +218,3 @@ class CacheRequest:
             draft = self._drafts.pop(start)
             output = committed[start - self._length :].tolist()
             self.count_draft(len(draft), path_length(draft.tokens.tolist(), draft.parents.tolist(), output))
-
-
-Extension = tuple[CacheRequest, Tokens]
-
-
-class BatchCalls:
-    """The calls of a `SuffixCache` for many of its open requests. No other thread may use the requests meanwhile.
-
-    All raise `InvalidRequestError` for a request of another cache and for lists of different lengths, and
-    `CacheClosedError` where the cache is closed; nothing has changed then.
-    """
-
-    _pool: CachePool
-
-    def draft_batch(
-        self,
-        requests: Sequence[CacheRequest],
-        max_tokens: int | Sequence[int] | NDArray[np.integer] = 32,
-        min_probability: float = 0.0,
-        *,
-        chain: bool = False,
-        patience: float | None = None,
-    ) -> list[Draft]:
-        """Draft for each request as `request.draft` does, in one call that uses several threads where that is faster.
-
-        `max_tokens` is one number for all requests, or one for each. After `patience` seconds all trees are returned
-        as far as they have grown. Raises `InvalidRequestError` for a bad budget or patience too, and
-        `CacheClosedError` where one of the requests is closed; no request has a new draft then.
-        """
-        requests = self._own(requests)
-        asked = max_tokens.tolist() if isinstance(max_tokens, np.ndarray) else max_tokens
-        budgets = list(asked) if isinstance(asked, Sequence) else [asked] * len(requests)
-        _require_each(requests, len(budgets), "budgets", "max_tokens")
-        require_patience(patience)
-        jobs = [one.job(budget, min_probability, chain=chain) for one, budget in zip(requests, budgets, strict=True)]
-        drafts = propose_batch(jobs, patience)
-        for request, draft in zip(requests, drafts, strict=True):
-            request.expect(draft)
-        return drafts
-
-    def extend_batch(
-        self, requests: Sequence[CacheRequest], tokens: Sequence[TokensLike], *, learn: bool = True
-    ) -> None:
-        """Extend each request by the tokens at its place, as `request.extend` does one after the other.
-
-        What the drafts before had right is looked up in several threads where that is faster. Raises
-        `InvalidRequestError` for what are no token ids and for a request given twice, and `CacheClosedError` where one
-        of the requests is closed; nothing has changed then.
-        """
-        requests = self._own(requests)
-        if not hasattr(tokens, "__len__"):
-            raise InvalidRequestError(f"tokens must be a list of token lists, not {tokens!r}", param="tokens")
-        _require_each(requests, len(tokens), "lists of tokens", "tokens")
-        if len({id(request) for request in requests}) < len(requests):
-            raise InvalidRequestError("a request is given twice; join its tokens", param="requests")
-        for request in requests:
-            request.require_open()
-        extensions = list(zip(requests, map(as_tokens, tokens), strict=True))
-        for together in _lots(extensions):
-            if len(together) == 1:
-                together[0][0].extend(together[0][1], learn=learn)
-            else:
-                _extend(together, learn)
-
-    def close_batch(self, requests: Sequence[CacheRequest]) -> None:
-        """Close each request as `request.close` does, one after the other; budgets are looked after once for all.
-
-        All are closed whatever fails, and a failure is raised then.
-        """
-        requests = self._own(requests)
-        with contextlib.ExitStack() as settled:
-            for partition in {request.partition: None for request in requests}:
-                settled.callback(self._pool.namespaces.settle, partition)
-            for request in reversed(requests):  # a stack: what was put there last is done first
-                settled.callback(request.end, clean=True, settle=False)
-
-    def _own(self, requests: Sequence[CacheRequest]) -> list[CacheRequest]:
-        self._pool.require_open()
-        own: list[CacheRequest] = list(requests) if isinstance(requests, Iterable) else [requests]
-        if not all(isinstance(request, CacheRequest) for request in own):
-            raise InvalidRequestError("requests must be open requests of this cache", param="requests")
-        if any(request.pool is not self._pool for request in own):
-            raise InvalidRequestError("requests must not be of another cache", param="requests")
-        return own
-
-
-def _require_each(requests: Sequence[CacheRequest], given: int, what: str, param: str) -> None:
-    if given != len(requests):
-        raise InvalidRequestError(f"{len(requests)} requests need as many {what}, not {given}", param=param)
-
-
-def _lots(extensions: Iterable[Extension]) -> Iterator[list[Extension]]:
-    """What can be done together, in order: what none searches that another adds to, and one round of each."""
-    lot: list[Extension] = []
-    searched: set[SuffixIndex] = set()
-    written: set[SuffixIndex] = set()
-    for request, tokens in extensions:
-        reads, writes = request.indexes_used()
-        if len(tokens) > ROUND or len(writes) > 1 or writes & searched or reads & written:
-            if lot:
-                yield lot
-            lot, searched, written = [], set(), set()
-        if len(tokens) > ROUND or len(writes) > 1:
-            yield [(request, tokens)]
-            continue
-        lot.append((request, tokens))
-        searched |= reads
-        written |= writes
-    if lot:
-        yield lot
-
-
-def _extend(extensions: Sequence[Extension], learn: bool) -> None:
-    pairs = [pair for pair in extensions if len(pair[1])]
-    jobs: list[ExtendJob] = [request.extension(tokens, learn) for request, tokens in pairs]
-    extend_batch(jobs)
-    for request, tokens in pairs:
-        request.extended(tokens)

@@ -18,7 +18,7 @@ from agentspec.cache.memory.limits import CacheLimits
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
-from agentspec.cache.request import BatchCalls, CacheRequest
+from agentspec.cache.request import CacheRequest
 from agentspec.cache.responses import ResponseLimits
 from agentspec.cache.side_stores import SideStores
 from agentspec.cache.tokens import TokensLike, as_tokens
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _MAINTENANCE_SECONDS = 0.5  # how often a process, idle or not, applies what other processes added and deleted
 
 
-class SuffixCache(BatchCalls):
+class SuffixCache:
     """Stores prompts and outputs and drafts the tokens that are likely to come next. Thread-safe; a context manager.
 
     Open it with `SuffixCache.open`.
@@ -223,16 +223,14 @@ class SuffixCache(BatchCalls):
         tenant: str | None = None,
         tokenizer: str | None = None,
         older_than: float | timedelta | None = None,
-        tokens: TokensLike | None = None,
         text: str | None = None,
         decode: Decode | None = None,
     ) -> int:
         """Delete the sequences that meet all conditions given; returns how many cached past outputs were deleted.
 
         `session`: the session of that name. `tenant`: all its namespaces. `tokenizer`: namespaces of that tokenizer
-        hash. `older_than`: outputs that finished longer ago, in seconds or as a timedelta. `tokens`: sequences that
-        hold these ids in a row. `text`: sequences whose text, by `decode`, holds it. The kept end of the prompt before
-        an output is searched too. Where a sequence begins or ends inside a pattern, half of the pattern is a match.
+        hash. `older_than`: outputs that finished longer ago, in seconds or as a timedelta. `text`: sequences whose
+        text, by `decode`, holds it. The kept end of the prompt before an output is searched too.
 
         On return no draft, learned number or stored byte of these sequences is left, and other processes that use the
         database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin anew from their
@@ -243,7 +241,7 @@ class SuffixCache(BatchCalls):
         """
         self._pool.require_open()
         places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
-        selection = select(**places, older_than=older_than, tokens=tokens, text=text, decode=decode)
+        selection = select(**places, older_than=older_than, text=text, decode=decode)
         count = self._deleter.forget(selection)
         if self._store is None:
             self._beside.forget(selection)

@@ -13,6 +13,7 @@ from functools import partial
 from statistics import median
 
 from agentspec.cache import CacheRequest, SuffixCache
+from agentspec.cache.index import propose_batch
 from agentspec.cache.tokens import Tokens
 
 Action = Callable[[], object]
@@ -28,7 +29,7 @@ class Gains:
     """Throughputs relative to one thread: medians over rounds, each of which measures all three in turn."""
 
     two_threads: float  # each thread drafts for one request
-    batch: float  # 16 requests through `draft_batch`, relative to one by one
+    batch: float  # 16 requests through `propose_batch`, relative to one by one
     two_cores: float  # plain hashing: the upper limit of `two_threads`, 2 on an idle machine
     load: float  # one-minute load average, this benchmark included
 
@@ -37,7 +38,7 @@ def measure_gains(cache: SuffixCache, text: Tokens, tree: int) -> Gains:
     """Draft trees of up to `tree` tokens for requests that continue different places of `text`."""
     with _requests(cache, text) as requests:
         drafting = [partial(_draft, request, tree) for request in requests[:2]]
-        rounds = [(_two_threads(_hash), _two_threads(*drafting), _batch(cache, requests, tree)) for _ in range(_ROUNDS)]
+        rounds = [(_two_threads(_hash), _two_threads(*drafting), _batch(requests, tree)) for _ in range(_ROUNDS)]
     cores, threads, batch = (median(values) for values in zip(*rounds, strict=True))
     return Gains(threads, batch, cores, os.getloadavg()[0])
 
@@ -69,14 +70,14 @@ def _two_threads(*actions: Action) -> float:
     return sum(_together([action]) for action in pair) / _together(pair)
 
 
-def _batch(cache: SuffixCache, requests: Sequence[CacheRequest], tree: int) -> float:
+def _batch(requests: Sequence[CacheRequest], tree: int) -> float:
     start = time.perf_counter()
     for _ in range(_BATCHES):
         for request in requests:
             request.draft(tree)
     middle = time.perf_counter()
     for _ in range(_BATCHES):
-        cache.draft_batch(requests, tree)
+        propose_batch([request.job(tree) for request in requests])
     return (middle - start) / (time.perf_counter() - middle)
 
 

@@ -141,18 +141,6 @@ nb::typed<nb::list, Arrays> drafts_of(const std::vector<Job>& asked, std::option
     return arrays_of(unlocked([&] { return draft_batch(jobs, within(patience)); }));
 }
 
-using Extension = std::tuple<std::optional<Drafter*>, Indexes, Input<Token>, Input<Token>, std::optional<SuffixIndex*>,
-                             SequenceId, Input<Token>>;
-
-void extend_all(const std::vector<Extension>& asked) {
-    std::vector<ExtendJob> jobs;
-    for (const auto& [drafter, indexes, context, tokens, into, sequence, before] : asked) {
-        jobs.push_back({drafter.value_or(nullptr), sourced(indexes), view(context), view(tokens),
-                        into.value_or(nullptr), sequence, view(before)});
-    }
-    unlocked([&] { extend_batch(jobs); });
-}
-
 using Turn = std::tuple<Chain*, std::optional<const Drafter*>, Indexes, Input<Token>, std::size_t, double, double>;
 
 std::vector<std::vector<Token>> chains_of(const std::vector<Turn>& asked, std::size_t requests,
@@ -285,7 +273,6 @@ void bind_drafter(nb::module_& m) {
         .def_prop_ro("version", &Drafter::version)
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
     nb::class_<Drafter::Reading>(m, "DrafterReading").def(nb::init<const Drafter&>(), "drafter"_a);  // tests hold one
-    m.def("extend_batch", &extend_all, "jobs"_a);
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentspec.cache.deletion import Scope, Selection, json_forms, seconds_of
+from agentspec.cache.deletion import Scope, Selection, seconds_of
 from agentspec.errors import CacheFormatError, InvalidRequestError
 
 ROW = 512  # bytes that an answer takes besides its content
@@ -149,24 +149,16 @@ def covers(selection: Selection, tenant: str, session: str | None, created_at: f
     """Whether a deletion takes an answer with it.
 
     A search is made in the texts of the answer and of its input. Answers have no tokenizer, so that one named by the
-    selection excludes none; token ids are looked for by the text that they decode to.
+    selection excludes none.
     """
     if selection.tenant is not None and tenant != selection.tenant:
         return False
     if not selection.scope.covers(session, created_at):
         return False
-    return not selection.searched or _holds(selection, content)
-
-
-def _holds(selection: Selection, content: bytes) -> bool:
-    wanted = selection.texts()
-    if wanted is None:
-        return False
     try:
-        texts = list(_texts(unpacked(content, "")))
+        return not selection.searched or selection.is_in(_texts(unpacked(content, "")))
     except CacheFormatError:
         return True  # it cannot be searched, and is of no use
-    return all(any(form in one for form in json_forms(text) for one in texts) for text in wanted)
 
 
 def admitted(stored: StoredResponse, limits: ResponseLimits, refuses: Refuses | None) -> bytes | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentspec.cache.deletion import Selection, json_forms
+from agentspec.cache.deletion import Selection
 
 ROW = 256  # bytes that a turn takes besides its body
 LARGEST = 64 << 10  # bytes of a body
@@ -79,10 +79,7 @@ def new_turn(tenant: str, agent: str, session: str, body: str) -> StoredTurn:
 
 
 def is_covered(selection: Selection, turn: StoredTurn) -> bool:
-    """Whether a deletion takes a turn with it. Turns have no tokens: ids are looked for by the text they decode to."""
+    """Whether a deletion takes a turn with it."""
     if selection.tenant is not None and turn.tenant != selection.tenant:
         return False
-    if not selection.scope.covers(turn.session, turn.created_at):
-        return False
-    wanted = selection.texts()
-    return wanted is not None and all(any(form in turn.body for form in json_forms(text)) for text in wanted)
+    return selection.scope.covers(turn.session, turn.created_at) and selection.is_in([turn.body])

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,15 @@ def text(seed: int, length: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
 
 
+def spelled(ids: Iterable[int]) -> str:
+    return "".join(f" {id}," for id in ids)
+
+
+def searched(ids: Iterable[int]) -> dict[str, Any]:
+    """The conditions of a search for the text of these tokens."""
+    return {"text": spelled(ids), "decode": spelled}
+
+
 @dataclass(frozen=True)
 class Turn:
     tenant: str
@@ -62,8 +71,9 @@ class Forget:
     tokens: list[int] | None
 
     def conditions(self) -> dict[str, Any]:
-        values = {"session": self.session, "tenant": self.tenant, "tokens": self.tokens}
-        return {name: value for name, value in values.items() if value is not None}
+        values = {"session": self.session, "tenant": self.tenant}
+        named = {name: value for name, value in values.items() if value is not None}
+        return named if self.tokens is None else named | searched(self.tokens)
 
     def means(self, turn: Turn) -> bool:
         text, pattern = turn.prompt[-64:] + turn.output, self.tokens or []
@@ -191,7 +201,7 @@ def test_a_request_in_progress_forgets_and_is_not_shared() -> None:
             assert len(request.draft()) == 0
 
 
-@pytest.mark.parametrize("conditions", [{"tenant": "default"}, {"tokens": CANARY}])
+@pytest.mark.parametrize("conditions", [{"tenant": "default"}, searched(CANARY)])
 def test_so_does_everything_that_might_hold_what_is_searched(conditions: dict[str, Any]) -> None:
     with SuffixCache.open() as cache:
         with cache.request([*CANARY, *CANARY[:3]], session="s") as request:
@@ -232,12 +242,12 @@ def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
         for thread in threads:
             thread.start()
         for turn in range(5):
-            cache.forget(**({"session": "s0"} if turn % 2 else {"tokens": CANARY[:4]}))
+            cache.forget(**({"session": "s0"} if turn % 2 else searched(CANARY[:4])))
         stop.set()
         for thread in threads:
             thread.join()
         assert not failures
-        cache.forget(tokens=CANARY)
+        cache.forget(**searched(CANARY))
         assert cache.stats().sequences == 0
         cache.check_integrity()
     with SuffixCache.open(location) as cache:
@@ -318,7 +328,7 @@ def test_no_byte_is_left(tmp_path: Path, follows: bool) -> None:
         found = traces(tmp_path, np.array(CANARY), blobs)
         assert len(found) >= 4 and sum("segment" in trace for trace in found) >= 2  # the scan would see it
         forgetting = follower if follows else cache
-        assert forgetting.forget(tokens=CANARY) == 20
+        assert forgetting.forget(**searched(CANARY)) == 20
         assert traces(tmp_path, np.array(CANARY), blobs) == []
         raw = b"".join(file.read_bytes() for file in tmp_path.iterdir())
         assert b"canary-session" not in raw and b"canary-tenant" not in raw

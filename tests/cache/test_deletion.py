@@ -6,8 +6,6 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentspec.cache import deletion
 from agentspec.cache.deletion import Selection, pause_between_looks, select
@@ -26,33 +24,6 @@ def letters(ids: object) -> str:
     return "".join(chr(token) for token in ids)  # type: ignore[attr-defined]
 
 
-small = st.lists(st.sampled_from([0, 1, 256, 65536, 1 << 24]), max_size=12)
-
-
-@given(text=small, pattern=small.filter(lambda p: 0 < len(p) <= 4))
-def test_tokens_are_found_where_they_stand_in_a_row(text: list[int], pattern: list[int]) -> None:
-    expected = any(text[i : i + len(pattern)] == pattern for i in range(len(text)))
-    assert select(tokens=pattern).holds(tokens(*text)) == expected
-
-
-@pytest.mark.parametrize(
-    ("ids", "held"),
-    [
-        ([9, *range(10), 9], True),
-        ([5, 6, 7, 8, 9, 1], True),  # kept from the middle of the pattern on
-        ([6, 7, 8, 9, 1], False),
-        ([1, 0, 1, 2, 3, 4], True),
-        ([1, 0, 1, 2, 3], False),
-        ([1, 5, 6, 7, 8, 9, 1], False),  # not at an edge
-    ],
-)
-def test_half_a_pattern_at_an_edge_counts(ids: list[int], held: bool) -> None:
-    assert select(tokens=range(10)).holds(tokens(*ids)) is held
-    text = "ABCDEFGHIJKLMNOPQRST"  # two characters a token
-    selection = select(text=text, decode=lambda ids: "".join(text[2 * token : 2 * token + 2] for token in ids))
-    assert selection.holds(tokens(*ids)) is held
-
-
 def test_text_is_found_however_it_was_tokenised() -> None:
     pieces = {1: "pass", 2: "word", 3: "p", 4: "assw", 5: "ord", 6: " is hunter2"}
 
@@ -61,13 +32,7 @@ def test_text_is_found_however_it_was_tokenised() -> None:
 
     selection = select(text="password is", decode=decode)
     assert selection.holds(tokens(1, 2, 6)) and selection.holds(tokens(3, 4, 5, 6))
-    assert not selection.holds(tokens(1, 6))
-
-
-def test_several_conditions_must_all_hold() -> None:
-    selection = select(tokens=[1], text="b", decode=letters)
-    assert selection.holds(tokens(1, ord("b")))
-    assert not selection.holds(tokens(1)) and not selection.holds(tokens(ord("b")))
+    assert not selection.holds(tokens(1, 6)) and not selection.holds(tokens(4, 5, 6))
 
 
 def test_a_scope_tells_who_is_concerned_without_naming_anyone() -> None:
@@ -96,8 +61,6 @@ def test_ages_are_seconds_or_a_timedelta() -> None:
         ({"session": 5}, "session"),
         ({"text": "x"}, "text"),
         ({"text": "", "decode": letters}, "text"),
-        ({"tokens": []}, "tokens"),
-        ({"tokens": [-1]}, "tokens"),
         ({"older_than": -1}, "older_than"),
         ({"older_than": "30d"}, "older_than"),
         ({"older_than": float("nan")}, "older_than"),

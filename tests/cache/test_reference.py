@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 )
 
 from agentspec.cache.index import IndexDrafter, SuffixIndex
-from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
 from agentspec.types import Source
+from tests.cache.reference import ReferenceDrafter, ReferenceIndex
 
 NO_SAMPLING = 1 << 30
 

@@ -10,7 +10,6 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import SuffixIndex
 from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Source
 
@@ -88,7 +87,7 @@ def test_use_after_close(cache: SuffixCache) -> None:
     request = cache.request([1, 2])
     request.close()
     request.close()
-    for use in (request.draft, lambda: request.extend([1]), lambda: request.include(SuffixIndex(), 2)):
+    for use in (request.draft, lambda: request.extend([1])):
         with pytest.raises(CacheClosedError):
             use()
 
@@ -105,17 +104,6 @@ def test_bad_arguments(cache: SuffixCache) -> None:
         assert len(request.output) == 0
         request.extend([])
         assert len(request.output) == 0
-
-
-def test_a_predicted_output_is_drafted_from(cache: SuffixCache) -> None:
-    prediction = SuffixIndex()
-    prediction.append(0, [70, 71, 72], context=[1, 2, 3])
-    with cache.request([1, 2, 3]) as request:
-        request.include(prediction, Source.PREDICTION)
-        draft = request.draft(max_tokens=3)
-        assert draft.tokens.tolist() == [70, 71, 72]
-        assert set(draft.source.tolist()) == {Source.PREDICTION}
-        request.extend(draft.tokens)
 
 
 def test_accepted_tokens_are_counted(cache: SuffixCache) -> None:

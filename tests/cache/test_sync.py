@@ -152,7 +152,7 @@ def test_closing_and_growing_write_them(tmp_path: Path) -> None:
         cache.forget(older_than=3600)
         cache.forget(session="nobody")
         assert len(segments(tmp_path)) == 1
-        cache.forget(tokens=text(2, 60_000)[:5])
+        cache.forget(text=str(text(2, 60_000)[:5].tolist())[1:-1], decode=str)
         assert segments(tmp_path) == []
         cache._sync.maintain()
         assert segments(tmp_path) == []  # not at once again

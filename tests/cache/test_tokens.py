@@ -86,14 +86,6 @@ def test_arguments_of_a_draft(cache: SuffixCache, name: str, value: Any) -> None
         assert request.draft(2, patience=float("inf"), behind=[]).tokens.tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("requests", [None, 5, [5], [None], "ab"])
-def test_a_batch_is_of_requests(cache: SuffixCache, requests: Any) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        cache.draft_batch(requests)
-    assert refused.value.param == "requests"
-    assert cache.draft_batch([]) == []
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -1,7 +1,6 @@
 #include "drafting/draft_batch.hpp"
 
 #include <algorithm>
-#include <optional>
 #include <thread>
 
 #include "drafting/workers.hpp"
@@ -28,23 +27,6 @@ std::vector<DraftTree> draft_batch(std::span<const DraftJob> jobs, const Deadlin
     };
     share_out(jobs.size(), threads_for(jobs.size(), tokens), draft);
     return trees;
-}
-
-void extend_batch(std::span<const ExtendJob> jobs) {
-    std::vector<std::optional<Drafter::Lesson>> lessons(jobs.size());
-    std::size_t tokens = 0;
-    for (const ExtendJob& job : jobs) tokens += job.drafter ? job.tokens.size() : 0;
-    const auto look_back = [&](std::size_t i) {
-        const ExtendJob& job = jobs[i];
-        require_tokens(job.tokens);
-        if (job.drafter) lessons[i] = job.drafter->look_back(job.indexes, job.context, job.tokens);
-    };
-    share_out(jobs.size(), threads_for(jobs.size(), 4 * tokens), look_back);  // a token takes as long as four drafted
-    for (std::size_t i = 0; i < jobs.size(); ++i) {
-        const ExtendJob& job = jobs[i];
-        if (lessons[i]) job.drafter->learn(std::move(*lessons[i]));
-        if (job.into) job.into->append(job.sequence, job.tokens, job.before);
-    }
 }
 
 }  // namespace agentspec

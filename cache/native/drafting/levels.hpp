@@ -8,6 +8,7 @@
 #include "drafting/hit_rates.hpp"
 #include "drafting/run_matches.hpp"
 #include "drafting/tail_matches.hpp"
+#include "index/sizes.hpp"
 #include "index/suffix_index.hpp"
 
 namespace agentspec {
@@ -50,11 +51,6 @@ public:
     std::size_t size() const { return size_; }
 
 private:
-#ifdef AGENTSPEC_STAMP
-    using Stamp = AGENTSPEC_STAMP;  // small in tests
-#else
-    using Stamp = std::uint32_t;
-#endif
     struct Entry {
         Token token = 0;
         Stamp stamp = 0;

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <span>
 
+#include "index/sizes.hpp"
+
 namespace agentspec {
 
 using Token = std::int32_t;
@@ -18,11 +20,6 @@ inline constexpr Token kBoundary = -1;  // stands before each piece of the log
 inline constexpr Token kNoContext = -2;  // pads queries: equals nothing in the log
 inline constexpr int kPadding = kDepth + 2;
 
-#ifdef AGENTSPEC_CHUNK_BITS
-inline constexpr int kChunkBits = AGENTSPEC_CHUNK_BITS;  // small in tests
-#else
-inline constexpr int kChunkBits = 16;
-#endif
 inline constexpr std::size_t kChunk = std::size_t{1} << kChunkBits;  // positions that lie together in memory
 inline constexpr std::size_t kBlock = 16;  // positions that can leave a chunk: a line of the processor's cache
 

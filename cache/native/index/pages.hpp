@@ -7,13 +7,9 @@
 #include <cstddef>
 #include <new>
 
-namespace agentspec {
+#include "index/sizes.hpp"
 
-#ifdef AGENTSPEC_PAGED_BYTES
-inline constexpr std::size_t kPagedBytes = AGENTSPEC_PAGED_BYTES;  // small in tests
-#else
-inline constexpr std::size_t kPagedBytes = std::size_t{1} << 17;  // of an array that has pages of its own
-#endif
+namespace agentspec {
 
 /// A standard allocator. Arrays too small to have pages of their own come from the heap.
 template <class T>

@@ -26,6 +26,7 @@
 #include "index/account.hpp"
 #include "index/query.hpp"
 #include "index/relocation.hpp"
+#include "index/sizes.hpp"
 #include "index/snapshot.hpp"
 #include "index/token_log.hpp"
 
@@ -82,13 +83,6 @@ class SuffixIndex {
 public:
     static constexpr std::size_t kTail = 128, kRatio = 8;
     static constexpr Position kCapacity = std::numeric_limits<Position>::max();
-#ifdef AGENTSPEC_MERGE_PIECE
-    static constexpr std::size_t kPiece = AGENTSPEC_MERGE_PIECE, kSlack = AGENTSPEC_MERGE_PIECE;  // small in tests
-#else
-    static constexpr std::size_t kPiece = std::size_t{1} << 16;  // positions merged at a time
-    static constexpr std::size_t kSlack = 8 * 1024;  // places that a log may hold in vain, however small it is
-#endif
-
     static constexpr std::size_t kDeadShare = 16;  // text is taken out of runs and chunks once so much is removed
 
     /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.cache.index import IndexDrafter
-from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace, Source
+from tests.cache.reference import ReferenceDrafter, ReferenceIndex
 
 PROMPT = [1, 2, 3]
 

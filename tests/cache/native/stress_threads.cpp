@@ -2,7 +2,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <map>
 #include <thread>
 
@@ -98,17 +97,14 @@ private:
     }
 
     void extend(Random& random, int half, std::map<int, int>& open) {
-        std::deque<Tokens> texts;
-        std::vector<ExtendJob> jobs;
         for (auto& [output, length] : open) {
             const int version = outputs_[output].version, end = std::min<int>(kLength, length + random() % 40);
-            const Tokens& before = texts.emplace_back(text(output, 0, length, version));
-            const Tokens& fresh = texts.emplace_back(text(output, length, end, version));
-            Drafter* drafter = random() % 3 ? &drafters_[output % 3 == 0] : nullptr;
-            jobs.push_back({drafter, {{&indexes_[1 - half], half}}, before, fresh, &indexes_[half], output, {}});
+            const Tokens before = text(output, 0, length, version), fresh = text(output, length, end, version);
+            const std::array<SourcedIndex, 1> searched{{{&indexes_[1 - half], half}}};
+            if (random() % 3) drafters_[output % 3 == 0].observe(searched, before, fresh);
+            indexes_[half].append(output, fresh);
             length = end;
         }
-        extend_batch(jobs);
         if (random() % 4 == 0) drafters_[0].observe_end(static_cast<Token>(random() % 1000));
         if (random() % 8 == 0) drafters_[1].restore(drafters_[random() % 2].state());
     }

@@ -26,13 +26,10 @@ def program(built: dict[str, Path], sanitizer: str) -> Path:
         native, path = built["repository"] / "cache" / "native", built["folder"] / sanitizer
         command = [compiler, "-std=c++20", "-g1", *SANITIZERS[sanitizer], "-pthread"]
         command += [
-            "-DAGENTSPEC_MERGE_PIECE=300",
-            "-DAGENTSPEC_CHUNK_BITS=9",
-            "-DAGENTSPEC_PAGED_BYTES=4096",
-            "-DAGENTSPEC_STAMP=std::uint8_t",
             "-fno-sanitize-recover=all",
             "-fno-omit-frame-pointer",
             "-Wl,--wrap=mmap",
+            f"-I{Path(__file__).parent / 'small'}",
             f"-I{native}",
         ]
         command += [*map(str, Path(__file__).parent.glob("stress*.cpp")), "-o", str(path)]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from agentspec.cache._native import IndexView
 from agentspec.cache.index import IndexDrafter, SuffixIndex
-from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
 from agentspec.types import Source
+from tests.cache.reference import ReferenceDrafter, ReferenceIndex
 
 CHUNK = 4 * (1 << 16)  # bytes of the log that lie together
 PIECE = 4 * (1 << 16)  # of a run that is merged in pieces

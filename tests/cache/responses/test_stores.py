@@ -113,7 +113,6 @@ def test_what_is_too_old_goes(store: Open) -> None:
         ({"session": "s", "tenant": "b"}, ["a1", "a2", "b1"]),
         ({"text": "secret", "decode": str}, ["a1", "b1"]),
         ({"text": "cut in two", "decode": str}, ["a1", "a2"]),
-        ({"tokens": [1, 2], "decode": lambda ids: "secret"}, ["a1", "b1"]),
     ],
 )
 def test_forgetting(store: Open, conditions: Any, left: list[str]) -> None:

@@ -131,7 +131,7 @@ def test_scopes_that_cover_it() -> None:
         ({"tenant": "tenant"}, True),
         ({"tenant": "another"}, False),
         ({"tokenizer": "another", "text": "x", "decode": str}, False),
-        ({"tokens": [1]}, True),
+        ({"text": "x", "decode": str}, True),
     ):
         assert segment.covers(select(**conditions).scope) is expected, conditions  # type: ignore[arg-type]
 
