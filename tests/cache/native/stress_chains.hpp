@@ -26,14 +26,15 @@ struct RandomCost {
 /// Of a request's tokens; some batches have enough of them for several threads.
 inline std::size_t random_limit(Random& random) { return random() % 2 == 0 ? random() % 8 : random() % 250; }
 
-/// The acceptance of a chain's tokens falls from at most 1 to at least 0; the first of them are proposed.
-inline void check_chain(const agentspec::ChainTurn& turn, std::span<const agentspec::Token> proposed) {
+/// The acceptance of a chain's tokens falls from at most 1 to at least 0; the first of them are proposed. Where a
+/// search had a deadline, a chain may be what it was before.
+inline void check_chain(const agentspec::ChainTurn& turn, std::span<const agentspec::Token> proposed, bool deadline) {
     const auto tokens = turn.chain->tokens();
     const auto acceptance = turn.chain->acceptance();
     require(tokens.size() == acceptance.size(), "a chain without the acceptance of each token");
     require(std::ranges::is_sorted(acceptance, std::ranges::greater{}), "acceptance that rises along a chain");
     require(acceptance.empty() || (acceptance.front() <= 1.0 && acceptance.back() >= 0.0), "acceptance out of bounds");
-    require(turn.drafter == nullptr || tokens.size() <= turn.limit, "a chain over its limit");
+    require(turn.drafter == nullptr || deadline || tokens.size() <= turn.limit, "a chain over its limit");
     require(proposed.size() <= std::min(turn.limit, tokens.size()), "a proposal over its limit");
     require(std::equal(proposed.begin(), proposed.end(), tokens.begin()), "a proposal that is not of the chain");
     require(turn.chain->drafted() == proposed.size() && turn.chain->accepted() == 0, "a proposal counted wrongly");

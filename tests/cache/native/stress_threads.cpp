@@ -166,6 +166,7 @@ private:
     void step(Random& random, std::span<Request> requests) const {
         std::vector<ChainTurn> turns;
         std::vector<std::array<int, 2>> before;
+        std::vector<Tokens> known;
         const auto count = 1 + random() % requests.size();
         for (Request& request : requests.first(count)) {
             if (request.context.empty() || random() % 3 == 0) renew(random, request);
@@ -180,6 +181,7 @@ private:
                              static_cast<double>(random() % 3)});
             const Output& output = outputs_[spot_of(request.context.back()).output];
             before.push_back({output.state, output.settled});
+            known.emplace_back(request.chain.tokens().begin(), request.chain.tokens().end());
         }
         Deadline until;
         if (random() % 4 == 0) until = Clock::now() + std::chrono::microseconds(random() % 1000);
@@ -188,10 +190,11 @@ private:
         const auto proposed =
             propose_chains(turns, count, random() % 2 == 0 ? kFree : cost.get(), floor, kMostToken, until);
         for (std::size_t i = 0; i < count; ++i) {
-            check_chain(turns[i], proposed[i]);
+            check_chain(turns[i], proposed[i], until.has_value());
             check_known(turns[i]);
+            const bool kept = until && std::ranges::equal(turns[i].chain->tokens(), known[i]);  // time was up
             const double least = turns[i].required > 1.0 ? floor / count : floor;
-            if (turns[i].drafter) check_current(turns[i], before[i], least, floor == 0.0 && !until);
+            if (turns[i].drafter && !kept) check_current(turns[i], before[i], least, floor == 0.0 && !until);
             follow(random, requests[i], proposed[i].size());
         }
     }
