@@ -70,17 +70,3 @@ class Prefills(Protocol):
         waits for more than one forward of it. Raises `InvalidRequestError` for messages that the template refuses.
         """
         ...
-
-
-@runtime_checkable
-class HoldsCalls(Protocol):
-    """A backend that draws the tokens of tool calls by a grammar, at least for some requests."""
-
-    def holds_calls(self, request: GenerateRequest) -> bool:
-        """Whether no call in the answer to `request` can break the parameters of a tool that is `strict`."""
-        ...
-
-
-def holds_calls(backend: Backend, request: GenerateRequest) -> bool:
-    """Whether `backend` is a `HoldsCalls` that does so for `request`."""
-    return isinstance(backend, HoldsCalls) and backend.holds_calls(request)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from agentspec.backends.base import Backend, Capabilities
-from agentspec.backends.local_abilities import holds_calls
 from agentspec.protocol.headers import strategy_headers
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.types import Delta, GenerateRequest
@@ -81,15 +80,6 @@ class Strategy(ABC, Generic[AnySettings]):
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         """Headers that tell the client which strategy answers, and whether the strategy may change the answer."""
         return strategy_headers(self.settings.summary, lossy=self.settings.lossy, speculation=request.speculation)
-
-    def holds_calls(self, request: GenerateRequest) -> bool:
-        """Whether all models that may write the answer hold its calls to the parameters of strict tools."""
-        return all(holds_calls(self.roles[role].backend, request) for role in self.answering)
-
-    @property
-    def answering(self) -> Collection[str]:
-        """The roles whose models may write the answer."""
-        return ("base",)
 
     async def aclose(self) -> None:
         """Does nothing: whoever built the models' backends closes them."""

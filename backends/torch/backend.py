@@ -170,10 +170,6 @@ class TorchBackend(ModelTokens):
         spec, shown = self._structured_outputs.reading(request, self._ending(prompt)[0])
         return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
 
-    def holds_calls(self, request: GenerateRequest) -> bool:
-        """Whether every call in the answer follows the parameters of its tool, if that is strict."""
-        return self._structured_outputs.holds_calls(request)
-
     async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
         """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
         inbox, choices = Inbox(), Choices(len(requests))

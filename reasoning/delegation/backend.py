@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -207,10 +207,6 @@ class DelegationBackend(Strategy[DelegationSettings]):
                     delta = replace(delta, text=delta.text.lstrip("\n"))
                     first = not delta.text
                 yield delta
-
-    @property
-    def answering(self) -> Collection[str]:
-        return {"base", self.settings.answer_by}
 
     def _answerer(self, thinking: Thinking) -> str:
         role = self.settings.answer_by

@@ -67,29 +67,6 @@ def opened(settings: SpecReasonSettings, models: Mapping[str, ThinkingModel]) ->
     )
 
 
-class Holding(ThinkingModel):
-    def holds_calls(self, request: GenerateRequest) -> bool:
-        return request.tool_choice == "none"
-
-
-@pytest.mark.parametrize(
-    ("base", "small", "knobs", "held"),
-    [
-        (Holding, ThinkingModel, {}, True),
-        (ThinkingModel, Holding, {}, False),
-        (ThinkingModel, Holding, {"answer_by": "small"}, False),  # the base model answers where the small one fails
-        (Holding, ThinkingModel, {"answer_by": "small"}, False),
-        (Holding, Holding, {"answer_by": "small"}, True),
-    ],
-)
-async def test_calls_are_held_where_all_who_may_answer_hold_them(
-    base: type[ThinkingModel], small: type[ThinkingModel], knobs: dict[str, Any], held: bool
-) -> None:
-    backend = strategy(base(step, capabilities=MESSAGES), small(step, capabilities=MESSAGES), **knobs)
-    assert backend.holds_calls(replace(ASK, tool_choice="none")) is held
-    assert backend.holds_calls(ASK) is False
-
-
 @pytest.mark.parametrize(("kind", "keeps"), [(ThinkingModel, True), (Forgetful, False), (Uncounted, False)])
 async def test_thinking_that_a_template_would_delete_stands_as_plain_text(
     kind: Callable[..., ThinkingModel], keeps: bool

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.items import (
-    ADDITIONAL_TOOLS,
-    CALL_OUTPUTS,
-    CALLS,
-    SEARCH_CALL,
-    SEARCH_OUTPUT,
-    Item,
-)
+from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, CALL_OUTPUTS, CALLS, Item
 from agentspec.protocol.openai_responses.tool_input import as_arguments
-from agentspec.protocol.openai_responses.tool_names import SEARCH_KEY, Key, ToolNames, key_of
+from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
 
 _SYSTEM = ("system", "developer")
 
@@ -68,20 +60,11 @@ class Conversation:
         if item["call_id"] not in self._called:
             name = f"input[{index}].call_id"
             raise InvalidRequestError(f"{name} names no tool call of this conversation", param=name)
-        content = self._found(item) if item["type"] == SEARCH_OUTPUT else _joined(item["output"])
+        content = _joined(item["output"])
         self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, position)
-
-    def _found(self, item: Item) -> str:
-        """What a search for tools found, as the model calls it."""
-        found = [self.names.of_key(key) for tool in item["tools"] for key in _keys(tool)]
-        return f"These tools can be called now: {', '.join(found)}" if found else "No tool was found."
 
     def _function(self, item: Item) -> dict[str, Any]:
         """A call as chats have it."""
-        if item["type"] == SEARCH_CALL:
-            arguments = item["arguments"]
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            return {"name": self.names.of_key(SEARCH_KEY), "arguments": written}
         written = as_arguments(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
         return {"name": self.names.of_key(key_of(item["name"], item.get("namespace"))), "arguments": written}
 
@@ -116,13 +99,6 @@ def _begins_anew(kind: str, turn: dict[str, Any]) -> bool:
     What was written after a call does, since in a chat nothing may stand between a call and its result.
     """
     return kind not in CALLS and "tool_calls" not in turn and turn["content"] is not None
-
-
-def _keys(tool: Any) -> list[Key]:
-    """The tools in a definition, which was read before."""
-    if tool["type"] != "namespace":
-        return [key_of(tool["name"], None)]
-    return [key_of(one["name"], tool["name"]) for one in tool["tools"]]
 
 
 def _thoughts(item: Item) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.protocol.openai_responses.counts import responses_usage
 from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.output_items import (
     CallItem,
@@ -15,18 +14,16 @@ from agentspec.protocol.openai_responses.output_items import (
     Event,
     MessageItem,
     OutputItem,
-    SearchCallItem,
     ThoughtItem,
 )
 from agentspec.protocol.openai_responses.request import ResponsesRequest
-from agentspec.protocol.openai_responses.tool_names import SEARCH_KEY
 from agentspec.protocol.responses import ToolCalls, whole_arguments
 from agentspec.protocol.usage import speculation_object
 from agentspec.types import Delta, Speculation, TokenLogprob, Usage
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "cancelled": None}
 
-_Call = CallItem | CustomCallItem | SearchCallItem
+_Call = CallItem | CustomCallItem
 
 
 @dataclass(slots=True)
@@ -146,8 +143,6 @@ class EventWriter:
         key = self.request.names.key(chat_name)
         if key is None:
             return CallItem(id, chat_name)
-        if key == SEARCH_KEY:
-            return SearchCallItem(id)
         tool = next((one for one in self.request.tools if one.key == key), None)
         if tool is None:  # one that the conversation speaks of, and the request does not offer
             return CallItem(id, key[1], key[0] or None)
@@ -209,3 +204,22 @@ class EventWriter:
             "usage": responses_usage(self._usage) if ended and self._usage else None,
             **({"speculation": speculation_object(done)} if done else {}),
         }
+
+
+def responses_usage(usage: Usage) -> dict[str, Any]:
+    """The `usage` object of a response. It has prediction counts only if the request carried a prediction.
+
+    No tokens are said to be written to a cache: nobody is charged for that.
+    """
+    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+    predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens or 0,
+            **({} if accepted is None else predicted),
+        },
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -15,9 +15,9 @@ from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, 
 
 MAX_ID = 1024  # of a response; other gateways put routes into theirs
 Item = dict[str, Any]
-ADDITIONAL_TOOLS, SEARCH_CALL, SEARCH_OUTPUT = "additional_tools", "tool_search_call", "tool_search_output"
-CALLS = ("function_call", "custom_tool_call", SEARCH_CALL)
-CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output", SEARCH_OUTPUT)
+ADDITIONAL_TOOLS = "additional_tools"
+CALLS = ("function_call", "custom_tool_call")
+CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ROLES = ("user", "system", "developer", "assistant")
 _Id = Annotated[Text, must(bool, " must not be empty")]  # of any length: other servers put signatures in theirs
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
@@ -68,15 +68,6 @@ class _Grouped(Model):
     namespace: Text | None = None
 
 
-class _SearchItem(Model):
-    call_id: _Id = REQUIRED
-    execution: Annotated[Text, must(lambda one: one == "client", " must be client")] = "server"
-
-
-class _SearchOutput(_SearchItem):
-    tools: list[Any] = REQUIRED
-
-
 class _AdditionalTools(Model):
     role: Annotated[Text, must(lambda one: one == "developer", " must be developer")] = REQUIRED
     tools: list[Any] = REQUIRED
@@ -117,8 +108,6 @@ def _item(value: Any, name: str, media: bool) -> Item:
     kind = value.get("type") or ("message" if "role" in value else None)
     if kind == "message":
         return _message(value, name, media)
-    if kind in (SEARCH_CALL, SEARCH_OUTPUT):
-        return _search(value, kind, name)
     if kind == ADDITIONAL_TOOLS:
         return _additional_tools(value, name)
     if kind in CALLS:
@@ -208,20 +197,6 @@ def _call_output(value: Mapping[str, Any], kind: str, name: str) -> Item:
     prefix = "ctco" if kind == "custom_tool_call_output" else "fco"
     head = {"id": _id_of(value, name, prefix), "type": kind, "status": "completed"}
     return head | {"call_id": given.call_id, "output": output}
-
-
-def _search(value: Mapping[str, Any], kind: str, name: str) -> Item:
-    """A search for tools that the client made itself, or what it found. Those of OpenAI's servers are refused."""
-    wanted = {"execution": "server", **value}
-    call = _SearchItem.parse(wanted, name)
-    if kind == SEARCH_OUTPUT:
-        prefix, content = "tso", {"tools": _SearchOutput.parse(wanted, name).tools}
-    else:
-        prefix, content = "tsc", {"arguments": value.get("arguments", {})}
-    check_json(content, name)
-    _refuse_others(value, name, {"call_id", "execution", *content})
-    head = {"id": _id_of(value, name, prefix), "type": kind, "status": "completed"}
-    return {**head, "call_id": call.call_id, "execution": "client", **content}
 
 
 def _additional_tools(value: Mapping[str, Any], name: str) -> Item:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentspec.protocol.json_values import read_json
-from agentspec.protocol.openai_responses.items import SEARCH_CALL, Item, new_id
+from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.tool_input import InputReader
 from agentspec.protocol.responses import clamped
 from agentspec.types import TokenLogprob
@@ -148,37 +147,6 @@ class CustomCallItem:
         if text:
             self.input.append(text)
             yield {"type": "response.custom_tool_call_input.delta", "delta": text}
-
-
-@dataclass(slots=True)
-class SearchCallItem:
-    """A search for tools, which the client makes. It has no events of its own but the first and the last."""
-
-    call_id: str
-    id: str = field(default_factory=lambda: new_id("tsc"))
-    arguments: list[str] = field(default_factory=list)
-
-    def begin(self) -> Iterator[Event]:
-        yield {"type": "response.output_item.added", "item": self.item("in_progress")}
-
-    def add(self, arguments: str) -> Iterator[Event]:
-        self.arguments.append(arguments)
-        yield from ()
-
-    def end(self, status: str) -> Iterator[Event]:
-        yield from ()
-
-    def item(self, status: str) -> Item:
-        head = {"id": self.id, "type": SEARCH_CALL, "status": status, "call_id": self.call_id}
-        return {**head, "execution": "client", "arguments": {} if status == "in_progress" else self._read()}
-
-    def _read(self) -> Any:
-        """The arguments as JSON, or the text where they are none."""
-        written = "".join(self.arguments)
-        try:
-            return read_json(written)
-        except (ValueError, RecursionError):
-            return written
 
 
 def _called(id: str, kind: str, status: str, call: CallItem | CustomCallItem) -> Item:

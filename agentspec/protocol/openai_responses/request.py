@@ -8,17 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
-from agentspec.protocol.openai_responses.offered import brought_tools, chat_tools, offered_tools
 from agentspec.protocol.openai_responses.tool_choice import allowed_tools
 from agentspec.protocol.openai_responses.tool_names import ToolNames
-from agentspec.protocol.openai_responses.tools import ClientTool, client_tools, without_form
+from agentspec.protocol.openai_responses.tools import ClientTool, added_tools, chat_tools, client_tools, offered_tools
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, shown_name, wrong_type
@@ -30,6 +29,7 @@ _STRONGEST = "high"
 _SUMMARIES = ("auto", "concise", "detailed")
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _INCLUDABLE = (_LOGPROBS, _ENCRYPTED)
+_WHOLE = " must be disabled: send a conversation that fits the model"
 # Of vLLM and of chats: they mean here what they mean there, and are checked there.
 _AS_IN_CHATS = (
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop"
@@ -108,7 +108,7 @@ class _ResponsesBody(Body):
     metadata: Annotated[dict[Text, Text], AfterValidator(_is_metadata)] | None = None
     include: Annotated[list[Text], AfterValidator(_is_includable)] | None = None
     top_logprobs: Count = 0
-    truncation: Annotated[Text, _one_of("auto", "disabled")] = "disabled"
+    truncation: Annotated[Text, must(lambda one: one == "disabled", _WHOLE)] = "disabled"
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -154,12 +154,10 @@ class ResponsesRequest:
     chat: Mapping[str, Any]
     known: tuple[Sequence[ClientTool], Sequence[ClientTool]]
     choice: Any
-    local: bool
     instructions: str | None
     previous: str | None
     stream: bool
     store: bool
-    truncation: Literal["auto", "disabled"]
     obfuscation: bool | None
     logprobs: bool
     tools: Sequence[ClientTool] = ()
@@ -168,8 +166,7 @@ class ResponsesRequest:
     def continuing(self, history: Sequence[Item]) -> ResponsesRequest:
         """This request after the items of earlier responses. Raises `InvalidRequestError` for tools of either."""
         declared, own = self.known
-        brought = brought_tools(history, "previous_response_id", enforce=self.local)
-        tools = offered_tools([*declared, *brought, *own])
+        tools = offered_tools([*declared, *added_tools(history, "previous_response_id"), *own])
         names = ToolNames.of(tool.key for tool in tools)
         chat: dict[str, Any] = {**self.chat}
         if self.choice is not None:
@@ -199,11 +196,6 @@ class ResponsesRequest:
     def unenforced(self) -> list[str]:
         """The fields for forms that the model is told, and not held to."""
         return [f"{tool.param}.format" for tool in self.tools if not tool.enforced]
-
-    def without_forms(self) -> ResponsesRequest:
-        """This request for a model that cannot be held to the forms of tools' inputs."""
-        tools = [without_form(tool) for tool in self.tools]
-        return replace(self, tools=tools, chat={**self.chat, "tools": chat_tools(tools, self.names)})
 
     def own_name(self, param: str | None, origins: Sequence[int], first_new: int) -> str | None:
         """The name in this request of the field that its chat calls `param`.
@@ -243,8 +235,7 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
         message = f"top_logprobs needs include = [{_LOGPROBS!r}]"
         raise InvalidRequestError(message, param="top_logprobs")
     chat = _chat(fields, local, logprobs)
-    declared = client_tools(fields.tools or [], enforce=local)
-    own = brought_tools(items, "input[{}]", enforce=local)
+    declared, own = client_tools(fields.tools or []), added_tools(items, "input[{}]")
     _ResponsesBody.finish(body)
     request = ResponsesRequest(
         items=items,
@@ -252,12 +243,10 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
         chat=chat,
         known=(declared, own),
         choice=fields.tool_choice,
-        local=local,
         instructions=fields.instructions,
         previous=fields.previous_response_id,
         stream=fields.stream,
         store=fields.store,
-        truncation="auto" if fields.truncation == "auto" else "disabled",
         obfuscation=stream_options.include_obfuscation,
         logprobs=logprobs,
     )

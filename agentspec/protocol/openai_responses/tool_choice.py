@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.tool_names import SEARCH, key_of
+from agentspec.protocol.openai_responses.tool_names import key_of
 from agentspec.protocol.openai_responses.tools import ClientTool
 
 _CHOICES = ("none", "auto", "required")
-_KINDS = ("function", "custom", SEARCH)
+_KINDS = ("function", "custom")
 
 
 def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[str | ClientTool, list[ClientTool]]:
@@ -40,18 +40,16 @@ def _allowed(choice: dict[str, Any], tools: Sequence[ClientTool]) -> tuple[str, 
 def _named(choice: Mapping[str, Any], tools: Sequence[ClientTool]) -> ClientTool:
     """The tool that is meant. Without `namespace`, which OpenAI's type has no place for, the only one of its name."""
     kind, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
-    if kind == SEARCH:
-        name = SEARCH
     alike = [tool for tool in tools if (tool.kind, tool.name) == (kind, name)]
     if namespace is None:
-        own = [tool for tool in alike if not tool.key[0] or tool.kind == SEARCH]
+        own = [tool for tool in alike if not tool.key[0]]
         if len(alike) > 1 and not own:
             raise _wrong_choice("tool_choice names a tool of several namespaces; add the field namespace")
         alike = own or alike
     else:
         alike = [tool for tool in alike if tool.key == key_of(str(name), str(namespace))]
     if not alike:
-        raise _wrong_choice("tool_choice asks for a tool that tools does not have, or that is not loaded")
+        raise _wrong_choice("tool_choice asks for a tool that tools does not have")
     return alike[0]
 
 

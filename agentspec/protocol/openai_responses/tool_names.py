@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
-SEARCH = "tool_search"
 MAX_NAME = 64
 DEFAULT_NAMESPACE = "functions"
 """Codex' name of the namespace of all tools that are in none."""
@@ -25,7 +24,6 @@ _DIGITS = 8  # of the hash that ends a name which had to be changed
 
 Key = tuple[str, ...]
 """A tool's namespace, "" for none, and its name."""
-SEARCH_KEY: Key = (SEARCH,)  # the search for tools has neither
 
 
 def key_of(name: str, namespace: str | None) -> Key:
@@ -48,7 +46,7 @@ class ToolNames:
     def of(cls, offered: Iterable[Key]) -> ToolNames:
         """The names of `offered`; those without a namespace come first, so that others give way to them."""
         names = cls()
-        for key in sorted(offered, key=lambda key: (key[0] != "", key != SEARCH_KEY)):
+        for key in sorted(offered, key=lambda key: key[0] != ""):
             names.of_key(key)
         return names
 
@@ -74,8 +72,6 @@ class ToolNames:
 
 
 def _wanted(key: Key) -> str:
-    if key == SEARCH_KEY:
-        return SEARCH
     namespace, name = key
     if not namespace:
         return name

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentspec.backends.base import COMPLETIONS, EMBEDDINGS, RESPONSES
 from agentspec.errors import ContextLengthError, InvalidRequestError
-from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, SEARCH_OUTPUT
+from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS
 from agentspec.protocol.requests import MAX_BIASES
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
 from agentspec.proxy.body.kept_names import objects
@@ -78,7 +78,9 @@ def check_tools(count: int, limits: ServerSettings) -> None:
 
 def _offered(fields: Mapping[str, Any]) -> set[tuple[str, str]]:
     """The namespaces and names of the tools that a Responses request offers, those that its items bring among them."""
-    bringing = (item for item in objects(fields.get("input")) if item.get("type") in (ADDITIONAL_TOOLS, SEARCH_OUTPUT))
+    bringing = (
+        item for item in objects(fields.get("input")) if item.get("type") in (ADDITIONAL_TOOLS, "tool_search_output")
+    )
     offered = [tool for one in (fields, *bringing) for tool in objects(one.get("tools"))]
     spaces = [("", [one for one in offered if "tools" not in one])]
     spaces += [(str(one.get("name")), objects(one["tools"])) for one in offered if "tools" in one]

@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.counts import count_reasoning
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
-from agentspec.protocol.openai_responses.tools import grammar_characters
 from agentspec.protocol.responses import encode
 from agentspec.proxy.body.amounts import check_tools
 from agentspec.proxy.body.head import check_head
@@ -33,7 +31,6 @@ from agentspec.proxy.streaming.sending import collected
 from agentspec.types import Delta
 
 T = TypeVar("T")
-GRAMMAR_COST = 16  # bytes of a body that take as long to read as one character of a grammar
 UNENFORCED = "x-agentspec-unenforced"
 """Names the fields for forms of tools' inputs that the model is told, and not held to."""
 
@@ -57,12 +54,12 @@ class ResponsesEndpoint(GenerationEndpoint):
         request = await self._read(exchange, local=True)
         request, history = await self._continued(exchange, request)
         most = self.settings.max_messages
-        answer = LocalAnswer(self.runtime, backend, request, exchange.caller, history.items, most)
+        answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, most)
         first = await self._run_on(exchange, history, answer.whole)
         added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
-        exchange.record.response_headers = {**added, **_unenforced(answer.request)}
+        exchange.record.response_headers = {**added, **_unenforced(request)}
         exchange.release()
-        await self._send_answer(exchange, answer.request, answer.deltas(first))
+        await self._send_answer(exchange, request, answer.deltas(first))
 
     async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
         check_head(exchange.scope)
@@ -117,9 +114,6 @@ class ResponsesEndpoint(GenerationEndpoint):
         """Ask the upstream for a chat completion, and answer with what it says."""
         record = exchange.record
         request = await self._read(exchange, local=False)
-        if request.truncation == "auto":
-            message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
-            raise InvalidRequestError(message, param="truncation")
         request, history = await self._continued(exchange, request)
         await self._run_on(exchange, history, _check_history, history, backend)
         record.response_headers = TRANSLATED | _unenforced(request)
@@ -143,11 +137,8 @@ class ResponsesEndpoint(GenerationEndpoint):
             raise InvalidRequestError(message, param="model")
 
     async def _read(self, exchange: Exchange, *, local: bool) -> ResponsesRequest:
-        """The request, read in a thread if it is large or its grammars take as long as a large one."""
         read = partial(parse_responses, exchange.fields, max_messages=self.settings.max_messages, local=local)
-        grammars = sum(grammar_characters(exchange.fields.get(name)) for name in ("tools", "input"))
-        size = len(exchange.body) + GRAMMAR_COST * grammars
-        return await self.budget.run(exchange.record.tenant, size, read)
+        return await self._run(exchange, read)
 
     def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
         """The request as a chat for an upstream. Raises `InvalidRequestError` for the result of a call nobody made."""
@@ -171,9 +162,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         history = await self._history(exchange, request)
         if request.previous is None:
             return request, history
-        size = len(exchange.body) + history.size + GRAMMAR_COST * grammar_characters(history.items)
-        tenant = exchange.record.tenant
-        return await self.budget.run(tenant, size, request.continuing, history.items), history
+        return await self._run_on(exchange, history, request.continuing, history.items), history
 
     async def _history(self, exchange: Exchange, request: ResponsesRequest) -> History:
         """The items of the responses that the request continues."""
@@ -192,7 +181,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         stored = request.store and exchange.caller.store and self.keeper.stores
         writer = EventWriter(request, stored=stored, include_speculation=settings.speculation_object)
         keep = self._keeping(exchange, request)
-        deltas = collected(count_reasoning(deltas), exchange.account)  # a stream ends with the whole answer, too
+        deltas = collected(deltas, exchange.account)  # a stream ends with the whole answer, too
         if not request.stream:
             deltas = exchange.deadline.within(deltas)
             await send_whole(deltas, writer, record, exchange.send, keep, exchange.account)

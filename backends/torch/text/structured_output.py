@@ -10,7 +10,7 @@ from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.chat_template import template_of, tool_format
-from agentspec.backends.torch.text.grammar_builder import TOOLS, GrammarSource, grammar_of, holds_calls
+from agentspec.backends.torch.text.grammar_builder import TOOLS, GrammarSource, grammar_of
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation, expectation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -90,11 +90,6 @@ class StructuredOutputBuilder:
         format = tool_format(self._tokenizer.tokenizer) if called else None
         spec = OutputParserSpec.of(request, format, self._expected(request, prompt))
         return spec, frozenset() if request.messages is None else self._shown(format, BEGIN, END)
-
-    def holds_calls(self, request: GenerateRequest) -> bool:
-        """Whether every call in the answer follows the parameters of its tool, if that is strict."""
-        format = tool_format(self._tokenizer.tokenizer, required=False)
-        return format is not None and holds_calls(request, format)
 
     async def compiled_in_turn(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
         """The compiled grammar, for which tenants take turns. Raises what `GrammarCompiler.compile` raises, and

@@ -199,11 +199,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"type": "reasoning", "summary": "x"}], "input[0].summary"),
     ([{"role": "user", "content": "\ud800"}], "input[0].content[0].text"),
     ([{"role": "user", "content": "x"}] * 101, "input"),
-    ([{"type": "tool_search_call", "call_id": "c", "arguments": {}}], "input[0].execution"),
-    ([{"type": "tool_search_call", "call_id": "c", "execution": "server", "arguments": {}}], "input[0].execution"),
-    ([{"type": "tool_search_call", "execution": "client", "arguments": {}}], "input[0].call_id"),
-    ([{"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": []}], "input[0].call_id"),
-    ([{"type": "tool_search_output", "call_id": "c", "execution": "client"}], "input[0].tools"),
+    ([{"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {}}], "input[0].type"),
     ([{"type": "additional_tools", "role": "user", "tools": []}], "input[0].role"),
     ([{"type": "additional_tools", "role": "developer", "tools": 5}], "input[0].tools"),
     (

@@ -7,16 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentspec.protocol.openai_responses.counts import ReasoningCounter
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import parse_responses
-from agentspec.protocol.responses import encode
 from agentspec.types import Delta, FinishReason, TokenLogprob, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -100,12 +97,6 @@ def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int])
     assert (item["type"], item["name"], item["namespace"]) == ("custom_tool_call", "edit", "disk")
 
 
-def test_arguments_of_a_search_that_json_cannot_write_are_told_as_text() -> None:
-    deltas = [call(0, '{"q": NaN}', id="a", name="tool_search"), Delta(finish_reason="tool_calls")]
-    found = events(deltas, tools=[{"type": "tool_search", "execution": "client"}])
-    assert encode(found[-1]) and found[-1]["response"]["output"][0]["arguments"] == '{"q": NaN}'
-
-
 def test_an_answer_of_nothing_is_an_empty_message() -> None:
     found = events([Delta(finish_reason="stop")])
     assert found[-1]["response"]["output"][0]["content"][0]["text"] == ""
@@ -152,18 +143,3 @@ def test_a_failed_answer_has_what_was_written() -> None:
     last = one.fail("server_error", "it broke")
     assert EVENT.validate_python(last).response.error.message == "it broke"
     assert last["response"]["output"][0]["content"][0]["text"] == "half" and last["sequence_number"] == len(found)
-
-
-@pytest.mark.parametrize(
-    ("deltas", "tokens"),
-    [
-        ([Delta(text="a", token_ids=(1,))], 0),
-        ([Delta(token_ids=(1,)), Delta(token_ids=(2, 3), extra={"reasoning": "x"}), Delta(token_ids=(4,)),
-          Delta(text="y", token_ids=(5,))], 3),
-    ],
-)  # fmt: skip
-def test_tokens_of_thoughts_are_counted(deltas: list[Delta], tokens: int) -> None:
-    counter = ReasoningCounter()
-    for delta in deltas:
-        counter.add(delta)
-    assert counter.tokens == tokens

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.offered import chat_tools
 from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.protocol.openai_responses.tool_choice import allowed_tools
 from agentspec.protocol.openai_responses.tool_names import ToolNames
-from agentspec.protocol.openai_responses.tools import ClientTool, client_tools, grammar_characters
+from agentspec.protocol.openai_responses.tools import ClientTool, chat_tools, client_tools
 from agentspec.protocol.requests import MAX_TOOLS
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
@@ -20,7 +19,7 @@ SPACE = {"type": "namespace", "name": "disk", "description": "The disk.", "tools
 
 
 def test_functions_of_a_chat() -> None:
-    tools = client_tools([FUNCTION, CUSTOM, SPACE], enforce=True)
+    tools = client_tools([FUNCTION, CUSTOM, SPACE])
     names = ToolNames.of(tool.key for tool in tools)
     functions = [tool["function"] for tool in chat_tools(tools, names)]
     assert [one["name"] for one in functions] == ["look", "write", "disk__look", "disk__write"]
@@ -44,14 +43,14 @@ def test_functions_of_a_chat() -> None:
 )
 def test_choices(choice: Any, chosen: str, left: int) -> None:
     space = {**SPACE, "tools": [FUNCTION, CUSTOM, {**FUNCTION, "name": "only"}]}
-    found, tools = allowed_tools(choice, client_tools([FUNCTION, CUSTOM, space], enforce=True))
+    found, tools = allowed_tools(choice, client_tools([FUNCTION, CUSTOM, space]))
     assert (found.param if isinstance(found, ClientTool) else found) == chosen and len(tools) == left
 
 
 def test_a_choice_that_several_namespaces_have_must_say_which() -> None:
     spaces = [{**SPACE, "name": name} for name in ("disk", "tape")]
     with pytest.raises(InvalidRequestError, match="several namespaces"):
-        allowed_tools({"type": "function", "name": "look"}, client_tools(spaces, enforce=True))
+        allowed_tools({"type": "function", "name": "look"}, client_tools(spaces))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_choice_that_several_namespaces_have_must_say_which() -> None:
 )
 def test_choices_that_are_refused(choice: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        allowed_tools(choice, client_tools([FUNCTION, CUSTOM, SPACE], enforce=True))
+        allowed_tools(choice, client_tools([FUNCTION, CUSTOM, SPACE]))
     assert refused.value.param == "tool_choice"
 
 
@@ -80,11 +79,8 @@ GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
         (5, "tools[0]"),
         ({"type": "web_search"}, "tools[0].type"),
         ({"type": "custom"}, "tools[0].name"),
-        ({**CUSTOM, "defer_loading": "yes"}, "tools[0].defer_loading"),
-        ({"type": "tool_search"}, "tools[0].execution"),
-        ({"type": "tool_search", "execution": "server"}, "tools[0].execution"),
-        ({"type": "tool_search", "execution": "client", "limit": 5}, "tools[0].limit"),
-        ({**SPACE, "tools": [{"type": "tool_search", "execution": "client"}]}, "tools[0].tools[0].type"),
+        ({**CUSTOM, "defer_loading": True}, "tools[0].defer_loading"),
+        ({"type": "tool_search", "execution": "client"}, "tools[0].type"),
         ({**SPACE, "tools": [FUNCTION, FUNCTION]}, "tools[0].tools[1].name"),
         ({**FUNCTION, "name": ""}, "tools[0].name"),
         ({**FUNCTION, "output_schema": {"type": "object"}}, "tools[0].output_schema"),
@@ -92,8 +88,6 @@ GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
         ({**CUSTOM, "format": {**GRAMMAR, "syntax": "ebnf"}}, "tools[0].format.syntax"),
         ({**CUSTOM, "format": {"type": "grammar"}}, "tools[0].format.definition"),
         ({**CUSTOM, "format": {**GRAMMAR, "flags": "i"}}, "tools[0].format.flags"),
-        ({**CUSTOM, "format": {**GRAMMAR, "definition": "start: A\nA: /b/\nA: /c/"}}, "tools[0].format.definition"),
-        ({**CUSTOM, "format": {**GRAMMAR, "syntax": "regex", "definition": "a)|(b"}}, "tools[0].format.definition"),
         ({**SPACE, "tools": [SPACE]}, "tools[0].tools[0].type"),
         ({**SPACE, "tools": "all"}, "tools[0].tools"),
         ({**SPACE, "tools": [{**FUNCTION, "name": 5}]}, "tools[0].tools[0].name"),
@@ -103,18 +97,28 @@ GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
 )
 def test_what_is_refused(tool: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        client_tools([tool], enforce=True)
+        client_tools([tool])
     assert refused.value.param == param
 
 
-def test_tools_are_counted_before_those_too_many_are_read() -> None:
-    unread = 5  # no tool at all, which is told only where it is read
+def test_tools_of_namespaces_are_counted() -> None:
     each = [{**FUNCTION, "name": f"look{number}"} for number in range(MAX_TOOLS)]
     full = [{**SPACE, "tools": each[:100]}, {**SPACE, "tools": each[100:]}]
-    assert len(client_tools(full, enforce=True)) == MAX_TOOLS
+    assert len(client_tools(full)) == MAX_TOOLS
     with pytest.raises(InvalidRequestError, match=f"more than {MAX_TOOLS}") as refused:
-        client_tools([*full, FUNCTION, unread], enforce=True)
+        client_tools([*full, FUNCTION])
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize(("format", "enforced"), [(GRAMMAR, False), ({"type": "text"}, True), (None, True)])
+def test_a_grammar_is_told_and_not_enforced(format: Any, enforced: bool) -> None:
+    request = parse_responses(
+        {"model": "m", "input": "hi", "tools": [{**CUSTOM, "format": format}]}, max_messages=9, local=True
+    )
+    assert request.unenforced == ([] if enforced else ["tools[0].format"])
+    function = request.chat["tools"][0]["function"]
+    assert (GRAMMAR["definition"] in function["parameters"]["properties"]["input"]["description"]) is not enforced
+    assert "strict" not in function
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
@@ -122,11 +126,3 @@ def test_a_chat_without_tools_says_nothing_about_their_calls(fields: dict[str, A
     body = {"model": "m", "input": "hi", "parallel_tool_calls": False, **fields}
     request = parse_responses(body, max_messages=9, local=False)
     assert request.chat == {"model": "m"} and request.fields["parallel_tool_calls"] is False
-
-
-def test_how_long_grammars_are() -> None:
-    tool, length = {**CUSTOM, "format": GRAMMAR}, len(GRAMMAR["definition"])
-    assert grammar_characters([tool, FUNCTION, CUSTOM, {**SPACE, "tools": [tool, CUSTOM, tool]}]) == 3 * length
-    assert grammar_characters([{"type": "additional_tools", "tools": [tool, {**SPACE, "tools": [tool]}]}]) == 2 * length
-    odd = [None, 5, {"format": 5}, {"format": {"definition": 5}}, {"type": "namespace", "tools": 5}]
-    assert [grammar_characters(tools) for tools in (None, 5, odd, [{"type": "namespace", "tools": odd}])] == [0] * 4

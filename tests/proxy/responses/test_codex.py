@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import httpx
@@ -11,7 +10,6 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
@@ -161,51 +159,15 @@ def test_custom_tools_and_namespaces(gateway: Any) -> None:
     assert [one["content"] for one in messages if one["role"] == "tool"] == ["result 0", "result 1", "result 2"]
     functions = [tool["function"] for tool in backend.requests[0].tools]
     assert [one["name"] for one in functions] == ["shell", *(name for name, _ in asked)]
-    assert functions[2]["description"].startswith("Files of the project.") and functions[1]["strict"]
+    assert functions[2]["description"].startswith("Files of the project.")
+    text = functions[1]["parameters"]["properties"]["input"]
+    assert PATCHER["format"]["definition"] in text["description"]
 
 
-def test_long_grammars_are_read_in_a_thread(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take long for their size, and would hold up all other streams."""
-    readers: list[str] = []
-
-    def noted(*given: Any, **named: Any) -> Any:
-        readers.append(threading.current_thread().name)
-        return parse_responses(*given, **named)
-
-    monkeypatch.setattr("agentspec.proxy.responses.endpoint.parse_responses", noted)
-    for repeats in (1, 2000):
-        form = {"type": "grammar", "syntax": "lark", "definition": "start: " + '"a"' * repeats}
-        turn(running, FIRST, tools=[{**PATCHER, "format": form}])
-    assert ["agentspec-body" in name for name in readers] == [False, True]
-
-
-def test_a_form_that_cannot_be_enforced_is_told(running: Any) -> None:
-    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
-    recursive = {**PATCHER, "name": "nest", "format": form}
-    space = {**SERVER, "tools": [PATCHER, recursive]}
-    body = {**BODY, "input": FIRST, "tools": [SHELL, space]}
+def test_a_form_that_is_told_and_not_enforced_is_named(running: Any) -> None:
+    body = {**BODY, "input": FIRST, "tools": [SHELL, SERVER]}
     answer = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
     assert answer.status_code == 200 and answer.headers["x-agentspec-unenforced"] == "tools[1].tools[1].format"
-
-
-@pytest.mark.parametrize(
-    ("kind", "choice", "enforced"),
-    [(FakeBackend, "required", False), (Holding, "auto", False), (Holding, "required", True)],
-)
-def test_a_form_is_told_where_the_model_is_not_held_to_it(
-    gateway: Any, monkeypatch: pytest.MonkeyPatch, kind: type[FakeBackend], choice: str, enforced: bool
-) -> None:
-    """As over strategies on endpoints, or in formats of calls that cannot be found in a free text."""
-    monkeypatch.setattr(Holding, "free", False)
-    backend = kind(script)
-    body = {**BODY, "input": FIRST, "tools": [SHELL, PATCHER], "tool_choice": choice}
-    answer = HTTP.post(f"{gateway({'fake': backend}).url}/v1/responses", json=body, headers=HEADERS)
-    assert answer.status_code == 200
-    assert answer.headers.get("x-agentspec-unenforced") == (None if enforced else "tools[1].format")
-    [_, function] = [tool["function"] for tool in backend.requests[0].tools]
-    text = function["parameters"]["properties"]["input"]
-    assert ("strict" in function, "pattern" in text) == (enforced, enforced)
-    assert PATCHER["format"]["definition"] in text["description"]
 
 
 def test_two_turns(running: Any, backend: FakeBackend) -> None:

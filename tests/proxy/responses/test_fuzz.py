@@ -32,12 +32,8 @@ BODY: dict[str, Any] = {
         {"type": "custom_tool_call", "call_id": "c3", "name": "edit", "namespace": "disk", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "c3", "output": "done"},
         {"type": "additional_tools", "role": "developer", "tools": [
-            {"type": "tool_search", "execution": "client", "description": "Searches", "parameters": {"type": "object"}},
-            {"type": "function", "name": "late", "description": "Later", "defer_loading": True}]},
-        {"type": "tool_search_call", "call_id": "c4", "execution": "client", "arguments": {"query": "late"}},
-        {"type": "tool_search_output", "call_id": "c4", "execution": "client", "tools": [
             {"type": "namespace", "name": "tape", "description": "Tapes", "tools": [
-                {"type": "function", "name": "wind", "defer_loading": True}]}]},
+                {"type": "function", "name": "wind"}]}]},
     ],
     "tools": [{"type": "function", "name": "look", "description": "Looks", "parameters": {"type": "object"},
                "strict": True},
@@ -53,7 +49,7 @@ BODY: dict[str, Any] = {
     "max_output_tokens": 10,
     "temperature": 0.5,
     "top_p": 0.9,
-    "truncation": "auto",
+    "truncation": "disabled",
     "metadata": {"a": "b"},
     "user": "u",
     "previous_response_id": None,

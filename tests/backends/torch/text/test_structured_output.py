@@ -100,23 +100,6 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marke
     assert allows(one, tokenizer, FREE[2]) and (not marked or not allows(one, tokenizer, FREE[3]))
 
 
-@pytest.mark.parametrize("format", ["<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"])
-@pytest.mark.parametrize("choice", ["auto", "required", "one"])
-@pytest.mark.parametrize("form", [None, StructuredOutputs(choice=("x",))])
-def test_it_is_known_whether_calls_are_held(
-    tokenizer_of: Any, format: str, choice: str, form: StructuredOutputs | None
-) -> None:
-    """Where they are, no answer may hold a call of another form, and where they are not, there is no grammar."""
-    tokenizer = tokenizer_of("{{ tools }}" + format)
-    forms = StructuredOutputBuilder(TokenizerAdapter(tokenizer), len(tokenizer), frozenset({END}))
-    request = ask(form, tools=STRICT, tool_choice=choice)
-    held, made = forms.holds_calls(request), forms.build(request, "x")
-    assert held == (format != "<|python_tag|>" or choice != "auto" or form is not None)
-    assert (made.grammar is not None) == held
-    if held:
-        assert not allows(made, tokenizer, format + '[{"name": "one", "arguments": {"a": 1}}]')
-
-
 @pytest.mark.parametrize(
     ("form", "right", "wrong"),
     [
