@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
@@ -19,13 +19,15 @@ from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest
-from agentspec.cache.responses import ResponseLimits
-from agentspec.cache.side_stores import SideStores
+from agentspec.cache.responses import ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
+from agentspec.cache.tool_turns import ToolTurnStore
+from agentspec.cache.usage import MemoryUsage, UsageStore
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
+    from agentspec.cache.state import State
     from agentspec.cache.storage.sequence_store import SequenceStore
     from agentspec.cache.sync import StoreSync
 
@@ -66,12 +68,14 @@ class SuffixCache:
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
-        self._beside = SideStores.open(
-            store, responses=responses, retention=retention, content_filter=content_filter, usage_days=usage_days
-        )
-        self.responses = self._beside.responses
-        self.tool_turns = self._beside.tool_turns
-        self.usage = self._beside.usage
+        self._state: State | None = None
+        self._opening_state = threading.Lock()
+        self._state_options: dict[str, Any] = {
+            "responses": responses,
+            "retention": retention,
+            "content_filter": content_filter,
+        }
+        self.usage = _usage(store, usage_days)
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -83,6 +87,7 @@ class SuffixCache:
             from agentspec.cache.sync import StoreSync
 
             self._sync = StoreSync(self._pool, store, self._deleter)
+            self._opened_state()
 
     @classmethod
     def open(
@@ -134,7 +139,12 @@ class SuffixCache:
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
 
         def started(store: SequenceStore | None, why_not: str | None = None) -> SuffixCache:
-            cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
+            try:
+                cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
+            except BaseException:
+                if store:
+                    store.close()
+                raise
             try:
                 lifetime.register(cache)
                 cache._start()
@@ -169,6 +179,29 @@ class SuffixCache:
     def path(self) -> Path | None:
         """The cache's folder; None for a cache in memory or on a database server."""
         return self._store.folder if self._store else None
+
+    @property
+    def responses(self) -> ResponseStore:
+        """Stored answers."""
+        return self._opened_state().responses
+
+    @property
+    def tool_turns(self) -> ToolTurnStore:
+        """What agents' turns taught."""
+        return self._opened_state().tool_turns
+
+    def _opened_state(self) -> State:
+        """In a cache in memory it is opened, and looked after, from its first use on."""
+        if self._state is not None:
+            return self._state
+        from agentspec.cache.state import State
+
+        self._pool.require_open()
+        with self._opening_state:
+            self._state = self._state or State(self._store, **self._state_options)
+        if self._store is None:
+            self._maintenance_thread()
+        return self._state
 
     @property
     def closed(self) -> bool:
@@ -242,9 +275,10 @@ class SuffixCache:
         self._pool.require_open()
         places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
         selection = select(**places, older_than=older_than, text=text, decode=decode)
-        count = self._deleter.forget(selection)
+        self._opened_state().forget(selection)  # also what is under way, and stored later
         if self._store is None:
-            self._beside.forget(selection)
+            self.usage.forget(selection)
+        count = self._deleter.forget(selection)
         if self._store_error:
             raise PartlyForgottenError(
                 f"{count} sequences were forgotten in memory alone: the database could not be opened, and may hold more"
@@ -283,7 +317,8 @@ class SuffixCache:
         stats = self._pool.stats()
         if self._store is None or self._sync is None:
             return replace(stats, store_error=self._store_error)
-        return replace(stats, **self._sync.figures())
+        found = replace(stats, **self._sync.figures())
+        return replace(found, erasure_pending=found.erasure_pending or self._opened_state().erasure_pending)
 
     def check_integrity(self) -> None:
         """Raise `CacheFormatError` when an index is damaged. Linear in the size of the cache."""
@@ -299,13 +334,14 @@ class SuffixCache:
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
+            if self._state:
+                released.callback(self._state.close)
             released.callback(self._pool.close)
             with self._starting:  # a request that is just being served must not start the thread hereafter
                 self._pool.namespaces.stopping = True
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
-                released.callback(self.tool_turns.close)
                 self._sync.close()
                 self._sync.report_learned()
 
@@ -313,7 +349,8 @@ class SuffixCache:
         """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""
         self._left_behind = True
         self._maintenance = None
-        self.tool_turns.leave_behind()
+        if self._state:
+            self._state.leave_behind(reason)
         self._pool.leave_behind(reason)
         if self._store:
             self._store.leave_behind(reason)
@@ -356,13 +393,25 @@ class SuffixCache:
     def _maintain(self) -> None:
         sync = self._sync
         with contextlib.ExitStack() as done:  # a stack, the first step last; each is done whatever fails before it
-            done.callback(self._beside.maintain)
+            done.callback(self.usage.maintain)
+            if self._state:
+                done.callback(self._state.maintain)
             if sync:
                 done.callback(sync.maintain)
             done.callback(self._deleter.maintain)
             if sync:
                 done.callback(sync.follow)
             done.callback(self._pool.namespaces.relieve)
+
+
+def _usage(store: SequenceStore | None, days: int) -> UsageStore:
+    if store is None:
+        return MemoryUsage(days)
+    from agentspec.cache.usage.table import DatabaseUsage
+
+    usage = DatabaseUsage(store.database, days)
+    store.also_forgets.append(usage.forget_within)
+    return usage
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

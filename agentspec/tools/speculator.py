@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from agentspec.cache.tool_turns import MemoryToolTurns, ToolTurnStore
 from agentspec.tools.events import ToolEvent
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
@@ -20,6 +19,7 @@ from agentspec.tools.session import ToolSession
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
+    from agentspec.cache.state import State
 
 _log = logging.getLogger("agentspec.tools")
 
@@ -45,8 +45,7 @@ class ToolSpeculator:
         self.limits = limits or LaunchLimits()
         self.budget = LaunchBudget(self.limits)
         self._on_event = on_event
-        store: ToolTurnStore = MemoryToolTurns() if cache is None else cache.tool_turns
-        self.learned = LearnedCalls(store, self.limits.cost_weight)
+        self.learned = LearnedCalls((cache or _in_memory()).tool_turns, self.limits.cost_weight)
         self._lock = threading.Lock()
         self._sessions: OrderedDict[AgentCaller, ToolSession] = OrderedDict()
 
@@ -80,3 +79,10 @@ class ToolSpeculator:
         _log.debug("%s tool=%s tenant=%s agent=%s session=%s seconds=%.3f", *astuple(event))
         with kept_from_agent("on_event"):
             self._on_event(event)
+
+
+def _in_memory() -> State:
+    from agentspec.cache.responses import ResponseLimits
+    from agentspec.cache.state import State
+
+    return State(None, responses=ResponseLimits(), retention=None, content_filter=None)

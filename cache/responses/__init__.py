@@ -1,6 +1,5 @@
-"""Stored answers of the Responses API, by id and tenant: in the cache's database, or in memory without one."""
+"""Stored answers of the Responses API, by id and tenant."""
 
-from agentspec.cache.responses.memory import MemoryResponses
 from agentspec.cache.responses.stored import KeepsResponses, ResponseLimits, ResponseStore, StoredResponse
 
-__all__ = ["KeepsResponses", "MemoryResponses", "ResponseLimits", "ResponseStore", "StoredResponse"]
+__all__ = ["KeepsResponses", "ResponseLimits", "ResponseStore", "StoredResponse"]

@@ -153,7 +153,12 @@ def delete_rows(connection: sa.Connection, selection: Selection, ids: Sequence[i
     """`delete` of rows that are known already."""
     deleted = _delete(connection, ids)
     _forget_learned(connection, deleted.namespaces, orphans=selection.tenant is not None)
-    scope = selection.scope
+    deleted.number = log(connection, selection.scope)
+    return deleted
+
+
+def log(connection: sa.Connection, scope: Scope) -> int:
+    """Note a deletion, for other processes; returns its number."""
     logged = connection.execute(
         deletions.insert().values(
             created_at=time.time(),
@@ -166,9 +171,9 @@ def delete_rows(connection: sa.Connection, selection: Selection, ids: Sequence[i
         )
     )
     assert logged.inserted_primary_key is not None
-    deleted.number = logged.inserted_primary_key[0]
-    _prune(connection, deleted.number - _KEPT)
-    return deleted
+    number = int(logged.inserted_primary_key[0])
+    _prune(connection, number - _KEPT)
+    return number
 
 
 def _prune(connection: sa.Connection, until: int) -> None:

@@ -29,8 +29,8 @@ from agentspec.errors import (
 
 _log = logging.getLogger(__name__)
 
-DATABASE = "sequences.sqlite3"
-_FILES = (DATABASE, "writer.lock", "writer.pid", "segments.lock")
+DATABASE, STATE = "sequences.sqlite3", "state.sqlite3"
+_FILES = (DATABASE, STATE, "writer.lock", "writer.pid", "segments.lock")
 _MAKING = threading.Lock()  # so that no thread of this process has SQLite open a file that another one is just closing
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
@@ -77,7 +77,7 @@ class SqliteDatabase(Database):
                 " open the cache after the fork, or start the process with spawn"
             )
         self.path = folder.expanduser().absolute() / file
-        self.folder = self.path.parent
+        self.folder: Path | None = self.path.parent
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _close_to_others(self.folder)
         self.name = str(self.path)
@@ -103,7 +103,7 @@ class SqliteDatabase(Database):
 
     def renew_lease(self) -> None:
         with self._electing:
-            moved = self._file not in (None, _identity(self.path))
+            moved = self._is_moved()
             if self._lock is not None and (moved or not self._lock.is_held):
                 what = "it" if moved else "its lock file"
                 _log.warning("no longer the writer of %s: %s was deleted or replaced", self.name, what)
@@ -126,8 +126,11 @@ class SqliteDatabase(Database):
                 )
         self._file = _made_private(self.path)
 
+    def _is_moved(self) -> bool:
+        return self._file is not None and self._file != _identity(self.path)
+
     def _require_same_file(self, *_: object) -> None:
-        if self._file not in (None, _identity(self.path)):
+        if self._is_moved():
             raise CacheUnavailableError(
                 f"{self.name} was deleted or replaced while it was open, and is neither read nor written any more:"
                 " open the cache anew, or restart the server"
@@ -147,7 +150,8 @@ class SqliteDatabase(Database):
         """Files are measured and erased whole."""
 
     def disk_bytes(self) -> int:
-        files = (self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))
+        names = (DATABASE, STATE) if self.path.name == DATABASE else (self.path.name,)
+        files = [self.path.with_name(name + suffix) for name in names for suffix in ("", "-wal", "-shm")]
         return sum(file.stat().st_size for file in files if file.exists())
 
     def shrink(self) -> bool:
@@ -191,8 +195,9 @@ class SqliteDatabase(Database):
         return self.path.with_name(f"{self.path.name}.damage")
 
     def mark_damage(self) -> None:
-        with contextlib.suppress(OSError):
-            self.damage_mark.touch(0o600)
+        if self.path.name == DATABASE:  # all else cannot be made again
+            with contextlib.suppress(OSError):
+                self.damage_mark.touch(0o600)
 
     def _note_error(self, context: sa.ExceptionContext) -> None:
         if self.is_damage(context.original_exception):
@@ -221,6 +226,36 @@ class SqliteDatabase(Database):
             if self._lock:
                 self._lock.release()
                 self._lock = None
+
+
+class MemoryDatabase(SqliteDatabase):
+    """A database in this process's memory, gone with it. One thread at a time uses it."""
+
+    def __init__(self) -> None:
+        self.name, self.folder = "the memory of this process", None
+        self.path = Path(":memory:")
+        self._file, self._lock, self._is_candidate, self._electing = None, None, False, threading.Lock()
+        shared = {"check_same_thread": False}
+        self.engine = sa.create_engine(
+            "sqlite://", poolclass=sa.QueuePool, pool_size=1, max_overflow=0, connect_args=shared, hide_parameters=True
+        )
+        event.listen(self.engine, "connect", _configure)
+        self._refuse_when_closed()
+
+    def connect(self) -> None:
+        """There is nothing to find."""
+
+    def disk_bytes(self) -> int:
+        return 0
+
+    def shrink(self) -> bool:
+        return True
+
+    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
+        return True  # a connection's pages are overwritten as rows are deleted
+
+    def leave_behind(self, reason: str) -> None:
+        Database.leave_behind(self, reason)
 
 
 class WriterLock:

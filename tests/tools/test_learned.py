@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.tool_turns import MemoryToolTurns, new_turn
+from agentspec.cache.storage.sqlite import MemoryDatabase
+from agentspec.cache.storage.tables import prepare
+from agentspec.cache.tool_turns import new_turn
+from agentspec.cache.tool_turns.table import DatabaseToolTurns
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
 from agentspec.tools.learned import LearnedCalls
 from agentspec.tools.prediction.history import ToolHistory
@@ -122,14 +125,15 @@ def test_a_turn_that_cannot_be_learned_is_left_out() -> None:
 def test_turns_are_learned_while_the_database_is_read() -> None:
     """`begin_turn` reads in another thread: whoever learns meanwhile does not wait, and nothing counts twice."""
 
-    class Slow(MemoryToolTurns):
+    class Slow(DatabaseToolTurns):
         def ids(self, tenant: str, agent: str) -> list[str]:
             reading.set()
             assert release.wait(60)
             return super().ids(tenant, agent)
 
     reading, release = threading.Event(), threading.Event()
-    learned = LearnedCalls(Slow(), 0.25)
+    prepare(database := MemoryDatabase())
+    learned = LearnedCalls(Slow(database, None, None, 1 << 20, 1 << 20), 0.25)
     caller, history, call = AgentCaller(), ToolHistory(), ToolCall("user", {"id": "ann_1"})
     reader = threading.Thread(target=learned.refresh, args=(caller,))
     reader.start()

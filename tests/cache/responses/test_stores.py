@@ -13,22 +13,27 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
-from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore, StoredResponse
+from agentspec.cache.responses import ResponseLimits, ResponseStore, StoredResponse
 from agentspec.cache.responses import stored as stored_module
 from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.sqlite import SqliteDatabase
+from agentspec.cache.storage.sqlite import MemoryDatabase, SqliteDatabase
 from agentspec.cache.storage.tables import prepare
 
 Open = Callable[..., Any]
 
 
+def memory() -> MemoryDatabase:
+    database = MemoryDatabase()
+    prepare(database)
+    return database
+
+
 @pytest.fixture
 def store(database: Database | None) -> Open:
     """Open a store with these limits."""
-    if database is None:
-        return lambda **limits: MemoryResponses(ResponseLimits(**limits))
-    return lambda **limits: DatabaseResponses(database, ResponseLimits(**limits))
+    used = database or memory()
+    return lambda **limits: DatabaseResponses(used, ResponseLimits(**limits))
 
 
 @pytest.fixture(params=["memory", "sqlite"])

@@ -12,7 +12,7 @@ import pytest
 from agentspec.cache import SuffixCache
 from agentspec.cache.responses import StoredResponse
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.storage.sqlite import DATABASE, STATE
 from agentspec.cache.tool_turns import new_turn
 from agentspec.errors import CacheError, CacheFormatError
 
@@ -42,14 +42,18 @@ def fill(folder: Path) -> None:
             cache.tool_turns.put(new_turn("default", "agent", "s1", "{}"))
 
 
+def place(folder: Path, table: str) -> Path:
+    return folder / (STATE if table in ("responses", "tool_turns") else DATABASE)
+
+
 def damage(folder: Path, table: str, column: str, value: object) -> None:
-    with closing(sqlite3.connect(folder / DATABASE)) as connection:
+    with closing(sqlite3.connect(place(folder, table))) as connection:
         connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = (SELECT min(rowid) FROM {table})", (value,))
         connection.commit()
 
 
 def count(folder: Path, table: str) -> int:
-    with closing(sqlite3.connect(folder / DATABASE)) as connection:
+    with closing(sqlite3.connect(place(folder, table))) as connection:
         [found] = connection.execute(f"SELECT count(*) FROM {table}").fetchone()
         return int(found)
 

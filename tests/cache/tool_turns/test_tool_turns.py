@@ -13,10 +13,9 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
 from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.sqlite import SqliteDatabase
+from agentspec.cache.storage.sqlite import MemoryDatabase, SqliteDatabase
 from agentspec.cache.storage.tables import prepare
-from agentspec.cache.tool_turns import MemoryToolTurns, StoredTurn, ToolTurnStore, new_turn
-from agentspec.cache.tool_turns import memory as memory_module
+from agentspec.cache.tool_turns import StoredTurn, ToolTurnStore, new_turn
 from agentspec.cache.tool_turns import table as table_module
 from agentspec.cache.tool_turns.table import DatabaseToolTurns
 from agentspec.cache.usage.table import DatabaseUsage
@@ -25,13 +24,18 @@ from agentspec.errors import CacheClosedError, CacheUnavailableError
 Open = Callable[..., Any]
 
 
+def memory() -> MemoryDatabase:
+    database = MemoryDatabase()
+    prepare(database)
+    return database
+
+
 @pytest.fixture
 def store(database: Database | None) -> Open:
     """Open a store with these limits."""
-    if database is None:
-        return lambda refuses=None, seconds=None, **_: MemoryToolTurns(refuses, seconds)
+    used = database or memory()
     return lambda refuses=None, seconds=None, total=1 << 20, tenant=1 << 20: DatabaseToolTurns(
-        database, refuses, seconds, total, tenant
+        used, refuses, seconds, total, tenant
     )
 
 
@@ -110,8 +114,7 @@ def test_refused_and_huge_turns_are_not_kept(store: Open) -> None:
 
 
 def test_an_agent_keeps_its_newest_turns(store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (memory_module, table_module):
-        monkeypatch.setattr(module, "MOST", 8)
+    monkeypatch.setattr(table_module, "MOST", 8)
     opened = store()
     turns = [made(age=100.0 - n) for n in range(9)]
     for turn in turns:
@@ -139,7 +142,6 @@ def test_a_tenant_with_many_agents_loses_its_own(
     store: Open, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
 ) -> None:
     """Each of them is smaller than the one agent of another tenant."""
-    monkeypatch.setattr(memory_module, "_MOST_BYTES", 40_000)
     opened = store(**limits)
     theirs = [made("b", age=100.0 - n) for n in range(20)]
     for turn in theirs:
@@ -248,5 +250,5 @@ def test_what_fails_beside_it_keeps_no_turn_from_being_written(tmp_path: Path, m
         assert isinstance(cache.tool_turns, DatabaseToolTurns)
         cache.tool_turns.put(made())
         with pytest.raises(CacheUnavailableError):
-            cache._beside.maintain()
+            cache._opened_state().maintain()
         assert not cache.tool_turns._waiting

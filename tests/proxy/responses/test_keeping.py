@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import anyio
 import pytest
 
-from agentspec.cache.responses import MemoryResponses, ResponseLimits, StoredResponse
+from agentspec.cache.responses import ResponseLimits, StoredResponse
+from agentspec.cache.responses.table import DatabaseResponses
+from agentspec.cache.storage.sqlite import MemoryDatabase
+from agentspec.cache.storage.tables import prepare
 from agentspec.errors import CacheError
 from agentspec.proxy.responses.keeping import Keeper
 from agentspec.runtime import Runtime
 
 pytestmark = pytest.mark.anyio
-ANSWER = StoredResponse("resp_1", "t", 4e9)
+ANSWER = StoredResponse("resp_1", "t", time.time())
 
 
-class SlowStore(MemoryResponses):
+class SlowStore(DatabaseResponses):
     """Goes on when it may, and tells when a call has ended."""
 
     def __init__(self, *, broken: bool = False) -> None:
-        super().__init__(ResponseLimits())
+        prepare(database := MemoryDatabase())
+        super().__init__(database, ResponseLimits())
         self.begun, self.may_go_on, self.ended = threading.Event(), threading.Event(), threading.Semaphore(0)
         self.broken = broken
 
