@@ -70,10 +70,11 @@ class State:
                 gone = self.responses.forget_within(connection, selection)
                 gone += self.tool_turns.forget_within(connection, selection)
             if gone:
-                self._erasure.mark([""])
+                self._erasure.mark(rewrite=True)
         except FAILURES as error:
             raise CacheError(f"{self._database.name} cannot be changed: {reason(error)}") from error
-        self._erase(rewrite_within=_REWRITTEN)
+        if gone:
+            self._erase(rewrite_within=_REWRITTEN)
 
     @property
     def erasure_pending(self) -> bool:
@@ -89,8 +90,8 @@ class State:
 
     def _erase(self, rewrite_within: int = 0) -> None:
         try:
-            if self._erasure:
-                self._erasure.finish(rewrite_within=rewrite_within, everything=True)
+            if self._erasure is not None:
+                self._erasure.finish(rewrite_within=rewrite_within)
         except FAILURES as error:
             raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
@@ -93,20 +91,13 @@ class Database(ABC):
     def disk_bytes(self) -> int:
         """Bytes that our tables or files take."""
 
-    def rewritten_bytes(self, tenants: Collection[str] | None) -> int:
-        """Bytes that `secure_erase(rewrite=True, tenants=tenants)` would write anew, at most."""
-        return self.disk_bytes()
-
     @abstractmethod
     def shrink(self) -> bool:
         """Return the space of deleted rows to the file system; false while another process prevents it."""
 
     @abstractmethod
-    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
-        """Erase every byte of deleted rows, with `rewrite` by rewriting the database; false as in `shrink`.
-
-        Where `tenants` are given, only what holds theirs need be rewritten.
-        """
+    def secure_erase(self, *, rewrite: bool) -> bool:
+        """Erase every byte of deleted rows, with `rewrite` by writing the tables anew; false as in `shrink`."""
 
     @abstractmethod
     def include(self, table: str) -> None:
@@ -156,8 +147,7 @@ class PendingErasure:
     def __init__(self, database: Database, *, pending: bool = False) -> None:
         self._database = database
         self._pending = pending
-        self._tenants: dict[str, object] = {}  # whose rows were deleted since they were last rewritten
-        self._noting = threading.Lock()
+        self.unwritten = False  # whether rows were deleted since what held them was written anew
         self._owed = 0  # `rewrite_within` of a try that failed,
         self._again = 0.0  # and when it is repeated
 
@@ -173,36 +163,35 @@ class PendingErasure:
         """Whether bytes may be left, also where that is tried again later only."""
         return self._pending or self._owed > 0
 
-    def mark(self, tenants: Iterable[str] = ()) -> None:
-        """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them."""
-        with self._noting:
-            self._tenants.update((tenant, object()) for tenant in tenants)
+    def mark(self, *, rewrite: bool = False) -> None:
+        """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them.
+
+        With `rewrite`, what held them is to be written anew.
+        """
+        self.unwritten = self.unwritten or rewrite
         self._pending = True
 
-    def finish(self, *, rewrite_within: int = 0, everything: bool = False) -> None:
+    def finish(self, *, rewrite_within: int = 0) -> None:
         """Erase them as `Database.secure_erase` does; they stay pending where it is prevented or raises.
 
-        What held the rows of the tenants is rewritten, or `everything`, if that takes no more bytes than
-        `rewrite_within`.
+        The database is written anew if it takes no more bytes than `rewrite_within`.
         """
+        if not (self or (rewrite_within and self.unwritten)):
+            return
         if self._overdue:
             rewrite_within = max(rewrite_within, self._owed)
-        self._pending = False  # first: a mark that is set meanwhile stays
-        with self._noting:
-            marks = dict(self._tenants)
-        tenants = None if everything else list(marks)
+        self._pending, unwritten = False, self.unwritten  # first: a mark that is set meanwhile stays
+        self.unwritten = unwritten and not rewrite_within
         erased = False
         try:
-            rewrite = rewrite_within > 0 and self._database.rewritten_bytes(tenants) <= rewrite_within
-            erased = self._database.secure_erase(rewrite=rewrite, tenants=tenants)
+            rewrite = 0 < rewrite_within >= self._database.disk_bytes()
+            erased = self._database.secure_erase(rewrite=rewrite)
             if erased and rewrite_within:
                 self._owed = 0
-                with self._noting:
-                    self._tenants = {one: mark for one, mark in self._tenants.items() if marks.get(one) is not mark}
         finally:
             if not erased:
-                self._pending = True
-                self._owe(rewrite_within if marks else 0)
+                self._pending, self.unwritten = True, self.unwritten or unwritten
+                self._owe(rewrite_within if unwritten else 0)
 
     def _owe(self, rewrite_within: int) -> None:
         if self._database.overwrites or not rewrite_within:

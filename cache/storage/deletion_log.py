@@ -122,7 +122,8 @@ def conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
 
 @dataclass(slots=True)
 class DeletedRows:
-    """How many sequences were deleted and how many rows of other tables; of which namespaces (by key) and tenants.
+    """How many sequences were deleted, of which namespaces (by key), and how many rows of other tables.
+
     `number` is that of the deletion.
     """
 
@@ -130,7 +131,6 @@ class DeletedRows:
     others: int = 0
     number: int = 0
     namespaces: set[str] = field(default_factory=set)
-    tenants: set[str] = field(default_factory=set)
 
     @property
     def anything(self) -> bool:
@@ -189,10 +189,8 @@ def _delete(connection: sa.Connection, ids: Sequence[int]) -> DeletedRows:
     deleted = DeletedRows()
     for start in range(0, len(ids), _SOME):
         some = sequences.c.id.in_(ids[start : start + _SOME])
-        names = sa.select(sequences.c.namespace, sequences.c.tenant).where(some).distinct()
-        for row in connection.execute(names):
-            deleted.namespaces.add(row.namespace)
-            deleted.tenants.add(row.tenant)
+        names = sa.select(sequences.c.namespace).where(some).distinct()
+        deleted.namespaces.update(connection.execute(names).scalars())
         deleted.count += connection.execute(sequences.delete().where(some)).rowcount
     return deleted
 

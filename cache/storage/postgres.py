@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,7 +174,7 @@ class PostgresDatabase(Database):
     def shrink(self) -> bool:
         return self.secure_erase(rewrite=True)  # a plain VACUUM keeps the room for new rows
 
-    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
+    def secure_erase(self, *, rewrite: bool) -> bool:
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:

@@ -203,7 +203,7 @@ class SequenceStore(SequenceReader):
                 raise damaged(self.name, f"nothing was forgotten: {reason(error)}") from error
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         if deleted.anything:
-            self._erasure.mark(deleted.tenants if rewrite else ())
+            self._erasure.mark(rewrite=rewrite)
         return deleted.count
 
     def _delete(self, selection: Selection) -> deletion_log.DeletedRows:
@@ -257,13 +257,14 @@ class SequenceStore(SequenceReader):
     def secure_erase(self, *, rewrite: bool = False, everything: bool = False) -> None:
         """Erase every byte of deleted rows from the database and its journal.
 
-        With `rewrite`, what held them is rewritten unless it is too large; with `everything`, what held none too.
+        With `rewrite`, the database is written anew where rows were forgotten, unless it is too large; with
+        `everything`, anyhow.
         If another process is reading meanwhile, or `CacheError` is raised, the next call finishes the erasure.
         """
-        if not (self._erasure or everything):
-            return
+        if everything:
+            self._erasure.mark(rewrite=True)
         try:
-            self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0, everything=everything)
+            self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0)
         except FAILURES as error:
             raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
 

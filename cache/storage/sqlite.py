@@ -9,7 +9,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class SqliteDatabase(Database):
     def shrink(self) -> bool:
         return self._empty_journal("PRAGMA incremental_vacuum;")
 
-    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
+    def secure_erase(self, *, rewrite: bool) -> bool:
         # SQLite overwrites rows as it deletes them; remains may lie in moved pages and in the journal.
         return self._empty_journal("VACUUM;" if rewrite else "PRAGMA incremental_vacuum;")
 
@@ -251,7 +251,7 @@ class MemoryDatabase(SqliteDatabase):
     def shrink(self) -> bool:
         return True
 
-    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
+    def secure_erase(self, *, rewrite: bool) -> bool:
         return True  # a connection's pages are overwritten as rows are deleted
 
     def leave_behind(self, reason: str) -> None:

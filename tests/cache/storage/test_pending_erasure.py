@@ -1,62 +1,28 @@
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 from agentspec.cache.storage import database as database_module
 from agentspec.cache.storage.database import PendingErasure
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import SqliteDatabase
 
 
 class Recording(SqliteDatabase):
-    """A database that notes whose rows were to be rewritten."""
+    """A database that counts how often it was written anew."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.rewritten: set[str] = set()
+        self.rewritten = 0
         self.in_use = False
 
-    def rewritten_bytes(self, tenants: Collection[str] | None) -> int:
-        return 0
-
-    def secure_erase(self, *, rewrite: bool, tenants: Collection[str] | None = None) -> bool:
+    def secure_erase(self, *, rewrite: bool) -> bool:
         if rewrite and self.in_use:
             return False
-        if rewrite:
-            self.rewritten.update(tenants or ())
+        self.rewritten += rewrite
         return True
-
-
-@pytest.fixture
-def restless() -> Iterator[None]:
-    """Threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_what_is_deleted_while_another_deletion_is_erased_is_erased_too(tmp_path: Path, restless: None) -> None:
-    database = Recording(tmp_path)
-    erasure = PendingErasure(database)
-    names = [[f"{thread} {number}" for number in range(8000)] for thread in range(2)]
-
-    def delete(tenants: list[str]) -> None:
-        for tenant in tenants:
-            erasure.mark([tenant])
-
-    threads = [threading.Thread(target=delete, args=(tenants,)) for tenants in names]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        erasure.finish(rewrite_within=1)
-    erasure.finish(rewrite_within=1)
-    assert database.rewritten == {*names[0], *names[1]}
-    database.close()
 
 
 @pytest.mark.parametrize("overwrites", [True, False])
@@ -70,8 +36,8 @@ def test_what_others_used_is_rewritten_later(
     database.overwrites = overwrites
     database.in_use = True
     erasure = PendingErasure(database)
-    erasure.mark(["a"])
-    erasure.finish(rewrite_within=1)
+    erasure.mark(rewrite=True)
+    erasure.finish(rewrite_within=1 << 20)
     assert erasure and ("every minute" in caplog.text) is not overwrites
     erasure.finish()
     assert not erasure and not database.rewritten
@@ -79,5 +45,23 @@ def test_what_others_used_is_rewritten_later(
     assert bool(erasure) is not overwrites
     database.in_use = False
     erasure.finish()
-    assert not erasure and database.rewritten == (set() if overwrites else {"a"})
+    assert not erasure and database.rewritten == (not overwrites)
     database.close()
+
+
+def test_a_database_is_written_anew_though_it_was_swept_in_between(tmp_path: Path) -> None:
+    """As by the maintenance thread, between a deletion and the erasure that ends it."""
+    store = SequenceStore.open(tmp_path, disk_bytes=None, mode="writer")
+    rewritten: list[bool] = []
+    erase = store.database.secure_erase
+
+    def noted(*, rewrite: bool) -> bool:
+        rewritten.append(rewrite)
+        return erase(rewrite=rewrite)
+
+    store.database.secure_erase = noted  # type: ignore[method-assign]
+    store._erasure.mark(rewrite=True)
+    for rewrite in (False, True, True):
+        store.secure_erase(rewrite=rewrite)
+    assert rewritten == [False, True]
+    store.close()

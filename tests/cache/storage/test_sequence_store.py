@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -353,12 +352,12 @@ def test_what_is_forgotten_during_an_erasure_is_erased_by_the_next(
     store, erasures = opened(tmp_path), 0
     erase = store.database.secure_erase
 
-    def forget_meanwhile(*, rewrite: bool, tenants: Collection[str] | None) -> bool:
+    def forget_meanwhile(*, rewrite: bool) -> bool:
         nonlocal erasures
         erasures += 1
         if erasures == 1:
             store.forget(select(older_than=0))
-        return erase(rewrite=rewrite, tenants=tenants)
+        return erase(rewrite=rewrite)
 
     store.put(row(1, [1, 2]))
     store.forget(select(tenant="t"))

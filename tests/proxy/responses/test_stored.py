@@ -214,7 +214,7 @@ class BrokenStore:
 
 def test_an_answer_that_cannot_be_stored_says_so(gateway: Any) -> None:
     running = gateway({MODEL: FakeBackend(script)})
-    running.runtime.cache.responses = BrokenStore()
+    running.runtime.cache._opened_state().responses = BrokenStore()
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
         assert ask(client).to_dict()["store"] is False
         last = list(ask(client, stream=True))[-1]
