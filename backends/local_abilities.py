@@ -55,18 +55,3 @@ class AcceptsLossily(Backend, Protocol):
     def prepare_acceptance(self, rule: LossyAcceptance) -> None:
         """Load what `rule` needs, before any request carries it. Raises `ConfigurationError` if it cannot be used."""
         ...
-
-
-@runtime_checkable
-class Prefills(Protocol):
-    """A backend that can read a prompt before it is asked, in time in which it has nothing else to do."""
-
-    async def prefill(self, request: GenerateRequest, *, unfinished: bool = False) -> bool:
-        """Have what is known of a coming prompt read: `request.messages`, behind which nobody knows what follows: the
-        results of the last answer's calls that have none yet, else the user's words. If `unfinished`, the last message
-        itself goes on as well.
-
-        Returns once the prompt is queued, False if it would not be kept. Answers do not change by it, and no request
-        waits for more than one forward of it. Raises `InvalidRequestError` for messages that the template refuses.
-        """
-        ...

@@ -334,10 +334,15 @@ class TorchBackend(ModelTokens):
         """The text at the end of a prompt, by which thinking is expected or not, and the whole prompt."""
         return self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True), list(prompt)
 
-    async def prefill(self, request: GenerateRequest, *, unfinished: bool = False) -> bool:
-        """Read what is known of the next prompt behind the messages of `request`, as `Prefills.prefill` says."""
+    async def prefill(self, request: GenerateRequest) -> bool:
+        """Have what is known of a coming prompt read while there is nothing else to do: `request.messages`, followed by
+        results of the last answer's calls that have none yet, else by the user's words.
+
+        Returns once the prompt is queued, False if it would not be kept. Answers do not change by it, and no request
+        waits for more than one forward of it. Raises `InvalidRequestError` for messages that the template refuses.
+        """
         self._engine.require_running()
-        return await self._next_turns.prefill(request, unfinished=unfinished)
+        return await self._next_turns.prefill(request)
 
     async def metrics(self, name: str) -> EngineSample:
         """The part of `stats` that the gateway's metrics show."""

@@ -62,14 +62,14 @@ class Engine:
         return True
 
     def forget(self, reach: Reach) -> None:
-        """Reuse nothing any more of what a deletion covers: neither KV slots nor what was learned of steps' prompts.
+        """Reuse nothing any more of what a deletion covers: neither KV slots nor what is read ahead.
 
         The memory is freed before the next step. Any thread may call this.
         """
         # First what is open is marked, then what is kept is to be looked through before the next step: what ends in
         # between is either marked or kept by then.
         self.scheduler.mark_forgotten(reach)
-        self.prefills.forget(reach)
+        self.prefills.queue.forget(reach)
         self.scheduler.prefix_cache.forget(reach)
         self._thread.wake()
 
@@ -103,11 +103,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        return self.scheduler.closed or self.scheduler.has_work or self._forgets
-
-    @property
-    def _forgets(self) -> bool:
-        return self.prefills.forgets or self.scheduler.prefix_cache.forgets
+        return self.scheduler.closed or self.scheduler.has_work or self.scheduler.prefix_cache.forgets
 
     def turn(self) -> None:
         """Run one step. Only the computing thread may call this."""
@@ -117,8 +113,8 @@ class Engine:
             if self.scheduler.closed:
                 self._end(ShuttingDownError("the engine was shut down"))
                 return
-            if self._forgets:
-                self.prefills.carry_out()
+            if self.scheduler.prefix_cache.forgets:
+                self.prefills.pause()
                 self.scheduler.prefix_cache.shrink(None)
             if self.scheduler.has_work:
                 self._step()

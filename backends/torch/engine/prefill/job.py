@@ -31,7 +31,6 @@ class PrefillJob:
     expires: float
     read: int = 0
     settled: int = -1
-    forgotten: bool = False
 
     @property
     def exhausted(self) -> bool:
@@ -126,7 +125,6 @@ class PrefillQueue:
         """Expect nothing more of the tenants that a deletion concerns: what was expected may derive from its text."""
         with self._lock:
             for job in [one for one in self._jobs if reach.concerns(one.tenant)]:
-                job.forgotten = True
                 self._cancel(job)
 
     def clear(self) -> None:

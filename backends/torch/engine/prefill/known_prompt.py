@@ -20,20 +20,18 @@ from agentspec.types import GenerateRequest, Message
 UNKNOWN = ("0", "x")  # two texts without a common beginning
 
 
-def known_prompt(tokenizer: TokenizerAdapter, request: GenerateRequest, *, unfinished: bool = False) -> list[int]:
-    """The token ids with which every prompt begins that goes on behind the messages of `request`; if `unfinished`,
-    the last of them goes on as well. Raises `InvalidRequestError` for messages that the template refuses.
+def known_prompt(tokenizer: TokenizerAdapter, request: GenerateRequest) -> list[int]:
+    """The token ids with which every prompt begins that goes on behind the messages of `request`. Raises
+    `InvalidRequestError` for messages that the template refuses.
     """
     messages = list(request.messages or ())
-    variants = (continued(messages, text, unfinished=unfinished) for text in UNKNOWN)
+    variants = (continued(messages, text) for text in UNKNOWN)
     first, second = (tokenizer.prompt(replace(request, messages=each, start_answer=False)) for each in variants)
     return first[: common_prefix(np.asarray(first), np.asarray(second))]
 
 
-def continued(messages: list[Message], text: str, *, unfinished: bool) -> list[Message]:
+def continued(messages: list[Message], text: str) -> list[Message]:
     """The messages with `text` as what follows: results of the calls that have none yet, else the user's words."""
-    if unfinished:
-        return [*messages[:-1], {**messages[-1], "content": f"{messages[-1].get('content') or ''}{text}"}]
     if open_calls := unanswered(messages):
         return [*messages, *({"role": "tool", "tool_call_id": id, "content": text} for id in open_calls)]
     return [*messages, {"role": "user", "content": text}]

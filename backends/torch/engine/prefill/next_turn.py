@@ -65,11 +65,11 @@ class NextTurns:
         wanted = self._enabled and request.prefill_next and request.store and request.tools and request.sampling.n == 1
         return AnswerWatch(request, self._ended).add if wanted else lambda delta: delta
 
-    async def prefill(self, request: GenerateRequest, *, unfinished: bool = False) -> bool:
-        """As `Prefills.prefill`. Raises `InvalidRequestError` for messages that the template refuses."""
+    async def prefill(self, request: GenerateRequest) -> bool:
+        """As `TorchBackend.prefill`."""
         if not request.store or request.messages is None:
             return False
-        known, deletions = partial(known_prompt, self._tokenizer, request, unfinished=unfinished), self._deletions
+        known, deletions = partial(known_prompt, self._tokenizer, request), self._deletions
         tokens = await self._off_the_loop(request, known)
         with self._lock:
             return deletions == self._deletions and self._queue(request.tenant, tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from agentspec.backends.torch.engine.prefill.job import PrefillJob, PrefillQueue
@@ -13,7 +12,6 @@ from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error, synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.cache.deletion import Reach
 from agentspec.errors import ContextLengthError, OverloadedError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.telemetry.safe_errors import error_location
@@ -34,7 +32,6 @@ class PrefillReader:
         self, context: EngineContext, scheduler: Scheduler, device_failed: Callable[[BaseException], None]
     ) -> None:
         self.queue = PrefillQueue()
-        self._deletions: deque[Reach] = deque()
         self._context, self._scheduler = context, scheduler
         self._device_failed = device_failed
         self._job: PrefillJob | None = None
@@ -50,23 +47,6 @@ class PrefillReader:
             return False
         self.queue.add(tenant, tokens)
         return True
-
-    def forget(self, reach: Reach) -> None:
-        """Expect nothing that derives from what a deletion covers. Any thread may call this."""
-        self._deletions.append(reach)
-        self.queue.forget(reach)
-
-    @property
-    def forgets(self) -> bool:
-        """Whether a deletion is still to be carried out."""
-        return bool(self._deletions)
-
-    def carry_out(self) -> None:
-        """Drop what is being read for a tenant that a deletion concerns. Only the computing thread may call this."""
-        while self._deletions:
-            reach = self._deletions.popleft()
-            if self._job is not None and reach.concerns(self._job.tenant):  # perhaps not in the queue any more
-                self._abandon()
 
     @property
     def ready(self) -> bool:
@@ -84,11 +64,12 @@ class PrefillReader:
             logger.warning("a prompt is not read ahead: %s", error_location(error))
 
     def pause(self) -> None:
-        """Make room for other work: keep what was read. Only the computing thread may call this."""
-        self.carry_out()
+        """Make room for other work: keep what was read. Only the computing thread may call this, before it carries out
+        deletions, which then find what was read where all other slots are.
+        """
         job, cache, self._job, self._cache = self._job, self._cache, None, None
         self._returned()
-        if job is not None and cache is not None and not job.forgotten:
+        if job is not None and cache is not None:
             self._scheduler.keep(job.tenant, job.tokens[: cache.length].tolist(), cache, guessed=True)
 
     def fail(self, error: BaseException) -> None:

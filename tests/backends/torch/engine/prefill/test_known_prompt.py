@@ -64,13 +64,6 @@ def test_thoughts_that_the_template_leaves_out_are_not_part_of_it(tokenizer_of: 
     assert known == "user:hi;assistant:yes;user:"
 
 
-def test_a_message_whose_end_is_unknown_goes_on(tokenizer_of: Any) -> None:
-    tokenizer = TokenizerAdapter(tokenizer_of(FRAMED))
-    request = GenerateRequest("m", messages=[{"role": "system", "content": "Be kind. Today is "}])
-    assert tokenizer.decode(known_prompt(tokenizer, request, unfinished=True)) == "system:Be kind. Today is "
-    assert tokenizer.decode(known_prompt(tokenizer, request)) == "system:Be kind. Today is ;user:"
-
-
 def test_a_template_that_refuses_results_is_told(tokenizer_of: Any) -> None:
     with pytest.raises(InvalidRequestError, match="no"):
         known_prompt(TokenizerAdapter(tokenizer_of(NO_TOOLS)), GenerateRequest("m", messages=[calling("1")]))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.local_abilities import Prefills
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine.prefill import next_turn
@@ -133,7 +132,6 @@ async def test_an_engine_that_is_always_busy_is_left_alone(backend_of: Any, monk
 
 async def test_a_prompt_can_be_read_ahead_by_whoever_knows_it(backend_of: Any) -> None:
     backend = backend_of()
-    assert isinstance(backend, Prefills)
     start = GenerateRequest("tiny", messages=MESSAGES[:1])
     assert await backend.prefill(start)
     assert not await backend.prefill(replace(start, store=False))
