@@ -27,6 +27,7 @@ def error_object(content: bytes, status: int, message: str) -> bytes:
     if quoted := _message(given):
         message += f": {quoted[:MAX_MESSAGE]}"
     kind = "invalid_request_error" if status < 500 else "upstream_error"
+    kind = "rate_limit_error" if status == 429 else kind
     error = {"message": message, "type": kind, "param": None, "code": "upstream_status"}
     return json.dumps({"error": error}, ensure_ascii=False).encode("utf-8", "replace")
 

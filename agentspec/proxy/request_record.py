@@ -87,10 +87,17 @@ class RequestRecord:
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 
-    def answer_arrived(self, status: int, headers: Mapping[str, str]) -> None:
-        """Note the head of an upstream's answer. Raises `UpstreamStatusError` if another server is asked instead."""
+    def answer_arrived(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
+        """Note the head of an upstream's answer, or an error with its `body`. Raises `UpstreamStatusError` if another
+        server is asked instead.
+        """
         if self.attempt is not None:
-            self.attempt.answered(status, headers)
+            self.attempt.answered(status, headers, body)
+
+    def answer_broke(self) -> None:
+        """Note that an upstream's answer broke off, or ended with an error of its server's."""
+        if self.attempt is not None:
+            self.attempt.broke()
 
     def token_arrived(self, tokens: int = 1) -> None:
         """Record the time of the first token, and that so many came, about: of a stream its events."""

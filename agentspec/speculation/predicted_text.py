@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-ALIGN_LENGTHS = (8, 6, 4, 3, 2)  # numbers of tokens that must match to find the place in the prediction again
+import numpy as np
+
+ALIGN_LENGTHS = (2, 3, 4, 6, 8)  # numbers of tokens that must match to find the place in the prediction again
 START_CONFIDENCE = 0.8
+TOKEN_CHARACTERS = 16  # of a predicted text that are read for each token that the answer may have
 
 
 class PredictedText:
@@ -24,8 +26,8 @@ class PredictedText:
         self.confidence = START_CONFIDENCE
         self._at: int | None = 0
         self._reached = 0
-        self._last: deque[int] = deque(maxlen=ALIGN_LENGTHS[0])
-        self._places: dict[tuple[int, ...], list[int]] | None = None  # only once they are needed: it takes a while
+        self._last: deque[int] = deque(maxlen=max(ALIGN_LENGTHS))
+        self._ids = np.asarray(tokens, dtype=np.int64)
 
     @property
     def rejected(self) -> int:
@@ -54,20 +56,14 @@ class PredictedText:
         self._at = self._aligned()
 
     def _aligned(self) -> int | None:
-        if self._places is None:
-            self._places = _places(self.tokens)
-        last = tuple(self._last)
-        for length in ALIGN_LENGTHS:
-            places = self._places.get(last[-length:]) if length <= len(last) else None
-            if places:
-                return places[min(bisect_left(places, self._reached), len(places) - 1)]
-        return None
-
-
-def _places(tokens: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """For every run of tokens of an alignment length, the positions right after its occurrences, ascending."""
-    places: dict[tuple[int, ...], list[int]] = {}
-    for length in ALIGN_LENGTHS:
-        for end in range(length, len(tokens)):
-            places.setdefault(tuple(tokens[end - length : end]), []).append(end)
-    return places
+        """The position behind the best match of the answer's last tokens. Costs a pass over the prediction."""
+        found = None
+        ends = np.arange(1, max(1, len(self._ids)))
+        for length, token in enumerate(reversed(self._last), start=1):
+            ends = ends[ends >= length]
+            ends = ends[self._ids[ends - length] == token]
+            if not len(ends):
+                break
+            if length in ALIGN_LENGTHS:
+                found = ends
+        return None if found is None else int(found[min(np.searchsorted(found, self._reached), len(found) - 1)])

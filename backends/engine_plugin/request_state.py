@@ -26,7 +26,7 @@ LONGEST_TIME = 1e12  # milliseconds per token: nobody waits longer, and no numbe
 LATENCY = "agentspec_latency_ms_per_token"
 """The field for extensions that holds the milliseconds per token that the answer should keep after its first token."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from
-MOST_PREDICTED = 16384  # tokens of a prediction that are followed: taking in so many holds the server up for 30 ms
+MOST_PREDICTED = 16384  # tokens of a prediction that are followed
 
 
 class RequestCache(Protocol):

@@ -14,7 +14,7 @@ from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import XARGS
 from agentspec.errors import InvalidRequestError, UpstreamError
 from agentspec.protocol.messages import parse_prediction
-from agentspec.speculation.predicted_text import PredictedText
+from agentspec.speculation.predicted_text import TOKEN_CHARACTERS, PredictedText
 from agentspec.types import Delta
 
 FIELD = "agentspec_prediction"
@@ -34,11 +34,18 @@ async def prediction_fields(endpoint: Endpoint, model: str, given: Mapping[str, 
     if given.get("prediction") is None or not isinstance(theirs, Mapping) or FIELD in theirs:
         return {}
     try:
-        text = parse_prediction(given["prediction"])
+        most = _most_tokens(given)
+        text = parse_prediction(given["prediction"])[: most * TOKEN_CHARACTERS]
         tokens = await ServerTokenization(endpoint, model, TOKENIZE_SECONDS).tokenize(text)
     except (UpstreamError, InvalidRequestError):
         return {}
-    return {XARGS: {**theirs, FIELD: tokens[:MAX_TOKENS]}} if tokens else {}
+    return {XARGS: {**theirs, FIELD: tokens[:most]}} if tokens else {}
+
+
+def _most_tokens(given: Mapping[str, Any]) -> int:
+    """How many tokens the answer may have."""
+    bounds = [given.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    return min([MAX_TOKENS, *(one for one in bounds if type(one) is int and one > 0)])
 
 
 class PredictionCounter:

@@ -22,7 +22,7 @@ from agentspec.errors import (
 from agentspec.placement import Call
 
 UNAVAILABLE = frozenset({502, 503})
-"""Statuses that tell about the server. Any other 5xx may be the request's fault, and opens no circuit breaker: else one
+"""Statuses that open a circuit breaker. Any other 5xx may be the request's fault, and only ejects the server: else one
 client could close a model to all others."""
 LATE = 504  # of a proxy before the server, which may be computing the answer
 RETRIED = UNAVAILABLE | {429}
@@ -120,7 +120,7 @@ class Attempt:
 
     def __init__(self, attempts: Attempts, placed: Placed) -> None:
         self._attempts, self._placed = attempts, placed
-        self._told = self._again = self._answered = self._trial = self._unsuitable = False
+        self._told = self._again = self._answered = self._broken = self._trial = self._unsuitable = False
         self.when_answered: Callable[[], None] = lambda: None
 
     @property
@@ -161,20 +161,30 @@ class Attempt:
             self._succeeded()
         elif isinstance(error, UpstreamError) and not (self._answered or self._again):
             self._failed(error)
+        elif isinstance(error, UpstreamError) and self._answered:
+            self.broke()
         self._placed.member.end(told=self._told, trial=self._trial)
         if isinstance(error, InvalidRequestError) and self.fallback and not self._answered:
             self._again = self._unsuitable = True
             self._attempts.pass_over(self._placed)
         return self._again
 
-    def answered(self, status: int, headers: Mapping[str, str]) -> None:
-        """Note that the head of an answer has come. Unless this raises, the answer is the caller's, whatever it is.
+    def broke(self) -> None:
+        """Note that an answer broke off, or ended with an error of the server's."""
+        if not self._broken:
+            self._broken = True
+            self._placed.member.erred(self._attempts.pool.clock())
+
+    def answered(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
+        """Note that the head of an answer has come, or an error with its `body`. Unless this raises, the answer is the
+        caller's, whatever it is.
 
         Raises `UpstreamStatusError` if the call is tried again instead, to be passed on to the end of the context.
         """
         if status >= 400:
-            error = UpstreamStatusError(f"the upstream answered {status}", status=status, body=b"", headers=headers)
+            error = UpstreamStatusError(f"the upstream answered {status}", status=status, body=body, headers=headers)
             self._failed(error)
+            self._broken = True  # and counted
             if self._again:
                 raise error
         elif not self._told:
@@ -199,11 +209,11 @@ class Attempt:
         wait = retry_after(error.headers) if isinstance(error, UpstreamStatusError) else None
         self._told = True
         if status == LATE or (isinstance(error, UpstreamTimeoutError) and not error.retryable):
-            member.late(trial=self._trial)
+            member.late(now, trial=self._trial)
         elif status is None or status in UNAVAILABLE:
             member.failed(now, unreachable=error.retryable, trial=self._trial)
         elif status >= 500:
-            member.erred()
+            member.erred(now)
         else:
             member.succeeded()  # the request was wrong, or there are too many, but the server is well
         if status in (429, 503) and wait is not None:

@@ -48,7 +48,7 @@ class Fleet:
         _fleets.add(self)
 
     def _new_watch(self) -> Watch:
-        return Watch(list(self.servers.values()), list(self.pools.values()), self._settings, monotonic)
+        return Watch(list(self.servers.values()), self._settings, monotonic)
 
     def leave_behind(self) -> None:
         """Begin anew in a forked process: what looks after the servers, and the calls to them, ran in the parent. That

@@ -10,7 +10,6 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.server_kind import ServerKind
 from agentspec.backends.pool.breaker import CircuitBreaker
 from agentspec.backends.pool.load import ServerLoad
-from agentspec.backends.pool.outliers import ejection_time
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.placement import Member
 from agentspec.telemetry.samples import MemberSample
@@ -19,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 MemberState = Literal["ready", "busy", "unhealthy", "ejected", "half_open", "open", "draining"]
 FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
-_LAST_RESORT = ("busy", "unhealthy", "ejected")
+FORGIVEN = 0.25  # of a failure, by each answer that begins: who fails more than a fifth of its calls is left out
+MAX_EJECTION = 300.0  # seconds
+_LAST_RESORT = ("busy", "unhealthy")
 
 
 class PoolMember:
@@ -44,9 +45,9 @@ class PoolMember:
         self.load: ServerLoad | None = None
         self.in_flight = self.calls = self.retries = self.failures = self.ejections = 0
         self._others = 0
-        self.recent = (0, 0)  # calls and failures since the last sweep for outliers
+        self._errors = 0.0  # less what answers have made up for
+        self._most_errors, self._open_seconds = settings.failures, settings.open_seconds
         self._breaker = CircuitBreaker(settings.failures, settings.open_seconds)
-        self._ejection_seconds = settings.ejection_seconds
         self._failed_probes = 0
         self._unreachable = False  # the last failure: no answer at all
         self._busy_until = self._ejected_until = float("-inf")
@@ -62,22 +63,18 @@ class PoolMember:
             return "half_open" if self._breaker.allows(now) else "open"
         if self._failed_probes >= FAILED_PROBES:
             return "unhealthy"
-        if self.is_ejected(now):
+        if now < self._ejected_until:
             return "ejected"
         return "busy" if now < self._busy_until else "ready"
 
-    def is_ejected(self, now: float) -> bool:
-        """Whether it is left out for failing more often than others."""
-        return now < self._ejected_until
-
-    def takes_calls(self, now: float, *, last_resort: bool = False) -> bool:
-        """Whether a call may be sent. As a `last_resort`, if no other server can take it, also to one that seems to
-        fail.
-        """
+    def takes_calls(self, now: float, *, ejected: bool = False, last_resort: bool = False) -> bool:
+        """Whether a call may be sent; also to one that is `ejected`, or, as a `last_resort`, seems not to be well."""
         if self._well and not self.draining:
             return True
         state = self.state(now)
         self._well = state == "ready"
+        if state == "ejected":
+            return ejected
         return state in ("ready", "half_open") or (last_resort and state in _LAST_RESORT)
 
     def busy_until(self, now: float) -> float | None:
@@ -111,7 +108,7 @@ class PoolMember:
         return self._breaker.begin(now)
 
     def end(self, *, told: bool, trial: bool = False) -> None:
-        """Note that a call is over; `told`: it has told something about the server."""
+        """Note that a call is over; `told`: it has shown something about the server."""
         self.in_flight -= 1
         self._seen = None
         if trial and not told:
@@ -120,7 +117,7 @@ class PoolMember:
     def succeeded(self) -> None:
         self._breaker.succeeded()
         self._failed_probes = 0
-        self._count(0)
+        self._errors = max(0.0, self._errors - FORGIVEN)
 
     def failed(self, now: float, *, unreachable: bool = False, trial: bool = False) -> None:
         """Count a failure; `unreachable`: there was no answer at all."""
@@ -129,22 +126,25 @@ class PoolMember:
         self.failures += 1
         self._unreachable = unreachable
         self._breaker.failed(now, trial=trial)
-        self._count(1)
-        if was_closed and self._breaker.state(now) != "closed":
+        if self._breaker.state(now) == "closed":
+            self._err(now)
+        elif was_closed:
             self._lost(self.name)
 
-    def erred(self) -> None:
-        """Count a failure that may be the call's own: it ejects who errs more often than others, but opens nothing."""
-        self.failures += 1
-        self._breaker.succeeded()
-        self._count(1)
-
-    def late(self, *, trial: bool = False) -> None:
-        """Count an answer that did not come in time: it ejects as `erred`, and tells nothing to the breaker, as the
-        request may just be long. A server that hangs is found by its probe.
+    def erred(self, now: float) -> None:
+        """Count a failure that may be the call's own, of a server that answers: an error, or an answer that breaks off.
+        Such a server is left out for a while, unless all others of its pool are: no request closes a model.
         """
         self.failures += 1
-        self._count(1)
+        self._breaker.succeeded()
+        self._err(now)
+
+    def late(self, now: float, *, trial: bool = False) -> None:
+        """Count an answer that did not come in time, as `erred`; the breaker does not learn of it, as the request may
+        just be long. A server that hangs is found by its probe.
+        """
+        self.failures += 1
+        self._err(now)
         if trial:
             self._breaker.given_up()
 
@@ -152,9 +152,13 @@ class PoolMember:
         """Send nothing until then, unless nobody else takes calls."""
         self._busy_until, self._well = max(self._busy_until, until), False
 
-    def _count(self, failures: int) -> None:
-        calls, failed = self.recent
-        self.recent = (calls + 1, failed + failures)
+    def _err(self, now: float) -> None:
+        self._errors = min(self._errors + 1, self._most_errors)
+        if self._errors == self._most_errors and now >= self._ejected_until:
+            logger.warning("%s fails too often and is left out for a while", self.name)
+            self.ejections += 1
+            self._ejected_until = now + min(self._open_seconds * self.ejections, MAX_EJECTION)
+            self._well = False
 
     # What looking after it shows.
 
@@ -174,12 +178,6 @@ class PoolMember:
         """Take in its own metrics. What they count beyond this process's calls is sent by others."""
         self.load, self._seen = load, None
         self._others = max(0, load.running + load.waiting - self.in_flight) if load else 0
-
-    def eject(self, now: float) -> None:
-        """Leave it out for a while, for failing more often than others."""
-        self._ejected_until = now + ejection_time(self._ejection_seconds, self.ejections)
-        self._well = False
-        self.ejections += 1
 
     def sample(self, now: float) -> MemberSample:
         load = self.load

@@ -115,12 +115,12 @@ class Pool:
         return NoServerError("no server of this model takes calls now; try again later", retry_after=wait)
 
     def choose(self, call: Call, now: float, tried: Collection[PoolMember], last_resort: bool) -> Placed | None:
-        """One of this pool's own servers that take calls, besides those `tried`."""
-        taking = {
-            member.name: (member, model)
-            for member, model in self.members()
-            if member not in tried and member.takes_calls(now, last_resort=last_resort)
-        }
+        """One of this pool's own servers that take calls, besides those `tried`; for a first try also one that is
+        ejected, if there is no other.
+        """
+        taking = self._taking(now, tried, last_resort)
+        if not (taking or tried):
+            taking = self._taking(now, tried, last_resort, ejected=True)
         if not taking:
             return None
         if len(taking) == 1:
@@ -130,6 +130,15 @@ class Pool:
             member, model = taking[chosen.name]
         self.policy.placed(call, member.seen())
         return Placed(self, member, model)
+
+    def _taking(
+        self, now: float, tried: Collection[PoolMember], last_resort: bool, *, ejected: bool = False
+    ) -> dict[str, tuple[PoolMember, str | None]]:
+        return {
+            member.name: (member, model)
+            for member, model in self.members()
+            if member not in tried and member.takes_calls(now, ejected=ejected, last_resort=last_resort)
+        }
 
 
 async def _nothing() -> None:

@@ -27,11 +27,6 @@ class FleetSettings(SettingsModel):
         default=0.2, ge=0, le=1, description="Most retries of a pool, as a share of its calls in the last 10 s"
     )
     retry_floor: float = Field(default=10.0, ge=0, description="Retries a second, over 10 s, that are always allowed")
-    ejection_seconds: float = Field(
-        default=30.0,
-        gt=0,
-        description="Seconds without calls for a server that fails far more often than the others; more each time",
-    )
 
 
 @dataclass(frozen=True, slots=True)

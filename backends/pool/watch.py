@@ -1,4 +1,4 @@
-"""Looks after the servers in the background: which there are, whether they live, how busy they are, who is an outlier.
+"""Looks after the servers in the background: which there are, whether they live, how busy they are.
 
 No call ever waits for this, save the first one of a pool whose servers are not known yet.
 """
@@ -13,8 +13,6 @@ from typing import Any
 from agentspec.backends.http import MAX_LIST_BYTES
 from agentspec.backends.pool.load import parse_load
 from agentspec.backends.pool.member import PoolMember
-from agentspec.backends.pool.outliers import SWEEP_SECONDS, outliers
-from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.errors import UpstreamError, UpstreamStatusError
@@ -27,15 +25,12 @@ NO_METRICS_SECONDS = 60.0  # until a server that shows no metrics is asked again
 class Watch:
     """The task that does it, in the event loop of the first call. `clock` is in seconds."""
 
-    def __init__(
-        self, servers: Sequence[Servers], pools: Sequence[Pool], settings: FleetSettings, clock: Callable[[], float]
-    ) -> None:
-        self._servers, self._pools, self._settings, self._clock = servers, pools, settings, clock
+    def __init__(self, servers: Sequence[Servers], settings: FleetSettings, clock: Callable[[], float]) -> None:
+        self._servers, self._settings, self._clock = servers, settings, clock
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due: dict[tuple[str, str], float] = {}  # of what, for which member
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._sweep_at = clock() + SWEEP_SECONDS
 
     def ensure(self) -> None:
         """Begin, if it does not run: another loop's task ended with its loop."""
@@ -75,10 +70,7 @@ class Watch:
             for member in servers.members:
                 if servers.settings.probe:
                     self._look_after(member, now)
-        if now >= self._sweep_at:
-            self._sweep_at = now + SWEEP_SECONDS
-            self._forget_gone()
-            sweep([[member for member, _ in pool.members()] for pool in self._pools], now)
+        self._forget_gone()
 
     def _forget_gone(self) -> None:
         there = {member.name for servers in self._servers for member in servers.members}
@@ -136,22 +128,3 @@ async def is_alive(member: PoolMember, timeout: float) -> bool:
             return response.status < 500
     except (UpstreamError, TimeoutError):
         return False
-
-
-def sweep(pools: Sequence[Sequence[PoolMember]], now: float) -> None:
-    """Eject the outliers among the members of each pool, but leave half of every pool, and count anew."""
-    for members in pools:
-        left = {member.name: member for member in members if not member.is_ejected(now)}
-        for name in outliers({name: member.recent for name, member in left.items()}):
-            member = left[name]
-            if all(_can_spare_one(pool, now) for pool in pools if member in pool):
-                logger.warning("%s fails more often than the others and is left out for a while", name)
-                member.eject(now)
-    for member in {member.name: member for members in pools for member in members}.values():
-        member.recent = (0, 0)
-
-
-def _can_spare_one(members: Sequence[PoolMember], now: float) -> bool:
-    """Whether half of the members stay, with those that earlier sweeps left out. One alone gets its calls even so."""
-    ejected = sum(member.is_ejected(now) for member in members)
-    return len(members) == 1 or 2 * (ejected + 1) <= len(members)

@@ -50,6 +50,7 @@ from agentspec.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from agentspec.speculation.predicted_text import TOKEN_CHARACTERS
 from agentspec.telemetry.samples import EngineSample
 from agentspec.types import Delta, GenerateRequest, LossyAcceptance
 
@@ -287,7 +288,7 @@ class TorchBackend(ModelTokens):
         return await self._off_the_loop(request, partial(prepare, compiled=compiled))
 
     async def _off_the_loop(self, request: GenerateRequest, prepare: Callable[[], T]) -> T:
-        if prompt_length(request) > LONG_PROMPT:
+        if prompt_length(request) + len(request.prediction or "") > LONG_PROMPT:
             return await self._long_prompts.run(request.tenant, prepare)
         return await asyncio.to_thread(prepare)
 
@@ -322,13 +323,17 @@ class TorchBackend(ModelTokens):
             prompt=prompt,
             max_tokens=most,
             stop_ids=(frozenset() if sampling.ignore_eos else self._stop_ids) | set(sampling.stop_token_ids),
-            prediction=None if request.prediction is None else self._tokenizer.encode(request.prediction),
+            prediction=self._predicted(request.prediction, most),
             deliver=lambda item: None,
             answered=len(answer),
         )
         choices = [replace(first, constraints=constraints) for constraints in output.constraints(sampling.n)]
         choices[0].shares_prompt = len(choices) > 1
         return choices, output.parser_spec
+
+    def _predicted(self, text: str | None, most: int) -> list[int] | None:
+        """The tokens of a predicted answer, no more than the answer may have; what lies behind is not even read."""
+        return None if text is None else self._tokenizer.encode(text[: most * TOKEN_CHARACTERS])[:most]
 
     def _ending(self, prompt: Sequence[int]) -> tuple[str, list[int]]:
         """The text at the end of a prompt, by which thinking is expected or not, and the whole prompt."""

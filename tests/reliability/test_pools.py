@@ -23,6 +23,7 @@ CHAT = "/v1/chat/completions"
 TRUST = ssl.create_default_context()  # to make one takes long
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ANSWER = json.dumps({"choices": [{"index": 0, "message": {"content": "hello"}, "finish_reason": "stop"}]}).encode()
+ENDED = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
 QUIET = {"vllm": "off", "sglang": "off", "probe": False}
 Script = Callable[[Any], None]
 
@@ -48,7 +49,11 @@ def says(text: str) -> Script:
 
 
 def refuses(status: int, **headers: str) -> Script:
-    return lambda request: request.answer(b'{"error": {"message": "no"}}', status, **headers)
+    return refuses_with(b'{"error": {"message": "no"}}', status, **headers)
+
+
+def refuses_with(body: bytes, status: int, **headers: str) -> Script:
+    return lambda request: request.answer(body, status, **headers)
 
 
 def hangs_up(request: Any) -> None:
@@ -67,6 +72,20 @@ def test_u1_a_busy_server_is_waited_for_as_long_as_it_asks_and_then_passed_on(ga
     response = post(gateway({}, pool(server.url)))
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert response.content == body and len(server.requests) == 3
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_u1_a_refusal_keeps_its_words_when_nobody_else_takes_the_call(gateway: Any, upstream: Any, path: str) -> None:
+    running: Any = None
+
+    def busy(request: Any) -> None:
+        running.runtime.fleet.drain("s0", on=True)
+        refuses_with(b'{"message": "slow down, please"}', 429, retry_after_ms="20")(request)
+
+    running = gateway({}, pool(upstream(busy).url))
+    response = httpx.post(f"{running.url}{path}", json={**BODY, "max_tokens": 5}, timeout=60, verify=TRUST)
+    assert response.status_code == 429 and "slow down, please" in response.json()["error"]["message"]
+    assert response.json()["error"]["type"] == "rate_limit_error"
 
 
 def test_u1_a_wait_beyond_the_clients_deadline_is_not_begun(gateway: Any, upstream: Any) -> None:
@@ -193,16 +212,44 @@ def test_u10_with_every_breaker_open_calls_fail_at_once_and_say_when_to_come_bac
     assert 1 <= int(response.headers["retry-after"]) <= 10 and len(failing.requests) == 5
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@pytest.mark.parametrize("failure", ["500", "cut", "event"])
+def test_u10_a_server_that_errs_is_left_out_whatever_route_finds_it_out(
+    gateway: Any, upstream: Any, path: str, failure: str
+) -> None:
+    def failing(request: Any) -> None:
+        if failure == "500":
+            return refuses(500)(request)
+        request.head()
+        request.send(b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n')
+        if failure == "event":
+            request.send(b'data: {"error": {"message": "the engine is gone", "code": 500}}\n\n')
+
+    def well(request: Any) -> None:
+        request.head()
+        request.send(ENDED)
+
+    bad, good = upstream(failing), upstream(well)
+    running = gateway({}, pool(bad.url, good.url))
+    body = {**BODY, "max_tokens": 5, "stream": True}
+    for _ in range(30):
+        httpx.post(f"{running.url}{path}", json=body, timeout=60, verify=TRUST)
+    assert (
+        5 <= len(bad.requests) <= 10
+        and {one.member: one.state for one in running.runtime.fleet.samples()}["s0"] == "ejected"
+    )
+
+
 def test_u10_requests_that_a_server_cannot_compute_close_it_to_nobody(gateway: Any, upstream: Any) -> None:
-    """One tenant's poison, answered 500, opens no breaker."""
+    """One tenant's poison, answered 500, opens no breaker, and ejects a server only while there is another one."""
 
     def script(request: Any) -> None:
         poison = b"poison" in request.body
         request.answer(b'{"error": {"message": "no"}}' if poison else ANSWER, 500 if poison else 200)
 
-    running = gateway({}, pool(upstream(script).url))
+    running = gateway({}, pool(upstream(script).url, upstream(script).url))
     assert [post(running, user="poison").status_code for _ in range(20)] == [500] * 20
-    assert post(running).status_code == 200
+    assert [post(running).status_code for _ in range(4)] == [200] * 4
 
 
 def test_a_fallback_answers_when_no_server_of_the_model_can_and_the_answer_says_so(gateway: Any, upstream: Any) -> None:

@@ -96,7 +96,6 @@ async def pass_through(
     async with AsyncExitStack() as stack:
         async with deadline.limit():
             response = await stack.enter_async_context(forward(headers=request_headers(scope, record), body=body))
-            record.answer_arrived(response.status, response.headers)
             content = await _content(response, record, account)
             if again and response.status >= 400 and (other := again(response.status, content)) is not None:
                 retried = forward(headers=request_headers(scope, record), body=other)  # at this server, too
@@ -113,9 +112,12 @@ async def pass_through(
 async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
     """All of an answer that is no stream. Raises `UpstreamAuthenticationError` where our key was refused."""
     record.stream = response.is_stream and response.status < 400 and response.status != _NO_CONTENT
+    failed = response.status >= 400
+    content = await response.aread(room=account.wait_for) if failed else b""
+    record.answer_arrived(response.status, response.headers, content)
     if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
         raise refused_key(f"upstream {response.name}")
-    return b"" if record.stream else await response.aread(room=account.wait_for)
+    return content if failed or record.stream else await response.aread(room=account.wait_for)
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
@@ -188,6 +190,8 @@ async def _send_stream(
         rest = b""
         if not (inspector.done or inspector.error):
             record.fail(outcome(error), error.code)
+            if isinstance(error, UpstreamError):
+                record.answer_broke()
             rest = splitter.separator() + inspector.failure(error, record.request_id)
     record.read(inspector.counts)
     _note_error(record, inspector.error)
@@ -229,6 +233,8 @@ def _note_error(record: RequestRecord, error: Any) -> None:
         code = error.get("code") if isinstance(error, Mapping) else None
         refused = isinstance(code, int) and 400 <= code < 500
         record.fail("client_error" if refused else "server_error", "upstream_error")
+        if not refused:
+            record.answer_broke()
 
 
 def _headers(response: UpstreamResponse) -> list[tuple[bytes, bytes]]:

@@ -97,13 +97,15 @@ async def chat_deltas(
     sending = backend.forward("POST", CHAT, headers=headers, body=body, tenant=record.tenant)
     try:
         async with sending as response:
-            record.answer_arrived(response.status, response.headers)
+            if response.status < 400:
+                record.answer_arrived(response.status, response.headers)
             refused = False
             async with aclosing(_counted(backend.deltas(response, room), counter)) as deltas:
                 async for delta in deltas:
                     refused = refused or bool(_refusal(delta))
                     yield _readable(delta, refused=refused)
     except UpstreamStatusError as error:
+        record.answer_arrived(error.status, error.headers, error.upstream_body)
         error.for_client = not (record.has_gateway_key or error.own_key)
         raise
 

@@ -10,7 +10,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Send
 
-from agentspec.errors import AgentSpecError
+from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import size_of
 from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
@@ -115,3 +115,5 @@ def note(record: RequestRecord, delta: Delta) -> None:
 def record_failure(record: RequestRecord, error: Exception) -> None:
     record.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)
     log_unexpected(error, record.request_id)
+    if isinstance(error, UpstreamError):
+        record.answer_broke()

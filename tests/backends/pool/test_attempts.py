@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from contextlib import aclosing, suppress
 from typing import Any
@@ -24,8 +25,9 @@ from agentspec.backends.pool.backend import (
 )
 from agentspec.backends.pool.blocks import block_hashes
 from agentspec.errors import NoServerError, UpstreamError, UpstreamIsolationError, UpstreamStatusError
-from agentspec.placement import Call, Member, RoundRobin
+from agentspec.placement import Call, LeastLoaded, Member, RoundRobin
 from agentspec.types import GenerateRequest, Labels
+from tests.backends.pool.conftest import ANSWER
 
 REQUEST = GenerateRequest(model="m", messages=({"role": "user", "content": "hi"},))
 REFUSED = httpx.ConnectError("refused")
@@ -128,7 +130,7 @@ def test_long_requests_are_computed_once_and_close_a_server_to_nobody(
             with pytest.raises(UpstreamError):
                 await ask(made.pool)
         assert [len(one.times()) for one in servers] == [4, 4]
-        assert [(one.state(now()), one.failures, one.recent) for one in members] == [("ready", 4, (4, 4))] * 2
+        assert [(one.state(now()), one.failures) for one in members] == [("ejected", 4)] * 2
         for one in members:
             for _ in range(2):
                 one.failed(now())
@@ -136,6 +138,69 @@ def test_long_requests_are_computed_once_and_close_a_server_to_nobody(
         with pytest.raises(UpstreamError):
             await ask(made.pool)
         assert [one.state(now()) for one in members] == ["half_open", "half_open"]
+
+    in_virtual_time(work())
+
+
+PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "h"}}]}\n\n'
+
+
+@pytest.mark.parametrize("fails", ["at once", "behind a second", "every third", "cuts streams"])
+@pytest.mark.parametrize("others", [1.0, 10.0])
+def test_a_server_that_fails_does_not_attract_calls(
+    in_virtual_time: Any, make_pool: Any, server: Any, fails: str, others: float
+) -> None:
+    """Although it always has the fewest calls under way. Of sixteen clients a minute, those that lose a call ask again
+    at once.
+    """
+
+    async def work() -> None:
+        failing, well = server("a", 500), server("b", delay=others)
+        failing.delay = 1.0 if fails == "behind a second" else 0.01
+        lost = 0
+
+        async def alternate() -> httpx.Response:
+            await asyncio.sleep(0.01)
+            third = len(failing.seen) % 3 == 0
+            return httpx.Response(500 if third else 200, content=json.dumps(ANSWER))
+
+        async def cut() -> httpx.Response:
+            return httpx.Response(200, content=PIECE, headers={"content-type": "text/event-stream"})
+
+        if fails in ("every third", "cuts streams"):
+            failing.paths["/v1/chat/completions"] = alternate if fails == "every third" else cut
+        pool = make_pool(failing, well, policy=LeastLoaded()).pool
+
+        async def client() -> None:
+            nonlocal lost
+            while asyncio.get_running_loop().time() < 60:
+                try:
+                    await ask(pool)
+                except UpstreamError:
+                    lost += 1
+
+        await asyncio.gather(*(client() for _ in range(16)))
+        assert lost <= 40
+
+    in_virtual_time(work())
+
+
+def test_requests_that_every_server_errs_at_close_a_model_to_nobody(
+    in_virtual_time: Any, make_pool: Any, server: Any
+) -> None:
+    """Nor do they send others to a fallback, which is another model."""
+
+    async def work() -> None:
+        servers, fallback = [server(name, 500) for name in "abc"], server("other")
+        made = make_pool(*servers, fallbacks=(make_pool(fallback).pool,))
+        for _ in range(40):
+            with suppress(UpstreamError):
+                await ask(made.pool)
+        assert {one.members[0].state(0.0) for one in made.servers} == {"ejected"}
+        for one in servers:
+            one.status = 200
+        assert [await ask(made.pool) for _ in range(9)] == ["hi"] * 9
+        assert [len(one.times()) for one in servers] == [16, 16, 17] and not fallback.seen
 
     in_virtual_time(work())
 

@@ -1,4 +1,4 @@
-"""The rules that need no server: breaker, budget, outliers, blocks, load, waiting times."""
+"""The rules that need no server: breaker, budget, blocks, load, waiting times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from agentspec.backends.pool.blocks import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks
 from agentspec.backends.pool.breaker import CircuitBreaker
 from agentspec.backends.pool.budget import RetryBudget
 from agentspec.backends.pool.load import ServerLoad, parse_load
-from agentspec.backends.pool.outliers import ejection_time, outliers
 
 
 def test_the_breaker_opens_after_five_failures_in_a_row_and_allows_one_trial_after_ten_seconds() -> None:
@@ -105,15 +104,6 @@ def test_retries_never_exceed_share_and_floor(events: list[tuple[float, bool]], 
             taken.append(int(at))
             recent = [sum(second > int(at) - 10 for second in times) for times in (calls, taken)]
             assert recent[1] - 1 < max(10 * floor, share * recent[0])
-
-
-def test_who_fails_far_more_often_than_the_others_is_an_outlier() -> None:
-    assert outliers({"a": (100, 30), "b": (100, 1), "c": (100, 0)}) == ["a"]
-    assert outliers({"a": (100, 30), "b": (100, 30)}) == []  # something else is wrong
-    assert outliers({"a": (9, 9), "b": (100, 0)}) == []  # too few to tell
-    assert outliers({"a": (100, 100)}) == []
-    assert outliers({"a": (50, 50), "b": (50, 40), "c": (50, 0), "d": (50, 0)}) == ["a", "b"]
-    assert [ejection_time(30.0, times) for times in (0, 1, 20)] == [30.0, 60.0, 300.0]
 
 
 @given(st.binary(max_size=5000), st.binary(max_size=3000), st.integers(1, 999))

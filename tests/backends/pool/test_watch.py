@@ -1,4 +1,4 @@
-"""What is done in the background: health, load, outliers. In virtual time, by counts of requests."""
+"""What is done in the background: health and load. In virtual time, by counts of requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -17,7 +17,7 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.load import ServerLoad
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.pool.watch import TICK_SECONDS, Watch, sweep
+from agentspec.backends.pool.watch import TICK_SECONDS, Watch
 from agentspec.backends.settings import OpenAISettings
 
 MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
@@ -30,7 +30,7 @@ async def answering(content: bytes, status: int = 200) -> httpx.Response:
 
 def watching(made: Any, **settings: Any) -> Watch:
     fleet = made.pool.fleet.model_copy(update=settings)
-    return Watch(made.servers, [made.pool], fleet, asyncio.get_running_loop().time)
+    return Watch(made.servers, fleet, asyncio.get_running_loop().time)
 
 
 def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
@@ -225,63 +225,6 @@ def test_a_server_that_was_gone_gets_calls_within_an_interval_of_coming_back(
     in_virtual_time(work())
 
 
-def test_outliers_are_left_out_for_longer_each_time(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        made = make_pool(server("a"), server("b"))
-        bad, good = members = [one.members[0] for one in made.servers]
-        now = 0.0
-        for seconds in (30.0, 60.0):
-            for _ in range(20):
-                bad.succeeded()
-                bad.failed(now)
-                good.succeeded()
-            sweep([members, members], now)
-            assert bad.state(now + seconds - 0.1) == "ejected" and bad.state(now + seconds) == "ready"
-            assert good.state(now) == "ready" and bad.recent == good.recent == (0, 0)
-            now += 100
-        assert bad.ejections == 2
-
-    in_virtual_time(work())
-
-
-def test_who_errs_at_one_server_after_the_other_takes_no_more_than_half_of_a_pool(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
-    async def work() -> None:
-        made = make_pool(*(server(name) for name in "abcde"))
-        members = [one.members[0] for one in made.servers]
-        for now in range(0, 60, 10):
-            victim = next(member for member in members if not member.is_ejected(now))
-            for _ in range(20):
-                victim.erred()
-                for member in members:
-                    member.succeeded()
-            sweep([members], now)
-            assert sum(member.is_ejected(now) for member in members) <= 2
-        assert sum(member.ejections for member in members) >= 3  # in turn
-
-    in_virtual_time(work())
-
-
-_counts = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=6, max_size=6)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(_counts, st.floats(0, 40)), max_size=5), st.integers(1, 5))
-def test_at_least_half_of_each_pool_is_never_ejected(sweeps: list[tuple[Any, float]], cut: int) -> None:
-    """Of one with all servers, and of those with some of them."""
-    own = OpenAISettings(base_url="http://a/v1")  # type: ignore[arg-type]
-    members = [PoolMember(str(number), "a", OpenAIBackend(own), FleetSettings()) for number in range(6)]
-    pools, now = [members[:1], members[:cut], members[cut:], members], 0.0
-    for counts, seconds in sweeps:
-        for member, pair in zip(members, counts, strict=True):
-            member.recent = (max(pair), min(pair))
-        sweep(pools, now)
-        for pool in pools:
-            assert sum(member.is_ejected(now) for member in pool) <= max(1, len(pool) // 2)
-        now += seconds
-
-
 class MemberMachine(RuleBasedStateMachine):
     """What a member remembers between calls is never stale, and its counts fit."""
 
@@ -296,7 +239,7 @@ class MemberMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: self.member.takes_calls(self.now, last_resort=True))
+    @precondition(lambda self: self.member.takes_calls(self.now, ejected=True, last_resort=True))
     @rule()
     def begin(self) -> None:
         self.trials.append(self.member.begin(self.now, retry=False))
@@ -308,9 +251,11 @@ class MemberMachine(RuleBasedStateMachine):
         if told == "failed":
             self.member.failed(self.now, trial=trial)
         elif told == "late":
-            self.member.late(trial=trial)
+            self.member.late(self.now, trial=trial)
+        elif told == "erred":
+            self.member.erred(self.now)
         elif told:
-            getattr(self.member, told)()
+            self.member.succeeded()
         self.member.end(told=bool(told), trial=trial)
 
     @rule(alive=st.booleans())
@@ -325,15 +270,12 @@ class MemberMachine(RuleBasedStateMachine):
     def ask_to_wait(self, seconds: float) -> None:
         self.member.asked_to_wait(self.now + seconds)
 
-    @rule()
-    def eject(self) -> None:
-        self.member.eject(self.now)
-
     @invariant()
     def follows_from_its_state(self) -> None:
         state = self.member.state(self.now)
         assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
-        assert self.member.takes_calls(self.now, last_resort=True) == (state not in ("open", "draining"))
+        everything = self.member.takes_calls(self.now, ejected=True, last_resort=True)
+        assert everything == (state not in ("open", "draining"))
         assert self.member.in_flight == len(self.trials)
 
 

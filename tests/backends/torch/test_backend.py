@@ -154,6 +154,13 @@ async def test_a_prediction_is_drafted_from(backend_of: Any) -> None:
     assert last.usage.rejected_prediction_tokens is not None
 
 
+async def test_of_a_prediction_no_more_is_read_than_the_answer_may_have(backend_of: Any) -> None:
+    """The engine's thread follows it, and everybody's answers wait for that."""
+    sampling = SamplingParams(temperature=0, max_tokens=8, logit_bias={256: -100.0, 257: -100.0, 258: -100.0})
+    _, _, last = await answer(backend_of(), ask(sampling, prediction="~ " * 200_000))
+    assert last.usage.accepted_prediction_tokens + last.usage.rejected_prediction_tokens == 8
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "param"),
     [
