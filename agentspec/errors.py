@@ -274,7 +274,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "retrieval": ("bm25s", "faiss"),
     "bench": ("matplotlib",),
     "postgres": ("psycopg",),
-    "dns": ("dns",),
 }
 
 

@@ -100,10 +100,9 @@ class OpenAISettings(SettingsModel):
     base_urls_file: str | None = Field(
         default=None, description="In place of base_url: a file with such a root a line, read again when it changes"
     )
-    resolve: Literal["off", "a", "srv"] = Field(
+    resolve: Literal["off", "a"] = Field(
         default="off",
-        description="Whether each address (`a`) or service record (`srv`) that base_url's host has is a server of its"
-        " own, looked up again and again. `srv` needs the extra dns",
+        description="`a`: each address of base_url's host is a server of its own, looked up again and again",
     )
     probe: bool = Field(
         default=True,
@@ -165,13 +164,6 @@ class OpenAISettings(SettingsModel):
     responses: KindChoice = Field(
         default="auto",
         description="Whether it has OpenAI's /responses; auto asks it. Without, requests become chats",
-    )
-    auto_prediction: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="For a hosted API that knows `prediction`: the share of right tokens, such as 0.8, from which chats"
-        " get the tenant's own earlier answer as one. Unset sends none, since wrong tokens are billed",
     )
 
     @property

@@ -98,10 +98,6 @@ class CacheSettings(SettingsModel):
         description='Delete stored answers of /v1/responses after this time, or `"30d"`; `retention` if that is less',
     )
 
-    usage_days: int = Field(
-        default=400, ge=1, description="Days for which it is kept what each API key used (`agentspec usage`)"
-    )
-
     tenant_namespaces: int | None = Field(
         default=4096, ge=1, description="Most namespaces (models) of one tenant in memory; idle ones leave it first"
     )
@@ -121,7 +117,6 @@ class CacheSettings(SettingsModel):
             refuse_patterns=self.refuse_patterns,
             responses_bytes=int(self.responses_bytes),
             responses_age=self.responses_age,
-            usage_days=self.usage_days,
         )
 
     def location(self) -> Path | str | None:

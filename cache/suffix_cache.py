@@ -22,7 +22,6 @@ from agentspec.cache.request import CacheRequest
 from agentspec.cache.responses import ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.cache.tool_turns import ToolTurnStore
-from agentspec.cache.usage import MemoryUsage, UsageStore
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
@@ -55,7 +54,6 @@ class SuffixCache:
         content_filter: ContentFilter | None,
         store_error: str | None,
         responses: ResponseLimits,
-        usage_days: int,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
@@ -75,7 +73,6 @@ class SuffixCache:
             "retention": retention,
             "content_filter": content_filter,
         }
-        self.usage = _usage(store, usage_days)
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -105,7 +102,6 @@ class SuffixCache:
         refuse_patterns: Sequence[str] = (),
         responses_bytes: int = 64 << 20,
         responses_age: float | None = 30 * 86400.0,
-        usage_days: int = 400,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
@@ -121,14 +117,12 @@ class SuffixCache:
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
-        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Counts in `usage`
-        are kept for `usage_days` days. Raises `ConfigurationError` for settings that cannot work, and
+        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
+        `ConfigurationError` for settings that cannot work, and
         `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
-        if type(usage_days) is not int or usage_days < 1:
-            raise ConfigurationError(f"usage_days must be 1 or more, not {usage_days!r}", param="usage_days")
         limits = CacheLimits(memory_bytes, tenant_memory_bytes, tenant_namespaces, disk_bytes, tenant_disk_bytes)
         try:
             default = namespace_of(namespace)
@@ -140,7 +134,7 @@ class SuffixCache:
 
         def started(store: SequenceStore | None, why_not: str | None = None) -> SuffixCache:
             try:
-                cache = cls(store, default, limits, kept, content_filter, why_not, answers, usage_days)
+                cache = cls(store, default, limits, kept, content_filter, why_not, answers)
             except BaseException:
                 if store:
                     store.close()
@@ -276,8 +270,6 @@ class SuffixCache:
         places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
         selection = select(**places, older_than=older_than, text=text, decode=decode)
         self._opened_state().forget(selection)  # also what is under way, and stored later
-        if self._store is None:
-            self.usage.forget(selection)
         count = self._deleter.forget(selection)
         if self._store_error:
             raise PartlyForgottenError(
@@ -393,7 +385,6 @@ class SuffixCache:
     def _maintain(self) -> None:
         sync = self._sync
         with contextlib.ExitStack() as done:  # a stack, the first step last; each is done whatever fails before it
-            done.callback(self.usage.maintain)
             if self._state:
                 done.callback(self._state.maintain)
             if sync:
@@ -402,16 +393,6 @@ class SuffixCache:
             if sync:
                 done.callback(sync.follow)
             done.callback(self._pool.namespaces.relieve)
-
-
-def _usage(store: SequenceStore | None, days: int) -> UsageStore:
-    if store is None:
-        return MemoryUsage(days)
-    from agentspec.cache.usage.table import DatabaseUsage
-
-    usage = DatabaseUsage(store.database, days)
-    store.also_forgets.append(usage.forget_within)
-    return usage
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

@@ -21,10 +21,10 @@ from agentspec.cli import (
     model,
     serve,
     trace,
-    usage,
     verify,
 )
 from agentspec.cli.common import ErrorGroup
+from agentspec.cli.fleet.placement import placement
 
 app = typer.Typer(
     name="agentspec",
@@ -60,7 +60,7 @@ app.command()(demo.demo)
 bench.app.command()(bench_engines.gpu)
 bench.app.command()(bench_engines.vllm)
 bench.app.command()(bench_engines.vllm_calls)
-bench.app.command()(bench_engines.fleet)
+bench.app.command()(placement)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 app.add_typer(cache.app, name="cache")
@@ -70,5 +70,4 @@ app.add_typer(kb.app, name="kb")
 app.add_typer(knn.app, name="knn")
 app.command()(doctor.doctor)
 app.command()(trace.trace)
-app.command()(usage.usage)
 app.command()(verify.verify)

@@ -1,4 +1,4 @@
-"""The measurements of engines on their devices: `agentspec bench gpu`, `vllm`, `vllm-calls`, `fleet`."""
+"""The measurements of engines on their devices: `agentspec bench gpu`, `vllm`, `vllm-calls`."""
 
 from __future__ import annotations
 
@@ -107,43 +107,6 @@ def vllm_calls(
     )  # fmt: skip
     if not publish(partial(run_forced, plan), json, subject={"interpreter": str(found)}).sound:
         raise typer.Exit(FAILED)
-
-
-def fleet(
-    model: Annotated[str, typer.Option(help="Model that the servers run")] = "smollm2-135m",
-    url: Annotated[
-        list[str] | None,
-        typer.Option(help="Servers that run already, http://host:8000/v1, at least two; else two are started here"),
-    ] = None,
-    policy: Annotated[str, typer.Option(help="Which server takes a call")] = "workflow",
-    load: Annotated[float, typer.Option(help="Share of what least_loaded sustains, by the simulation", min=0.01)] = 0.8,
-    sessions: Annotated[int, typer.Option(help="Sessions in each run", min=2)] = 60,
-    runs: Annotated[int, typer.Option(help="Runs, each of other sessions", min=1)] = 5,
-    words: Annotated[int, typer.Option(help="Words of the longest prompt that is timed", min=16)] = 64,
-    rounds: Annotated[int, typer.Option(help="Measurements of each kind before that", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of the sessions", min=0)] = 0,
-    costs: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", exists=True, dir_okay=False, help="The limits of a server")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write every session's seconds to this file")] = None,
-) -> None:
-    """Compare the fleet's simulation with real servers: calibrate them while all are busy, then play them sessions."""
-    import tempfile
-
-    from agentspec.benchmarks.fleet.bench import LOCAL, FleetPlan, run_fleet
-    from agentspec.benchmarks.fleet.servers import pinned_servers
-    from agentspec.placement import POLICIES
-    from agentspec.simulation.costs import EngineCosts
-
-    if policy not in POLICIES:
-        raise typer.BadParameter(f"must be one of {', '.join(POLICIES)}", param_hint="--policy")
-    base = LOCAL if costs is None else EngineCosts.read(costs)
-    plan = FleetPlan(model, policy, load, sessions, runs, words, rounds, seed)
-    if url:
-        publish(partial(run_fleet, plan, url, base), json, subject={"model": model})
-        return
-    with tempfile.TemporaryDirectory() as folder, pinned_servers(2, model, Path(folder)) as started:
-        publish(partial(run_fleet, plan, started, base), json, packages=("torch",), subject={"model": model})
 
 
 def gpu(

@@ -43,8 +43,6 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
     notes += _without_path(settings)
     if settings.server.api_keys and not any(key.role == "operator" for key in settings.server.api_keys):
         notes.append('nobody can read /metrics: give one of server.api_keys the role "operator"')
-    if settings.cache.path is None and any(one.tokens_per_day for one in settings.server.limits_of_keys.values()):
-        notes.append("tokens_per_day begins anew at each restart: set cache.path, where the count is kept")
     if json:
         found = {"file": None if file is None else str(file), "backends": list(settings.backends), "notes": notes}
         print_json({"ok": True, **found})

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from agentspec.placement.policy import PRESSED, Call, LeastLoaded, Member, PlacementPolicy, RoundRobin
-from agentspec.placement.prefix import PrefixAffinity
-from agentspec.placement.roster import Roster
-from agentspec.placement.workflow import WorkflowAffinity
+from agentspec.placement.affinity import PrefixAffinity, WorkflowAffinity
+from agentspec.placement.policy import Call, LeastLoaded, Member, PlacementPolicy, RoundRobin
 
 POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
     "round_robin": RoundRobin,
@@ -19,13 +17,11 @@ DEFAULT_POLICY = "workflow"
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
-    "PRESSED",
     "Call",
     "LeastLoaded",
     "Member",
     "PlacementPolicy",
     "PrefixAffinity",
-    "Roster",
     "RoundRobin",
     "WorkflowAffinity",
 ]

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-PRESSED = 0.9  # share of a KV cache in use from which a server may preempt what it has begun
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -32,23 +30,14 @@ class Member:
     @property
     def load(self) -> float:
         """Calls per unit of weight."""
-        return (self.in_flight + self.others + self.waiting) / self.weight
-
-    @property
-    def is_pressed(self) -> bool:
-        """Whether its KV cache is nearly full."""
-        return self.kv_use > PRESSED
+        return self.calls / self.weight
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is known of a call before it is sent. Names are scoped by tenant already."""
+    """What is known of a call before it is sent. The session is scoped by tenant already."""
 
     session: str | None = None
-    workflow: str | None = None
-    step: str | None = None
-    begins: bool = False
-    """Whether it is known to be the first of its session: nothing in its prompt is an answer."""
     blocks: Sequence[int] = ()
     """Hashes of the prompt's blocks, each of all text up to its end, so that equal prefixes have equal hashes."""
 

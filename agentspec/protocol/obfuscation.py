@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from agentspec.protocol.responses import encode
-from agentspec.protocol.sse import event
 
 BLOCK = 512
 """The JSON of an event is filled up to a multiple of this many bytes."""
@@ -18,11 +17,6 @@ def obfuscated(chunk: dict[str, Any]) -> bytes:
     """The JSON of `chunk` with as many random characters in `obfuscation` as fill the block."""
     plain = encode(chunk)
     return plain[:-1] + _FIELD + _random(-(len(plain) + len(_FIELD) + 1) % BLOCK) + b'"}'
-
-
-def filler() -> bytes:
-    """A comment of an event stream, which clients skip, of the size of an event of one block."""
-    return b":" + _random(len(event(b"")) - 3 + BLOCK) + b"\n\n"
 
 
 def _random(size: int) -> bytes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import anyio
@@ -49,13 +48,9 @@ from agentspec.proxy.fleet import FleetPages
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
-from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
-from agentspec.proxy.metering.key_limits import KeyLimits
-from agentspec.proxy.metering.metering import Metering
-from agentspec.proxy.metering.store import UsageSource
-from agentspec.proxy.metering.usage_meter import UsageMeter
+from agentspec.proxy.metering.limits import Metering
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.prompts import CompletionsEndpoint
 from agentspec.proxy.request_record import RequestRecord
@@ -85,21 +80,18 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     settings = settings or runtime.settings
     server = settings.server
     limiter = Slots(server, _most_at_once(settings))
-    _warn_of_unpaced(settings)
     budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
     deadlines = Deadlines()
     pages = Pages(runtime, limiter)
-    metering = _metering(runtime)
-    metering.metrics = pages.registry
-    metering.update(server)
+    metering = Metering(server, pages.registry)
     common: EndpointArguments = (runtime, server, limiter, budget, deadlines, metering)
     endpoints, responses = _endpoints(settings, common)
     fleet = FleetPages(runtime)
     routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
     _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
-    loading = Loading(runtime, metering.begin)
-    router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: _lifespan(loading, metering))
+    loading = Loading(runtime)
+    router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     return GatewayMiddleware(
         routes=router,
         authenticator=Authenticator(server.api_keys),
@@ -111,7 +103,6 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         endpoints=endpoints,
         runtime=runtime,
         budget=budget,
-        metering=metering,
     )
 
 
@@ -120,12 +111,6 @@ def _most_at_once(settings: Settings) -> int:
     takes = [one.max_active + one.max_queue for one in settings.backends.values() if isinstance(one, TorchSettings)]
     most = settings.server.max_concurrent
     return min(most, sum(takes)) if len(takes) == len(settings.backends) and takes else most
-
-
-def _warn_of_unpaced(settings: Settings) -> None:
-    upstreams = [name for name, backend in settings.backends.items() if not backend.local]
-    if settings.server.stream_pacing and upstreams:
-        logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
 
 
 def _endpoints(settings: Settings, common: EndpointArguments) -> tuple[list[GenerationEndpoint], ResponsesEndpoint]:
@@ -293,18 +278,6 @@ def _refuse_twice(routes: Sequence[Route]) -> None:
     twice = [path for path, count in Counter(route.path for route in routes).items() if count > 1]
     if twice:
         raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")
-
-
-def _metering(runtime: Runtime) -> Metering:
-    """The limits of keys, and the counts of what they used."""
-    limits, source = KeyLimits(), UsageSource(runtime)
-    return Metering(limits, UsageMeter(source, limits), close=source.close)
-
-
-@asynccontextmanager
-async def _lifespan(loading: Loading, metering: Metering) -> AsyncIterator[None]:
-    async with loading.lifespan(), metering.lifespan():  # which stores the last counts before the cache is closed
-        yield
 
 
 def index_size(runtime: Runtime) -> IndexFigures | None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
-from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.backends.pool.attempts import Attempt, Attempts
-from agentspec.backends.pool.backend import PoolBackend, begins_session, prompt_pieces, scoped_call
+from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
 from agentspec.backends.pool.pool import Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
@@ -32,16 +31,11 @@ from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields, strategy_upstreams
-from agentspec.proxy.forwarding.answer_edits import AnswerEdits
-from agentspec.proxy.forwarding.auto_prediction import AutoPredictions, PredictedAnswer
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
-from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
-from agentspec.proxy.forwarding.predicted_chat import without_prediction
-from agentspec.proxy.forwarding.prediction_usage import PredictionUsage
-from agentspec.proxy.metering.metering import Metering
+from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
+from agentspec.proxy.metering.limits import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
-from agentspec.proxy.streaming.pacing import paced
 from agentspec.proxy.streaming.sending import collected, send_json, send_sse
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
@@ -79,13 +73,12 @@ class Exchange:
         until, policy = self.deadline.at, self.caller.policy
         if policy.deadline_s is not None:
             until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
-        pieces, begins = prompt_pieces(self.fields), begins_session(self.fields)
-        call = scoped_call(self.caller.tenant, self.caller.labels, pieces, begins=begins)
+        call = scoped_call(self.caller.tenant, self.caller.labels.session, prompt_pieces(self.fields))
         return Attempts(pool, call, until, fallbacks=True)
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
         """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""
-        self.record.attempt, self.record.response_headers, self.record.prediction = attempt, {}, ""
+        self.record.attempt, self.record.response_headers = attempt, {}
         self.body, self.fields = body, fields
         self.route = Route(attempt.group, attempt.backend, attempt.model or asked.upstream_model)
 
@@ -104,7 +97,6 @@ class GenerationEndpoint:
     budget: BodyBudget
     deadlines: Deadlines
     metering: Metering
-    _predictions: AutoPredictions | None = field(default=None, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
@@ -189,42 +181,13 @@ class GenerationEndpoint:
         await self._run(exchange, self._check, exchange.fields, backend)
         fields, model = exchange.fields, exchange.route.upstream_model
         async with exchange.deadline.limit():
-            predicted = await self._predicted(exchange, backend, fields) if self.path == CHAT else None
-            added = await added_fields(backend, self.path, fields, exchange.caller, model)
-            body = plain = await with_fields(exchange.body, fields, added)
-            if predicted and predicted.text is not None:
-                exchange.account(len(plain))
-                body = await with_fields(exchange.body, fields, {**added, **predicted.fields})
-        counter = prediction_counter(backend, model, {**fields, **added})
+            body = await upstream_body(backend, self.path, exchange.body, fields, exchange.caller, model)
         inspector = StreamInspector(expected_choices(self.path, fields))
-        edits: AnswerEdits | None = predicted or (PredictionUsage(counter) if counter else None)
-        del fields, added
+        del fields
         exchange.release()
-        again = without_prediction(predicted, plain, exchange.record) if predicted else None
-        del plain
-        options: dict[str, Any] = {"account": exchange.account, "edits": edits, "again": again}
         scope, send, deadline = exchange.scope, exchange.send, exchange.deadline
-        try:
-            await pass_through(scope, send, backend, self.path, body, deadline, inspector, **options)
-        finally:  # a client that has its answer may have left
-            if predicted:
-                await predicted.finish(exchange.record.status)
+        await pass_through(scope, send, backend, self.path, body, deadline, inspector, account=exchange.account)
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
-
-    async def _predicted(
-        self, exchange: Exchange, backend: Forwards, chat: Mapping[str, Any]
-    ) -> PredictedAnswer | None:
-        """The answer to a chat with the fields `chat` as it may be predicted, where the operator wants that."""
-        if backend.settings.auto_prediction is None:
-            return None
-        self._predictions = self._predictions or AutoPredictions(self.runtime)
-        name, model = exchange.route.backend_name, exchange.route.upstream_model
-        predicted = await self._predictions.begin(backend, name, model, chat, exchange.caller)
-        if predicted:
-            predicted.tells = self.settings.speculation_object
-            exchange.record.prediction = predicted.digest
-            exchange.record.response_headers = {**exchange.record.response_headers, **predicted.headers}
-        return predicted
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""
@@ -272,11 +235,7 @@ class GenerationEndpoint:
             deltas = deadline.within(collected(deltas, exchange.account))
             await send_json(deltas, writer, record, send, exchange.account)
             return
-        pacing, form = self.settings.stream_pacing, writer.format
-        if pacing:
-            length = self.settings.stream_pacing_characters
-            deltas = paced(deltas, pacing, length, token_ids=form.token_ids)
-        obfuscate = bool(pacing) if form.obfuscation is None else form.obfuscation
+        obfuscate = bool(writer.format.obfuscation)
         await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate, framing=self.framing)
 
     def ready(self) -> Runtime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -18,16 +18,14 @@ class Loading:
 
     Loading cannot be interrupted. If the process ends with the application, call `abort()` before: the lifespan then
     does not wait for a model that is still loading, and sets `left_behind`, since the loading thread still runs.
-    `begin` is awaited before, `when_ready` is called on the loop once everything is loaded.
+    `when_ready` is called on the loop once everything is loaded.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        begin: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._runtime = runtime
-        self._begin = begin
         self._aborted = False
         self.error: Exception | None = None
         self.left_behind = False
@@ -59,8 +57,6 @@ class Loading:
 
     async def _load(self) -> None:
         try:
-            if self._begin is not None:
-                await self._begin()
             await anyio.to_thread.run_sync(self._runtime.start, abandon_on_cancel=True)
             if self._runtime.fleet is not None:
                 await self._runtime.fleet.begin()

@@ -25,7 +25,6 @@ from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
-from agentspec.proxy.metering.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import Metrics
@@ -50,7 +49,6 @@ class GatewayMiddleware:
     endpoints: Sequence[GenerationEndpoint]
     runtime: Runtime
     budget: BodyBudget
-    metering: Metering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,8 +89,6 @@ class GatewayMiddleware:
         if (done := record.speculation) is not None:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             metrics.speculation(record.model, done, failed)
-        if record.prediction_refused:
-            metrics.prediction_refused(record.model)
         logger.log(_level(record), "request", **_log_fields(record))
 
 

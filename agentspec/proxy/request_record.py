@@ -54,8 +54,6 @@ class RequestRecord:
     limit_headers: tuple[tuple[bytes, bytes], ...] = ()
     labels: Labels = field(default_factory=Labels)
     attempt: Attempt | None = None  # at one of several servers
-    prediction: str = ""  # a digest of the one that the request was given
-    prediction_refused: bool = False  # by the upstream, which then got the request without it
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod

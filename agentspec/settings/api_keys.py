@@ -25,8 +25,8 @@ class ApiKey(RateLimits):
     name: str | None = Field(
         default=None,
         pattern=r"^[\x20-\x7e]{1,128}$",
-        description="What `agentspec usage` calls it; unset: the variable or file. Keys of a tenant with the same name"
-        " count as one, so that one can replace another",
+        description="What it is called; unset: the variable or file. Keys of a tenant with the same name count as one"
+        " for their limits, so that one can replace another",
     )
     key_env: str | None = Field(default=None, description="Environment variable holding the key")
     key_file: Path | None = Field(default=None, description="File holding the key")

@@ -16,12 +16,6 @@ class RateLimits(SettingsModel):
     tokens_per_minute: int | None = Field(
         default=None, ge=0, description="Tokens of prompts and answers in 60 seconds; 0 as above"
     )
-    tokens_per_day: int | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens from midnight to midnight (UTC); 0 as above. Without `cache.path` a restart begins anew",
-    )
-    concurrent_requests: int | None = Field(default=None, ge=0, description="Requests that may run at once; 0 as above")
 
     def over(self, default: RateLimits) -> RateLimits:
         """These limits, with the default ones where these say nothing; 0 is then None: no limit."""

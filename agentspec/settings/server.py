@@ -71,14 +71,6 @@ class ServerSettings(SettingsModel):
         default=2.0, ge=0, description="Seconds a request may wait for a slot before 429; 0: not at all"
     )
     max_queued: int = Field(default=256, ge=0, description="Requests of one tenant that may wait; one more gets 429")
-    stream_pacing: float = Field(
-        default=0.0,
-        ge=0,
-        description="Seconds between the equally long events of a local model's stream; 0: each as it comes",
-    )
-    stream_pacing_characters: int = Field(
-        default=32, ge=1, description="Characters of each; choose a rate that the model keeps without drafts"
-    )
     tenants: dict[str, TenantLimits] = Field(default_factory=dict, description="Tables [server.tenants.NAME]")
 
     # Connections.

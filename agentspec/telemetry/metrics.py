@@ -63,8 +63,6 @@ class Metrics:
         self._rounds = counter("agentspec_strategy_rounds", "Steps of thinking, rounds of retrieval", model)
         alone = "Answers in which the model of a role failed, so that the base model went on alone"
         self._off = counter("agentspec_speculation_off", alone, ("model", "reason"))
-        unpredicted = "Requests that an upstream refused with a prediction and got again without"
-        self._unpredicted = counter("agentspec_auto_predictions_refused", unpredicted, model)
         limited = "Requests that a limit of their key refused (429)"
         self._limited = counter("agentspec_rate_limited", limited, ("tenant", "limit"))
         of_tenants = "Tokens of tenants' prompts and answers"
@@ -106,9 +104,6 @@ class Metrics:
         self._accepted.labels(label).inc(done.accepted)
         self._steps.labels(label).inc(done.forwards)
         self._rounds.labels(label).inc(done.steps - done.forwards)
-
-    def prediction_refused(self, model: str | None) -> None:
-        self._unpredicted.labels(self._label(model)).inc()
 
     def tenant_tokens(self, tenant: str, *, prompt: int, completion: int) -> None:
         """Count the tokens of a tenant's request; the tenant is a configured one."""

@@ -19,7 +19,7 @@ from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.latency import GOAL, GoalDetector, goal_fields
 from agentspec.backends.openai.payload import payload
-from agentspec.backends.openai.prediction import prediction_counter, prediction_fields
+from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.routes import RouteDetector
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
@@ -114,11 +114,9 @@ class OpenAIBackend:
             **policy_of(request).headers(),
         }
         told = self._session_headers(request.tenant, labels, {})
-        counter = prediction_counter(self, str(body["model"]), body)
         async with (
             self._endpoint.send("POST", path, headers=headers, body=_encode(body), told=told) as response,
-            aclosing(self.deltas(response)) as plain,
-            aclosing(counter.counted(plain) if counter else plain) as deltas,
+            aclosing(self.deltas(response)) as deltas,
         ):
             async for delta in deltas:
                 self.observe_answer(request.tenant, request.labels, delta.usage)

@@ -20,13 +20,11 @@ from agentspec.backends.pool.blocks import MAX_BYTES, PromptBlocks
 from agentspec.backends.pool.pool import Pool
 from agentspec.errors import NoServerError, UpstreamError
 from agentspec.placement import Call
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
 
 PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
 T = TypeVar("T")
 _TEXT_MESSAGE = {"role", "content"}
-_ASKING = ("system", "developer", "user")
-MOST_OPENING = 16  # messages of a chat that may still count as unanswered
 ITEMS = 256  # of a list of token ids that are encoded at once
 MOST_PIECES = 4096  # of a prompt that are looked at: more than it may have messages
 
@@ -149,21 +147,10 @@ class PoolTokenization:
         return await self.pool.ask_tokenizer(lambda side: side.detokenize(token_ids))
 
 
-def scoped_call(tenant: str, labels: Labels, pieces: Iterable[bytes] | None = None, *, begins: bool = False) -> Call:
-    """What policies know of a tenant's call with `labels`, which `begins` its session or may be any of its calls;
-    `pieces` of its prompt are read only if a policy asks.
-    """
+def scoped_call(tenant: str, session: str | None, pieces: Iterable[bytes] | None = None) -> Call:
+    """What policies know of a tenant's call of a `session`; `pieces` of its prompt are read only if a policy asks."""
     blocks = () if pieces is None else PromptBlocks(tenant, lambda: pieces)
-    session, workflow = (name and f"{tenant}\n{name}" for name in (labels.session, labels.workflow))
-    return Call(session, workflow, labels.step, begins, blocks)
-
-
-def begins_session(fields: Mapping[str, Any]) -> bool:
-    """Whether a body with these `fields` is a chat in which nobody has answered yet."""
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or len(messages) > MOST_OPENING:
-        return False
-    return all(isinstance(message, dict) and message.get("role") in _ASKING for message in messages)
+    return Call(session and f"{tenant}\n{session}", blocks)
 
 
 def prompt_pieces(fields: Mapping[str, Any]) -> Iterable[bytes]:
@@ -208,7 +195,7 @@ def _encoded(value: Any) -> bytes:
 
 def _call(request: GenerateRequest) -> Call:
     _, body = payload(request, request.model)
-    return scoped_call(request.tenant, request.labels, prompt_pieces(body), begins=begins_session(body))
+    return scoped_call(request.tenant, request.labels.session, prompt_pieces(body))
 
 
 def _until(seconds: float | None) -> float:

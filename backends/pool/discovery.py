@@ -11,13 +11,11 @@ from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from agentspec.backends.settings import OpenAISettings, ServerRoot
-from agentspec.errors import ConfigurationError, install_advice
 
 LOOKUP_SECONDS = 5.0
 _ROOT: TypeAdapter[HttpUrl] = TypeAdapter(ServerRoot)
@@ -35,15 +33,6 @@ class Address:
     name: str
     url: HttpUrl
     connect: str | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The servers of a backend, and after how many seconds to look again, if the answer told."""
-
-    addresses: tuple[Address, ...]
-    fresh_seconds: float | None = None
 
 
 def listed(urls: Iterable[HttpUrl]) -> tuple[Address, ...]:
@@ -64,62 +53,15 @@ def _names(url: HttpUrl) -> tuple[str, str, str]:
     return place, whole, f"{url.scheme}://{whole}"
 
 
-def check_discovery(settings: OpenAISettings) -> None:
-    """Raises `ConfigurationError` if looking for the servers takes what is not installed."""
-    if settings.resolve == "srv" and find_spec("dns") is None:
-        raise ConfigurationError(f'resolve = "srv" needs dnspython; {install_advice("dns")}')
-
-
-class HostLookup:
-    """Looks up one host, in a thread of its own: the system's resolver cannot be stopped, and takes long where DNS does
-    not answer. Whoever looks again meanwhile waits for the same answer, and one that came late is the next one's.
-    """
-
-    def __init__(self) -> None:
-        self._answer: Future[list[str]] | None = None
-
-    async def addresses(self, host: str, port: int) -> list[str]:
-        """The A and AAAA records, sorted. Raises `OSError` or `UnicodeError`."""
-        if self._answer is None:
-            self._answer = self._begin(host, port)
-        answer = self._answer
-        try:
-            return await asyncio.wrap_future(answer)
-        finally:
-            if answer.done():
-                self._answer = None
-
-    def _begin(self, host: str, port: int) -> Future[list[str]]:
-        answer: Future[list[str]] = Future()
-        answer.set_running_or_notify_cancel()  # who waits for it may give up; it goes on
-
-        def look() -> None:
-            try:
-                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except Exception as error:
-                answer.set_exception(error)
-            else:
-                answer.set_result(sorted({str(one[4][0]) for one in found}))
-
-        threading.Thread(target=look, name="agentspec-lookup", daemon=True).start()
-        return answer
-
-
-async def discover(settings: OpenAISettings, lookup: HostLookup | None = None) -> Found:
-    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds. Who looks
-    again and again has a `lookup` for it.
-    """
+async def discover(settings: OpenAISettings) -> tuple[Address, ...]:
+    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds."""
     if settings.base_urls_file is not None:
-        return Found(await asyncio.to_thread(_read, Path(settings.base_urls_file).expanduser()))
+        return await asyncio.to_thread(_read, Path(settings.base_urls_file).expanduser())
     if settings.base_urls is not None:
-        return Found(listed(settings.base_urls))
+        return listed(settings.base_urls)
     async with _limited():
-        found = await (
-            _service_records(settings.url)
-            if settings.resolve == "srv"
-            else _addresses(settings.url, lookup or HostLookup())
-        )
-    if not found.addresses:
+        found = await _addresses(settings.url)
+    if not found:
         raise DiscoveryError(f"{settings.url.host} has no address")
     return found
 
@@ -136,41 +78,29 @@ async def _limited() -> AsyncIterator[None]:
         raise DiscoveryError(str(error)) from None
 
 
-async def _addresses(url: HttpUrl, lookup: HostLookup) -> Found:
-    """One server for each A and AAAA record of the host. The standard library does not tell how long they hold."""
+async def _addresses(url: HttpUrl) -> tuple[Address, ...]:
+    """One server for each A and AAAA record of the host."""
     port = url.port or 443
-    found = await lookup.addresses(url.host or "", port)
-    return Found(tuple(Address(f"{_shown(address)}:{port}", url, address) for address in found))
+    found = await asyncio.wrap_future(_lookup(url.host or "", port))
+    return tuple(Address(f"{_shown(address)}:{port}", url, address) for address in found)
 
 
-async def _service_records(url: HttpUrl) -> Found:
-    """One server for each SRV record of the best priority, by its weight (RFC 2782).
-
-    The name is tried in the system's search domains too, as an address is: Kubernetes' short names need them.
+def _lookup(host: str, port: int) -> Future[list[str]]:
+    """The addresses of a host, sorted, found in a thread of its own: the resolver cannot be stopped, takes long
+    where DNS does not answer, and must hold up no other work, the end of the process included.
     """
-    import dns.asyncresolver
-    import dns.exception
+    answer: Future[list[str]] = Future()
+    answer.set_running_or_notify_cancel()  # who waits for it may give up; it goes on
 
-    try:
-        answer = await dns.asyncresolver.resolve(url.host or "", "SRV", search=True)
-    except dns.exception.DNSException as error:
-        raise DiscoveryError(f"{url.host}: {type(error).__name__}") from None
-    records = [(one.priority, one.weight, str(one.target).rstrip(".").lower(), one.port) for one in answer]
-    best = min((priority for priority, *_ in records), default=0)
-    found = {(host, port): max(weight, 1) for priority, weight, host, port in records if priority == best and host}
-    mean = sum(found.values()) / max(len(found), 1)
-    served = tuple(_served(url, *one, weight / mean) for one, weight in sorted(found.items()))
-    return Found(served, float(answer.rrset.ttl) if answer.rrset else None)
+    def look() -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            answer.set_result(sorted({str(one[4][0]) for one in found}))
+        except Exception as error:
+            answer.set_exception(error)
 
-
-def _served(url: HttpUrl, host: str, port: int, weight: float) -> Address:
-    try:
-        root = HttpUrl.build(scheme=url.scheme, host=host, port=port, path=(url.path or "").lstrip("/"))
-    except ValidationError:
-        root = None
-    if root is None or root.host != host:  # names may hold any bytes, and a slash would end the host
-        raise DiscoveryError(f"{url.host}: a record names {host!r:.100}, which is no host")
-    return Address(f"{host}:{port}", root, weight=weight)
+    threading.Thread(target=look, name="agentspec-lookup", daemon=True).start()
+    return answer
 
 
 def _read(path: Path) -> tuple[Address, ...]:

@@ -101,33 +101,16 @@ class Fleet:
         for servers in self.servers.values():
             await servers.aclose()
 
-    def drain(self, name: str, *, on: bool, found: bool = True) -> list[str]:
+    def drain(self, name: str, *, on: bool) -> list[str]:
         """Send no new calls to the member `name`, or to all members of the backend `name`; or, with `on` false, again.
-        Returns their names.
-
-        Raises `InvalidRequestError` if there is none. If it need not be `found` yet, since another process knows it,
-        it is drained once this one finds it.
+        Returns their names. Raises `InvalidRequestError` if there is none.
         """
         members = [one for servers in self.servers.values() for one in servers.drain(name, on=on)]
-        if not found:
-            for servers in self.servers.values():
-                servers.expect([name], on=on)
-        elif not members:
+        if not members:
             known = ", ".join(member.name for member in self._members()) or "none"
             message = f"no pool has a member or a backend {name[:256]!r}; members: {known}"
             raise InvalidRequestError(message, param="name")
         return members
-
-    def reload(self, backends: Mapping[str, object]) -> None:
-        """Take over the addresses and weights of backends with several servers; other changes take a restart."""
-        for name, servers in self.servers.items():
-            wanted = backends.get(name)
-            if isinstance(wanted, OpenAISettings) and wanted.has_several_servers:
-                servers.reload(wanted)
-
-    def is_pressed(self) -> bool:
-        """Whether some pool's servers have hardly any room left in their KV caches."""
-        return any(pool.is_pressed() for pool in self.pools.values())
 
     def drained(self) -> list[str]:
         """The members that get no new calls."""

@@ -92,9 +92,6 @@ class PoolMember:
             self._seen = Member(self.name, self.weight, self.in_flight, self._others, waiting, kv_use)
         return self._seen
 
-    def reweigh(self, weight: float) -> None:
-        self.weight, self._seen = weight, None
-
     # What happens to calls.
 
     def begin(self, now: float, *, retry: bool) -> bool:

@@ -96,12 +96,6 @@ class Pool:
         yield self
         yield from (pool for pool in self.fallbacks if pool not in passed_over)
 
-    def is_pressed(self) -> bool:
-        """Whether the KV cache of each of its own servers that take calls is nearly full, by their metrics."""
-        now = self.clock()
-        pressed = (member.seen().is_pressed for member, _ in self.members() if member.takes_calls(now))
-        return next(pressed, False) and all(pressed)
-
     def busy_until(self) -> float | None:
         """When the first of its own servers that have asked to wait wants calls again; None if none has."""
         now = self.clock()

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.discovery import (
-    Address,
-    DiscoveryError,
-    Found,
-    HostLookup,
-    check_discovery,
-    discover,
-    listed,
-)
+from agentspec.backends.pool.discovery import Address, DiscoveryError, discover, listed
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
@@ -32,8 +24,7 @@ class Servers:
     """The members of the pools that the backend `name` is a part of. One server is the same member in all of them.
 
     `only` is the backend of a table with one address, which is ready already. `lost` holds what is called with the name
-    of a member that is gone, or has failed so that its caches probably are. Raises `ConfigurationError` if they cannot
-    be looked for.
+    of a member that is gone, or has failed so that its caches probably are.
     """
 
     def __init__(
@@ -48,10 +39,7 @@ class Servers:
         self._most_tokens: int | None = None
         self._lengths = AnswerLengths()
         self._complaint = ""
-        self._stale = False
-        self._lookup = HostLookup()
         self._drained: set[str] = set()
-        check_discovery(settings)
         if not settings.has_several_servers:
             backend = only or OpenAIBackend(settings, name=name)
             self.members = (PoolMember(name, name, backend, fleet, weight=settings.weight, lost=self._tell_lost),)
@@ -65,29 +53,25 @@ class Servers:
 
     async def refresh(self, now: float) -> None:
         """Look which servers there are now. Those known before stay if that cannot be found out."""
-        self.look_at, self._stale = now + self._fleet.discovery_interval, False  # nobody else looks meanwhile
+        self.look_at = now + self._fleet.discovery_interval  # nobody else looks meanwhile
         try:
-            found = await discover(self.settings, self._lookup)
+            found = await discover(self.settings)
         except DiscoveryError as error:
             if str(error) != self._complaint:
                 logger.warning("backends.%s: its servers cannot be found out: %s", self.name, error)
             self._complaint = str(error)
         else:
             self._complaint = ""
-            await self._update(found, now)
+            await self._update(found)
         self.looked = True
 
-    async def _update(self, found: Found, now: float) -> None:
-        if found.fresh_seconds is not None:
-            self.look_at = now + min(max(found.fresh_seconds, 1.0), self._fleet.discovery_interval)
+    async def _update(self, found: Sequence[Address]) -> None:
         known = {member.name: member for member in self.members}
-        wanted = {self._named(address): address for address in found.addresses}
+        wanted = {self._named(address): address for address in found}
         kept = {
             name: one for name, one in known.items() if name in wanted and one.backend.settings.url == wanted[name].url
         }
         self.members = tuple(kept.get(name) or self._member(address) for name, address in wanted.items())
-        for member in self.members:
-            member.reweigh(self.settings.weight * wanted[member.name].weight)
         gone = [member for name, member in known.items() if name not in kept]
         if gone or len(wanted) > len(kept):
             logger.info("backends.%s: %d servers, %d of them new", self.name, len(wanted), len(wanted) - len(kept))
@@ -105,14 +89,13 @@ class Servers:
             backend.isolate(self._isolation)
         if self._most_tokens is not None:
             backend.limit(self._most_tokens)
-        weight = self.settings.weight * address.weight
-        member = PoolMember(self._named(address), self.name, backend, self._fleet, weight=weight, lost=self._tell_lost)
+        name, weight = self._named(address), self.settings.weight
+        member = PoolMember(name, self.name, backend, self._fleet, weight=weight, lost=self._tell_lost)
         member.draining = member.name in self._drained
         return member
 
     def leave_behind(self) -> None:
         """Begin anew in a forked process: the calls and the look that run are the parent's, and will not end here."""
-        self._lookup = HostLookup()
         self.members = tuple(self._fresh(member) for member in self.members)
 
     def _fresh(self, known: PoolMember) -> PoolMember:
@@ -131,24 +114,15 @@ class Servers:
         for member in found:
             member.draining = on
         names = [member.name for member in found]
-        self.expect(names if on or name != self.name else [*names, *self._drained], on=on)
+        if on:
+            self._drained.update(names)
+        else:
+            self._drained = set() if name == self.name else self._drained - {name}
         return names
-
-    def expect(self, names: Iterable[str], *, on: bool) -> None:
-        """Note members of these names to be drained, or not, also once they are found."""
-        own = {name for name in names if name == self.name or name.startswith(f"{self.name}/")}
-        self._drained = self._drained | own if on else self._drained - own
-
-    def reload(self, settings: OpenAISettings) -> None:
-        """Take over other addresses and another weight, at the next look."""
-        if not self.settings.has_several_servers:
-            return
-        kept = {"base_urls": settings.base_urls, "base_urls_file": settings.base_urls_file, "weight": settings.weight}
-        self.settings, self._stale = self.settings.model_copy(update=kept), True
 
     def is_due(self, now: float) -> bool:
         """Whether to look for servers now."""
-        return self._stale or (self.is_dynamic and now >= self.look_at)
+        return self.is_dynamic and now >= self.look_at
 
     def isolate(self, isolation: TenantIsolation) -> None:
         self._isolation = isolation

@@ -12,7 +12,6 @@ from numpy.random import default_rng
 from agentspec.cache import SuffixCache
 from agentspec.cache.responses import StoredResponse
 from agentspec.cache.tool_turns import new_turn
-from agentspec.cache.usage import UsageRow, day_of
 from agentspec.errors import CacheError, CacheUnavailableError, InvalidRequestError
 from agentspec.types import Namespace
 
@@ -68,15 +67,10 @@ def test_a_name_that_the_database_refuses_holds_up_nobody_else(
         assert cache.stats().sequences == (6 if takes_long_names else 3)
 
 
-def test_a_name_that_the_database_refuses_holds_up_no_usage_and_no_turns(
-    location: str | Path, takes_long_names: bool
-) -> None:
+def test_a_name_that_the_database_refuses_holds_up_no_turns(location: str | Path, takes_long_names: bool) -> None:
     names = ["a", LONG, "b"]
     taken = [name for name in names if takes_long_names or name != LONG]
     with SuffixCache.open(location, mode="writer") as cache:
-        today = day_of(0.0)
-        rows = [UsageRow(today, name, "key", "model", requests=1, prompt_tokens=5) for name in names]
-        assert cache.usage.add(rows, since=0.0, day=today) == {(name, "key"): 5 for name in taken}
         for name in names:
             assert cache.tool_turns.put(new_turn(name, "agent", "session", "{}"))
         cache.tool_turns.flush()

@@ -108,8 +108,6 @@ def test_use_after_close() -> None:
         {"disk_bytes": -1},
         {"mode": "reader"},
         {"path": "sqlite://u:p@h"},
-        {"usage_days": 0},
-        {"usage_days": "x"},
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, object]) -> None:

@@ -110,19 +110,6 @@ def test_check_tells_that_nobody_can_read_the_metrics(program, monkeypatch):
     assert program("config", "check").output == "ok: agentspec.toml\n"
 
 
-def test_check_tells_that_a_daily_limit_does_not_outlive_the_process(program, monkeypatch):
-    for name in ("KEY", "WATCH"):
-        monkeypatch.setenv(name, f"sk-{name}")
-    text = (
-        "[server.key_limits]\ntokens_per_day = 5\n"
-        '[[server.api_keys]]\nkey_env = "KEY"\n[[server.api_keys]]\nrole = "operator"\nkey_env = "WATCH"\n'
-    )
-    Path("agentspec.toml").write_text(text)
-    assert "tokens_per_day begins anew" in program("config", "check").output
-    Path("agentspec.toml").write_text(text + '[cache]\npath = "cache"\n')
-    assert program("config", "check").output == "ok: agentspec.toml\n"
-
-
 def test_check_finds_shares_that_cannot_be(program, monkeypatch):
     monkeypatch.setenv("KEY", "sk-secret")
     key = '[[server.api_keys]]\ntenant = "a"\nkey_env = "KEY"\n'

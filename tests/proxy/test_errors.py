@@ -20,7 +20,7 @@ TREE = [
 
 @pytest.mark.parametrize("kind", TREE)
 def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
-    needed: dict[str, Any] = {"limit": "tokens_per_day", "retry_after": 1} if kind is errors.RateLimitError else {}
+    needed: dict[str, Any] = {"limit": "tokens_per_minute", "retry_after": 1} if kind is errors.RateLimitError else {}
     error = kind("what went wrong", **needed)
     failed = error_response(error)
     assert failed.status == kind.status and 400 <= failed.status < 600

@@ -146,8 +146,8 @@ REFUSED = [
     ("[server]\nport = true", "server.port: must be a number, not true or false"),
     ("[cache]\nmemory_bytes = true", "cache.memory_bytes: must be a number, not true or false"),
     (
-        "[[server.api_keys]]\nkey_file = 'x'\ntokens_per_day = true",
-        "server.api_keys.0.tokens_per_day: must be a number",
+        "[[server.api_keys]]\nkey_file = 'x'\ntokens_per_minute = true",
+        "server.api_keys.0.tokens_per_minute: must be a number",
     ),
     ("[server\n", "not valid TOML"),
 ]

@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel, ByteSize, ValidationError
 
 from agentspec.backends.engine_plugin import settings as engine_plugin
+from agentspec.benchmarks.placement import costs, scenario
 from agentspec.settings import load
-from agentspec.simulation import costs, scenario
 
 SETTINGS = (engine_plugin, costs, scenario, load)  # what they import belongs to it
 
@@ -47,7 +47,6 @@ def test_the_numbers_of_all_parts_are_looked_at() -> None:
         "FleetSettings.probe_interval",
         "KnnLmSettings.temperature",
         "RemoteSettings.timeout",
-        "RateLimits.concurrent_requests",
         "EngineCosts.step",
         "Scenario.rate",
     }

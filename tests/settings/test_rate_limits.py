@@ -16,7 +16,7 @@ KEYS = """
 tenant = "a"
 key_env = "A"
 requests_per_minute = 5
-tokens_per_day = 0
+tokens_per_minute = 0
 [[server.api_keys]]
 tenant = "b"
 name = "ci"
@@ -34,11 +34,11 @@ def settings(folder: Path, text: str) -> dict[tuple[str, str], RateLimits]:
 
 
 def test_a_key_has_its_own_limits_and_else_the_default_ones(tmp_path: Path) -> None:
-    defaults = "[server.key_limits]\nrequests_per_minute = 9\ntokens_per_day = 1000\n"
+    defaults = "[server.key_limits]\nrequests_per_minute = 9\ntokens_per_minute = 1000\n"
     found = settings(tmp_path, defaults + KEYS)
     assert found == {
         ("a", "A"): RateLimits(requests_per_minute=5),
-        ("b", "ci"): RateLimits(requests_per_minute=9, tokens_per_day=1000),
+        ("b", "ci"): RateLimits(requests_per_minute=9, tokens_per_minute=1000),
     }
     assert list(settings(tmp_path, KEYS)) == [("a", "A")]
 
@@ -49,10 +49,10 @@ def test_a_key_has_its_own_limits_and_else_the_default_ones(tmp_path: Path) -> N
         ("[server.key_limits]\nrequests_per_minute = 9\n", r"add \[\[server.api_keys\]\]"),
         ("[server.key_limits]\nrequests_per_minute = -1\n" + KEYS, "server.key_limits.requests_per_minute.*-1"),
         ("[server.key_limits]\nrequest_per_minute = 1\n" + KEYS, "did you mean 'requests_per_minute'"),
-        (KEYS + "tokens_per_day = 5\n", "an operator's key uses no models"),
+        (KEYS + "tokens_per_minute = 5\n", "an operator's key uses no models"),
         (
-            KEYS + '[[server.api_keys]]\ntenant = "b"\nname = "ci"\nkey_env = "C"\nconcurrent_requests = 2\n',
-            r"named 'ci' count as one and have different limits.*\(concurrent_requests\)",
+            KEYS + '[[server.api_keys]]\ntenant = "b"\nname = "ci"\nkey_env = "C"\nrequests_per_minute = 2\n',
+            r"named 'ci' count as one and have different limits.*\(requests_per_minute\)",
         ),
     ],
 )
@@ -70,5 +70,5 @@ def test_entries_with_the_same_key_and_other_limits_are_refused(monkeypatch: pyt
     monkeypatch.setenv("A", "canary")
     monkeypatch.setenv("B", "canary")
     with pytest.raises(ConfigurationError, match="leave one of them out") as caught:
-        read_keys([ApiKey(key_env="A", tokens_per_day=5), ApiKey(key_env="B")])
+        read_keys([ApiKey(key_env="A", tokens_per_minute=5), ApiKey(key_env="B")])
     assert "canary" not in str(caught.value)

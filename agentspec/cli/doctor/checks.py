@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
 # Distributions whose name differs from the package's by more than a dash.
-_DISTRIBUTIONS = {"faiss": "faiss-cpu", "dns": "dnspython"}
+_DISTRIBUTIONS = {"faiss": "faiss-cpu"}
 _ROOM = 2 << 30  # bytes; more than a built-in model needs while it is prepared
 
 
@@ -224,7 +224,7 @@ def check_servers(name: str, settings: OpenAISettings) -> Iterator[Check]:
     except (DiscoveryError, AgentSpecError) as error:
         yield Check(f"{name}: upstream", "fail", str(error), f"correct backends.{name}")
         return
-    for one in found.addresses:
+    for one in found:
         yield from check_upstream(f"{name}/{one.name}", settings.for_server(one.url), one.connect)
 
 

@@ -1,4 +1,4 @@
-"""`agentspec fleet`: shows and drains the servers behind a running gateway, and simulates fleets of them."""
+"""`agentspec fleet`: shows and drains the servers behind a running gateway."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentspec.cli.common import JsonOption, print_json
-from agentspec.cli.fleet.simulation import calibrate, simulate
 from agentspec.errors import ConfigurationError, UpstreamError, UpstreamStatusError
 
 if TYPE_CHECKING:
     from agentspec.backends.http.endpoint import Endpoint
 
-app = typer.Typer(no_args_is_help=True, help="Show, drain and simulate several servers of one model.")
+app = typer.Typer(no_args_is_help=True, help="Show and drain several servers of one model.")
 UrlOption = Annotated[str, typer.Option(help="Address of the gateway")]
 KeyOption = Annotated[
     Path | None, typer.Option(help="File with an operator's key, if the gateway has keys", dir_okay=False)
@@ -24,10 +23,6 @@ NameArgument = Annotated[str, typer.Argument(help="A member as `fleet status` na
 LOCAL = "http://127.0.0.1:8700"
 SECONDS = 10.0
 _COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "calls", "retries", "failures", "ejections")
-
-
-app.command()(simulate)
-app.command()(calibrate)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,9 @@ from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import outcome, refused_key
-from agentspec.proxy.forwarding.answer_edits import AnswerEdits
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
 from agentspec.proxy.forwarding.policy import with_policy
+from agentspec.proxy.metering.demand import BYTES_PER_TOKEN
 from agentspec.proxy.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 _KEYS = ("authorization", "x-api-key")
 _NO_CONTENT = 204  # has no body and tells no length of one (RFC 9110, sections 8.6 and 15.3.5)
-Again = Callable[[int, bytes], bytes | None]
-"""The body to send instead of one that was refused with this status and content; None to pass the refusal on."""
 
 
 async def upstream_body(
@@ -80,14 +78,11 @@ async def pass_through(
     *,
     account: BodyAccount,
     above: bool = False,
-    edits: AnswerEdits | None = None,
-    again: Again | None = None,
 ) -> None:
     """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
 
-    `edits` sets fields of the answer; all other bytes stay. `again` is asked once about an error answer. `above`:
-    `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and its
-    upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
+    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and
+    its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
     later ends with an error event.
     """
     record = RequestRecord.of(scope)
@@ -97,16 +92,12 @@ async def pass_through(
         async with deadline.limit():
             response = await stack.enter_async_context(forward(headers=request_headers(scope, record), body=body))
             content = await _content(response, record, account)
-            if again and response.status >= 400 and (other := again(response.status, content)) is not None:
-                retried = forward(headers=request_headers(scope, record), body=other)  # at this server, too
-                response = await stack.enter_async_context(retried)
-                content = await _content(response, record, account)
         if not record.stream:
-            await _send_whole(response, content, record, send, account, edits)
+            await _send_whole(response, content, record, send, account)
         elif response.is_encoded:
             await _send_encoded(response, record, send, deadline)
         else:
-            await _send_stream(response, record, send, deadline, inspector, edits)
+            await _send_stream(response, record, send, deadline, inspector)
 
 
 async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
@@ -123,14 +114,11 @@ async def _content(response: UpstreamResponse, record: RequestRecord, account: B
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     """The client's headers with the request's labels, without those that hold a key for this gateway.
 
-    A header that comes in several lines is one list (RFC 9110, section 5.3); of our own the first line counts. With a
-    prediction of ours the body is not the client's, nor is the key that makes it idempotent.
+    A header that comes in several lines is one list (RFC 9110, section 5.3); of our own the first line counts.
     """
     given = Headers(scope=scope)
     headers = {name: given[name] if name.startswith(PREFIX) else ", ".join(given.getlist(name)) for name in given}
     headers |= label_headers(record.labels) | {"x-request-id": record.request_id}
-    if record.prediction and (key := headers.get("idempotency-key")):
-        headers["idempotency-key"] = f"{key}-{record.prediction}"
     if record.has_gateway_key:
         headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers
@@ -142,7 +130,6 @@ async def _send_whole(
     record: RequestRecord,
     send: Send,
     account: BodyAccount,
-    edits: AnswerEdits | None,
 ) -> None:
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
@@ -150,9 +137,9 @@ async def _send_whole(
         if record.anthropic:
             content = anthropic_error(content, response.status, record.request_id)
     elif not response.is_encoded:
-        content = content if edits is None else await edits.whole(content)
         counts, error = await account.run(len(content), read_answer, content)
         record.read(counts)
+        record.arrived = len(content) // BYTES_PER_TOKEN  # counts where no usage is reported
         _note_error(record, error)
         content = without_account(content) if error and response.own_key else content
     length = [(b"content-length", str(len(content)).encode())] if response.status != _NO_CONTENT else []
@@ -166,7 +153,6 @@ async def _send_stream(
     send: Send,
     deadline: Deadline,
     inspector: Inspector,
-    edits: AnswerEdits | None,
 ) -> None:
     """Send whole events, byte for byte. If the upstream stops before its answer is complete, an error event follows."""
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
@@ -175,13 +161,11 @@ async def _send_stream(
         async with deadline.limit(), aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:
                 if events := splitter.feed(piece):
-                    if edits is not None:
-                        events = events[: splitter.whole_from] + await edits.events(events[splitter.whole_from :])
                     inspector.read(events[splitter.whole_from :])
                     events = _told(events, response, inspector)
                     record.token_arrived(events.count(b"data:"))
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-        rest = splitter.rest() if edits is None else await edits.events(splitter.rest())
+        rest = splitter.rest()
         inspector.read(rest + b"\n\n")
         rest = _told(rest, response, inspector)
         if not inspector.finished:

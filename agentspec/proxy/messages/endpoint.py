@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from agentspec.backends.base import CHAT, MESSAGES, AddsHeaders, Backend, Forwards
@@ -18,7 +17,7 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.inspection import MessagesInspector
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer, chat_fields
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import MESSAGE_EVENTS, Framing
 from agentspec.types import GenerateRequest
@@ -58,11 +57,10 @@ class MessagesEndpoint(GenerationEndpoint):
             request = await self._chat(exchange, backend)
             record.stream, record.response_headers = request.stream, TRANSLATED
             chat = await chat_fields(backend, request, exchange.caller, model)
-            predicted = await self._predicted(exchange, backend, chat)
-            encoded = partial(self._run, exchange, encode)
-            room = exchange.account.wait_for
-            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted, room)
+            body = await self._run(exchange, encode, chat)
         del chat
+        headers, room = chat_headers(exchange.scope, record), exchange.account.wait_for
+        deltas = chat_deltas(backend, body, headers, record, room)
         writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
         exchange.release()
         await self._answer(deltas, writer, exchange)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -11,14 +11,11 @@ from starlette.types import Scope
 
 from agentspec.backends.base import CHAT, Forwards
 from agentspec.backends.http import Room
-from agentspec.backends.openai.prediction import PredictionCounter, prediction_counter
 from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.proxy.admission.auth import Caller
-from agentspec.proxy.forwarding.auto_prediction import PredictedAnswer
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.forwarding.policy import with_policy
-from agentspec.proxy.forwarding.predicted_chat import predicted_deltas, without_prediction
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Delta
 
@@ -59,48 +56,21 @@ def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     return {name: value for name, value in headers.items() if not name.startswith("anthropic-")}
 
 
-async def chat_answer(
-    backend: Forwards,
-    chat: dict[str, Any],
-    model: str,
-    encoded: Callable[[Mapping[str, Any]], Awaitable[bytes]],
-    scope: Scope,
-    record: RequestRecord,
-    predicted: PredictedAnswer | None,
-    room: Room,
-) -> AsyncGenerator[Delta]:
-    """Begin to ask `model` for the answer to `chat`, with the prediction of `predicted` if it has one.
-
-    `encoded` makes the bytes of a body. `room` is asked for the bytes of a large answer that is no stream.
-    """
-    counter = prediction_counter(backend, model, chat)
-    plain = await encoded(chat)
-
-    def ask(body: bytes) -> AsyncGenerator[Delta]:
-        return chat_deltas(backend, body, chat_headers(scope, record), record, counter, room)
-
-    if predicted is None:
-        return ask(plain)
-    body = plain if predicted.text is None else await encoded(chat | predicted.fields)
-    return predicted_deltas(predicted, ask, body, without_prediction(predicted, plain, record))
-
-
 async def chat_deltas(
     backend: Forwards,
     body: bytes,
     headers: Mapping[str, str],
     record: RequestRecord,
-    counter: PredictionCounter | None = None,
     room: Room | None = None,
 ) -> AsyncGenerator[Delta]:
-    """The upstream's answer to the chat in `body`; `counter` adds prediction counts. Raises `UpstreamError`."""
+    """The upstream's answer to the chat in `body`; Raises `UpstreamError`."""
     sending = backend.forward("POST", CHAT, headers=headers, body=body, tenant=record.tenant)
     try:
         async with sending as response:
             if response.status < 400:
                 record.answer_arrived(response.status, response.headers)
             refused = False
-            async with aclosing(_counted(backend.deltas(response, room), counter)) as deltas:
+            async with aclosing(backend.deltas(response, room)) as deltas:
                 async for delta in deltas:
                     refused = refused or bool(_refusal(delta))
                     yield _readable(delta, refused=refused)
@@ -108,10 +78,6 @@ async def chat_deltas(
         record.answer_arrived(error.status, error.headers, error.upstream_body)
         error.for_client = not (record.has_gateway_key or error.own_key)
         raise
-
-
-def _counted(deltas: AsyncGenerator[Delta], counter: PredictionCounter | None) -> AsyncGenerator[Delta]:
-    return deltas if counter is None else counter.counted(deltas)
 
 
 def _readable(delta: Delta, *, refused: bool) -> Delta:

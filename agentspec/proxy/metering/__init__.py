@@ -1,1 +1,1 @@
-"""Limits on what each API key asks for, and the count of what it used."""
+"""Limits on what each API key asks for."""

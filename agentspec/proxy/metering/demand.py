@@ -13,7 +13,6 @@ from agentspec.proxy.forwarding.inspection import expected_choices
 BYTES_PER_TOKEN = 4
 MEDIA_TOKENS = 1024  # of an image, a sound or a file, whatever bytes it takes
 ANSWER_TOKENS = 256  # of an answer for which the request names no bound
-MOST_TOKENS = 1 << 40  # a request may name any number; sums of these still fit a database's integers
 _MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
 _MEDIA = "image image_url input_image input_audio audio_url video_url input_file file document".split()
 _ANSWERED = frozenset((CHAT, COMPLETIONS, MESSAGES, RESPONSES))  # others return vectors, or what the body's texts score
@@ -22,11 +21,14 @@ _MARKS = (b"base64", b"input_audio")  # a body without them holds text alone
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The tokens of a request's prompt and answers. `bounded`: the request itself says how long an answer may be."""
+    """The tokens of a request's prompt and answers. `bounded`: the request itself says how long an answer may be.
+    `background`: its answer comes to another request.
+    """
 
     prompt: int
     answer: int
     bounded: bool = True
+    background: bool = False
 
     @property
     def least(self) -> int:
@@ -52,7 +54,10 @@ def demand_of(path: str, body: bytes, fields: Mapping[str, Any]) -> Demand:
     choices = expected_choices(path, fields)
     wanted = [value for name in CHOICES if type(value := fields.get(name)) is int and value > 0]
     each = max(given) if given else ANSWER_TOKENS
-    return Demand(prompt, min(each * max(choices, *wanted, 1), MOST_TOKENS), bounded=bool(given))
+    answer = each * max(choices, *wanted, 1)
+    return Demand(
+        prompt, answer, bounded=bool(given), background=path == RESPONSES and fields.get("background") is True
+    )
 
 
 def may_hold_media(body: bytes) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Send
 
 from agentspec.errors import InvalidRequestError, OverloadedError
-from agentspec.protocol.obfuscation import filler, obfuscated
+from agentspec.protocol.obfuscation import obfuscated
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import named_event
@@ -71,12 +71,8 @@ async def send_events(
         try:
             while first is not None:
                 note(record, first)
-                written = False
                 for one in writer.write(first):
-                    written = True
                     await out(one)
-                if obfuscate and not written:
-                    await _send(send, filler())
                 first = await anext(deltas, None)
             for one in writer.close():
                 await out(one)

@@ -21,12 +21,11 @@ from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, request_headers, with_fields
 from agentspec.proxy.forwarding.policy import with_policy
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_answer, name_bound
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers, name_bound
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
 from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
-from agentspec.proxy.streaming.pacing import paced
 from agentspec.proxy.streaming.sending import collected
 from agentspec.types import Delta
 
@@ -124,10 +123,9 @@ class ResponsesEndpoint(GenerationEndpoint):
             caller = exchange.caller
             asked = await with_policy(backend, CHAT, chat, caller)
             chat |= await backend.body_fields(CHAT, caller.tenant, caller.labels, asked, caller.off)
-            predicted = await self._predicted(exchange, backend, chat)
-            encoded, model = partial(self._run_on, exchange, history, encode), exchange.route.upstream_model
-            room = exchange.account.wait_for
-            deltas = await chat_answer(backend, chat, model, encoded, exchange.scope, record, predicted, room)
+            body = await self._run_on(exchange, history, encode, chat)
+        headers, room = chat_headers(exchange.scope, record), exchange.account.wait_for
+        deltas = chat_deltas(backend, body, headers, record, room)
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 
@@ -186,11 +184,8 @@ class ResponsesEndpoint(GenerationEndpoint):
             deltas = exchange.deadline.within(deltas)
             await send_whole(deltas, writer, record, exchange.send, keep, exchange.account)
             return
-        if settings.stream_pacing:
-            deltas = paced(deltas, settings.stream_pacing, settings.stream_pacing_characters)
-        obfuscate = bool(settings.stream_pacing) if request.obfuscation is None else request.obfuscation
         deltas = exchange.deadline.within(deltas)
-        await send_events(deltas, writer, record, exchange.send, keep, obfuscate=obfuscate)
+        await send_events(deltas, writer, record, exchange.send, keep, obfuscate=bool(request.obfuscation))
 
     def _keeping(self, exchange: Exchange, request: ResponsesRequest) -> Keep:
         tenant, session = exchange.record.tenant, exchange.caller.labels.session

@@ -1,1 +1,1 @@
-"""How the events of a stream are paced."""
+"""How the chunks of a stream are sent as events."""

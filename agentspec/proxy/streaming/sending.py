@@ -12,7 +12,6 @@ from starlette.types import Send
 
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import size_of
-from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.errors import log_unexpected, outcome
@@ -84,7 +83,7 @@ async def _send_chunks(
 ) -> None:
     note(record, delta)
     events = [framing.event(chunk, obfuscate=obfuscate) for chunk in writer.chunks(delta)]
-    for data in events or ([filler()] if obfuscate else []):
+    for data in events:
         await _send(send, data)
 
 

@@ -16,17 +16,15 @@ from hypothesis import strategies as st
 from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.backend import (
     ITEMS,
-    MOST_OPENING,
     MOST_PIECES,
     PoolBackend,
-    begins_session,
     prompt_pieces,
     scoped_call,
 )
 from agentspec.backends.pool.blocks import block_hashes
 from agentspec.errors import NoServerError, UpstreamError, UpstreamIsolationError, UpstreamStatusError
 from agentspec.placement import Call, LeastLoaded, Member, RoundRobin
-from agentspec.types import GenerateRequest, Labels
+from agentspec.types import GenerateRequest
 from tests.backends.pool.conftest import ANSWER
 
 REQUEST = GenerateRequest(model="m", messages=({"role": "user", "content": "hi"},))
@@ -413,13 +411,13 @@ def test_a_policy_is_asked_once_a_try_with_names_of_the_tenant_and_reads_no_prom
 
         pool = make_pool(*(server(name) for name in "abc"), policy=policy).pool
         for tenant in ("t", "u"):
-            call = scoped_call(tenant, Labels("s", "w", "step"), pieces())
+            call = scoped_call(tenant, "s", pieces())
             async for attempt in Attempts(pool, call, 60.0, fallbacks=True):
                 async with attempt:
                     attempt.answered(200, {})
         first, second = policy.calls
         assert policy.counts == {"choose": 2, "placed": 2} and not read
-        assert first.session != second.session and first.workflow != second.workflow and first.step == second.step
+        assert first.session != second.session
         assert len(first.blocks) == 0 and not read  # released once the answer began
 
     in_virtual_time(work())
@@ -444,15 +442,6 @@ def test_however_servers_fail_tries_are_bounded_and_nobody_is_asked_behind_an_an
         assert all(member.in_flight == 0 for one in made.servers for member in one.members)
 
     in_virtual_time(work())
-
-
-def test_a_chat_begins_its_session_as_long_as_nobody_has_answered() -> None:
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert begins_session({"messages": asked}) and begins_session({"messages": asked[1:]})
-    for role in ("assistant", "tool", "function"):
-        assert not begins_session({"messages": [*asked, {"role": role, "content": "a"}, asked[1]]})
-    assert not begins_session({"messages": asked * MOST_OPENING})
-    assert not begins_session({"prompt": "u"}) and not begins_session({"messages": [None]})
 
 
 def test_a_chat_begins_as_its_next_turn_does() -> None:

@@ -74,27 +74,6 @@ def test_calls_of_its_own_are_not_taken_for_those_of_others(in_virtual_time: Any
     in_virtual_time(work())
 
 
-def test_a_pool_is_pressed_when_all_of_its_servers_that_take_calls_say_so(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
-    async def work() -> None:
-        made = make_pool(server("a"), server("b"))
-        full, other = (one.members[0] for one in made.servers)
-        full.measured(ServerLoad(8, 2, 0.95))
-        assert not made.pool.is_pressed()  # of the other nothing is known
-        other.measured(ServerLoad(8, 2, 0.85))
-        assert not made.pool.is_pressed()
-        other.measured(ServerLoad(8, 2, 0.95))
-        assert made.pool.is_pressed()
-        other.measured(None)
-        other.draining = True
-        assert made.pool.is_pressed()
-        full.draining = True
-        assert not made.pool.is_pressed()
-
-    in_virtual_time(work())
-
-
 def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_once(
     in_virtual_time: Any, make_pool: Any, server: Any
 ) -> None:

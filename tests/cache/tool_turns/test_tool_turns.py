@@ -18,7 +18,6 @@ from agentspec.cache.storage.tables import prepare
 from agentspec.cache.tool_turns import StoredTurn, ToolTurnStore, new_turn
 from agentspec.cache.tool_turns import table as table_module
 from agentspec.cache.tool_turns.table import DatabaseToolTurns
-from agentspec.cache.usage.table import DatabaseUsage
 from agentspec.errors import CacheClosedError, CacheUnavailableError
 
 Open = Callable[..., Any]
@@ -244,8 +243,7 @@ def test_what_fails_beside_it_keeps_no_turn_from_being_written(tmp_path: Path, m
     def fail(self: object) -> None:
         raise CacheUnavailableError("a damaged table")
 
-    for one in (DatabaseResponses, DatabaseUsage):
-        monkeypatch.setattr(one, "maintain", fail)
+    monkeypatch.setattr(DatabaseResponses, "maintain", fail)
     with SuffixCache.open(tmp_path) as cache:
         assert isinstance(cache.tool_turns, DatabaseToolTurns)
         cache.tool_turns.put(made())

@@ -154,25 +154,9 @@ def test_an_upstream_that_tells_no_usage_is_charged_the_estimate(keyed: Any, ups
     assert post(running, CHAT, "b").headers["x-ratelimit-remaining-tokens"] == "77"
 
 
-def test_requests_at_once(keyed: Any, until: Any) -> None:
-    fake = FakeBackend(Answer(text="one two three four", latency=0.2))
-    running = keyed(fake, concurrent_requests=1)
-    answers: list[httpx.Response] = []
-    first = threading.Thread(target=lambda: answers.append(post(running, CHAT)))
-    first.start()
-    until(lambda: fake.requests)
-    second = post(running, CHAT)
-    assert (second.status_code, second.headers["retry-after"]) == (429, "1")
-    first.join()
-    running.metric("agentspec_requests_in_flight")
-    assert answers[0].status_code == post(running, CHAT).status_code == 200
-
-
-def test_a_client_that_leaves_pays_what_it_asked_for_and_frees_its_place(
-    keyed: Any, until: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_pays_what_it_asked_for(keyed: Any, until: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeBackend(Answer(text="one two three four " * 50, latency=0.05))
-    running = keyed(fake, concurrent_requests=1, tokens_per_minute=2000)
+    running = keyed(fake, tokens_per_minute=2000)
     headers = {"authorization": "Bearer canary-a"}
     body = {"model": "fake", "messages": HI, "max_tokens": 1000, "stream": True}
     with httpx.stream("POST", running.url + CHAT, json=body, headers=headers) as answer:
@@ -203,6 +187,29 @@ def test_an_answer_without_a_bound_is_charged_what_came_of_it(
     assert 4000 < left(running) < 5000 - (count - 50)
 
 
+@pytest.mark.parametrize("how", ["error event", "cut", "deadline"])
+def test_an_answer_that_breaks_off_is_charged_what_arrived(
+    gateway: Any, upstream: Any, monkeypatch: Any, how: str
+) -> None:
+    """Who reads all but the tail of an answer does not get it for nothing."""
+    monkeypatch.setenv("KEY_A", "canary-a")
+    piece = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n'
+    tail = b'data: {"error": {"message": "gone", "code": 500}}\n\n' if how == "error event" else b""
+
+    def script(request: Any) -> None:
+        request.head()
+        request.send(piece * 500 + tail)
+        if how == "deadline":
+            request.client_left(20)
+
+    settings = {"api_keys": keys(tokens_per_minute=5000)[:1], "request_timeout": 2.0 if how == "deadline" else 60.0}
+    running = gateway({"fake": upstream(script).backend(shared_upstream=True)}, **settings)
+    assert post(running, CHAT, stream=True, max_tokens=4000).text.count('"content"') == 500
+    running.metric("agentspec_requests_in_flight")
+    again = post(running, CHAT, stream=True, max_tokens=1)
+    assert 4400 < int(again.headers["x-ratelimit-remaining-tokens"]) < 4500
+
+
 def test_a_large_body_is_estimated_off_the_loop(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An estimate looks at every value of a body that may hold media: millions of them would stop all streams."""
     threads: list[threading.Thread] = []
@@ -211,7 +218,7 @@ def test_a_large_body_is_estimated_off_the_loop(keyed: Any, monkeypatch: pytest.
         threads.append(threading.current_thread())
         return demand_of(*arguments)
 
-    monkeypatch.setattr("agentspec.proxy.metering.metering.demand_of", noted)
+    monkeypatch.setattr("agentspec.proxy.metering.limits.demand_of", noted)
     running = keyed(FakeBackend("hi"))
     for text in ("a" * 100_000, "base64" + "a" * 100_000, "base64"):
         assert post(running, CHAT, messages=[{"role": "user", "content": text}]).status_code == 200

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,39 +12,33 @@ from hypothesis import strategies as st
 
 from agentspec.errors import OverRateLimitError, RateLimitError
 from agentspec.proxy.metering.demand import Demand
-from agentspec.proxy.metering.limiter import Clock, KeyLimiter, Ticket, Verdict
-from agentspec.proxy.metering.window import DAY, WINDOW, DayCount, SlidingWindow
+from agentspec.proxy.metering.limits import WINDOW, KeyLimiter, SlidingWindow
 from agentspec.settings.rate_limits import RateLimits
-
-MORNING = 20_000 * DAY + 30_000.25
 
 
 @dataclass
 class Hand:
-    """A clock that the test moves; its seconds do not begin where its days do."""
+    """A clock that the test moves."""
 
     now: float = 0.0
-    start: float = MORNING
     skew: float = 977.6
-    tickets: list[Ticket] = field(default_factory=list)
-
-    def clock(self) -> Clock:
-        return Clock(lambda: self.now + self.skew, lambda: self.now + self.start)
 
     def limiter(self, **limits: int) -> KeyLimiter:
-        return KeyLimiter(RateLimits(**limits), self.clock())
+        return KeyLimiter(RateLimits(**limits), lambda: self.now + self.skew)
 
 
-def admitted(limiter: KeyLimiter, tokens: int = 1) -> Verdict:
-    verdict = limiter.admit(Demand(tokens, 0))
-    assert verdict.refusal is None, verdict.refusal
-    return verdict
+def admitted(limiter: KeyLimiter, tokens: int = 1) -> Callable[[int], None]:
+    return limiter.admit(Demand(tokens, 0))
 
 
 def refused(limiter: KeyLimiter, tokens: int = 1) -> RateLimitError:
-    refusal = limiter.admit(Demand(tokens, 0)).refusal
-    assert isinstance(refusal, RateLimitError)
-    return refusal
+    with pytest.raises(RateLimitError) as caught:
+        limiter.admit(Demand(tokens, 0))
+    return caught.value
+
+
+def left(limiter: KeyLimiter) -> bytes:
+    return dict(limiter.headers(anthropic=False))[b"x-ratelimit-remaining-tokens"]
 
 
 STEPS = st.lists(
@@ -86,12 +82,11 @@ def test_nothing_is_given_back_that_is_gone() -> None:
 
 
 @settings(max_examples=60)
-@example(1, 0, 0, [(0.0, 1, 1), (59.0, 1, 1)], 1, 0.0)
-@example(0, 9, 0, [(0.0, 9, 5), (59.0, 4, 4)], 1, 0.0)
+@example(1, 0, [(0.0, 1, 1), (59.0, 1, 1)], 1)
+@example(0, 9, [(0.0, 9, 5), (59.0, 4, 4)], 1)
 @given(
     st.integers(0, 4),
     st.integers(0, 400),
-    st.integers(0, 1500),
     st.lists(
         st.tuples(
             st.sampled_from([0, 0.5, 1, 7.3, 58, 59]) | st.floats(0, 40), st.integers(1, 400), st.integers(0, 500)
@@ -100,32 +95,27 @@ def test_nothing_is_given_back_that_is_gone() -> None:
         max_size=8,
     ),
     st.integers(1, 400),
-    st.floats(0, DAY),
 )
 def test_at_retry_after_a_request_is_admitted_and_a_second_before_it_is_not(
-    requests: int,
-    tokens: int,
-    day: int,
-    history: list[tuple[float, int, int]],
-    wanted: int,
-    start: float,
+    requests: int, tokens: int, history: list[tuple[float, int, int]], wanted: int
 ) -> None:
-    hand = Hand(start=20_000 * DAY + start)
-    limiter = hand.limiter(requests_per_minute=requests, tokens_per_minute=tokens, tokens_per_day=day)
+    hand = Hand()
+    limiter = hand.limiter(requests_per_minute=requests, tokens_per_minute=tokens)
     for pause, asked, used in history:
         hand.now += pause
-        if (ticket := limiter.admit(Demand(asked, 0)).ticket) is not None:
-            limiter.settle(ticket, used)
-    refusal = limiter.admit(Demand(wanted, 0)).refusal
-    if isinstance(refusal, OverRateLimitError):
-        assert 0 < tokens < wanted or 0 < day < wanted
-    elif isinstance(refusal, RateLimitError):
+        with suppress(RateLimitError, OverRateLimitError):
+            limiter.admit(Demand(asked, 0))(used)
+    try:
+        limiter.admit(Demand(wanted, 0))
+    except OverRateLimitError:
+        assert 0 < tokens < wanted
+    except RateLimitError as refusal:
         began, wait = hand.now, refusal.retry_after
-        assert wait == int(wait) and 1 <= wait <= DAY
+        assert wait == int(wait) and 1 <= wait <= WINDOW
         hand.now = began + wait - 1
-        assert limiter.admit(Demand(wanted, 0)).refusal is not None
+        refused(limiter, wanted)
         hand.now = began + wait
-        assert limiter.admit(Demand(wanted, 0)).ticket is not None
+        admitted(limiter, wanted)
 
 
 @given(st.integers(1, 30), st.lists(st.floats(0, 20), max_size=120))
@@ -134,113 +124,68 @@ def test_no_minute_has_more_requests_than_allowed(limit: int, pauses: list[float
     limiter = hand.limiter(requests_per_minute=limit)
     for pause in pauses:
         hand.now += pause
-        if limiter.admit(Demand(1, 0)).ticket is not None:
+        with suppress(RateLimitError):
+            limiter.admit(Demand(1, 0))
             times.append(int(hand.now + hand.skew))
     for end in times:
         assert sum(end - WINDOW < time <= end for time in times) <= limit
 
 
+def test_the_headers_tell_where_a_key_stands() -> None:
+    hand = Hand()
+    limiter = hand.limiter(requests_per_minute=60, tokens_per_minute=1000)
+    admitted(limiter, 300)
+    assert dict(limiter.headers(anthropic=False)) == {
+        b"x-ratelimit-limit-requests": b"60",
+        b"x-ratelimit-remaining-requests": b"59",
+        b"x-ratelimit-reset-requests": b"1m0s",
+        b"x-ratelimit-limit-tokens": b"1000",
+        b"x-ratelimit-remaining-tokens": b"700",
+        b"x-ratelimit-reset-tokens": b"1m0s",
+    }
+    found = dict(limiter.headers(anthropic=True))
+    assert found[b"anthropic-ratelimit-tokens-remaining"] == b"700" and len(found) == 6
+
+
 def test_tokens_are_corrected_when_a_request_is_over() -> None:
     hand = Hand()
     limiter = hand.limiter(tokens_per_minute=100)
-    first = admitted(limiter, 80)
-    assert first.standing == [("tokens", 100, 20, 60)]
-    assert refused(limiter, 30).retry_after == 60
+    settle = admitted(limiter, 80)
+    assert left(limiter) == b"20" and refused(limiter, 30).retry_after == 60
     hand.now += 10
-    assert first.ticket is not None
-    limiter.settle(first.ticket, 20)
+    settle(20)
     second = admitted(limiter, 80)
-    assert second.ticket is not None and refused(limiter, 1).retry_after == 50
-    limiter.settle(second.ticket, 95)  # more than was thought
+    assert refused(limiter, 1).retry_after == 50
+    second(95)  # more than was thought
     assert refused(limiter, 1).retry_after == 50 and refused(limiter, 10).retry_after == 60
 
 
 def test_what_a_request_took_beyond_its_estimate_counts_though_the_estimate_is_old() -> None:
     hand = Hand()
     limiter = hand.limiter(tokens_per_minute=100)
-    long = admitted(limiter, 40).ticket
+    settle = admitted(limiter, 40)
     hand.now += 300
-    assert long is not None
-    limiter.settle(long, 120)
+    settle(120)
     assert refused(limiter, 21).retry_after == 60
     admitted(limiter, 20)
 
 
 def test_an_answer_without_a_bound_makes_no_request_too_large() -> None:
     limiter = Hand().limiter(tokens_per_minute=100)
-    assert isinstance(limiter.admit(Demand(90, 11)).refusal, OverRateLimitError)
-    assert isinstance(limiter.admit(Demand(101, 0, bounded=False)).refusal, OverRateLimitError)
-    verdict = limiter.admit(Demand(90, 256, bounded=False))
-    assert verdict.ticket is not None and verdict.ticket.tokens == 100
+    for demand in (Demand(90, 11), Demand(101, 0, bounded=False)):
+        with pytest.raises(OverRateLimitError):
+            limiter.admit(demand)
+    limiter.admit(Demand(90, 256, bounded=False))
+    assert left(limiter) == b"0"
 
 
-def test_as_many_as_allowed_run_at_once() -> None:
-    limiter = Hand().limiter(concurrent_requests=2)
-    first, _ = admitted(limiter), admitted(limiter)
-    assert (refused(limiter).limit, refused(limiter).retry_after) == ("concurrent_requests", 1)
-    assert first.ticket is not None
-    limiter.settle(first.ticket, 0)
-    admitted(limiter)
-
-
-def test_the_day_ends_at_midnight() -> None:
-    hand = Hand(start=20_000 * DAY + DAY - 100.5)
-    limiter = hand.limiter(tokens_per_day=100)
-    running = admitted(limiter, 90).ticket
-    assert (refused(limiter, 11).limit, refused(limiter, 11).retry_after) == ("tokens_per_day", 101)
-    hand.now = 101
-    assert admitted(limiter, 11).standing == [("tokens-day", 100, 89, DAY)]
-    assert running is not None
-    limiter.settle(running, 60)  # counts on the day of its end
-    assert refused(limiter, 30).limit == "tokens_per_day" and admitted(limiter, 29)
-
-
-def test_a_clock_that_was_wrong_stops_no_key() -> None:
-    day = DayCount()
-    day.advance(20_000 * DAY)
-    day.reserved += 5
-    day.advance(30_000 * DAY)
-    day.reserved += 100
-    day.advance(20_000 * DAY + 9)
-    assert (day.total, day.wait(20_000 * DAY + 9, 10, 10)) == (0, 0)
-    day.settle(20_000, 5, 3)
-    assert (day.reserved, day.total) == (0, 3)
-    day.advance(20_001 * DAY)
-    day.used += 4
-    day.advance(20_001 * DAY - 1)
-    assert (day.day, day.total) == (20_001, 4), "set back by a second at midnight"
-
-
-def test_what_others_stored_of_the_day_counts_and_nothing_counts_twice() -> None:
-    hand = Hand()
-    limiter = hand.limiter(tokens_per_day=1000)
-    ticket = admitted(limiter, 100).ticket
-    assert ticket is not None
-    limiter.settle(ticket, 100)
-    limiter.recorded(20_000, 100, 400)
-    assert admitted(limiter, 1).standing == [("tokens-day", 1000, 599, DAY - 30_000)]
-    limiter.recorded(20_000, 0, 350)  # a report that was passed by another
-    limiter.recorded(19_999, 50, 900)  # of yesterday
-    assert admitted(limiter, 1).standing[0][2] == 598
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 90)), max_size=40))
-def test_a_day_is_what_is_stored_and_what_is_not_yet(steps: list[tuple[int, int]]) -> None:
-    day = DayCount()
-    day.advance(MORNING)
-    stored = waiting = running = 0
-    for what, amount in steps:
-        if what == 0:
-            day.reserved += amount
-            running += amount
-        elif what == 1 and running:
-            day.settle(20_000, running, amount)
-            running, waiting = 0, waiting + amount
-        elif what == 2:
-            stored += waiting + amount  # of which another gateway used `amount`
-            day.recorded(20_000, waiting, stored)
-            waiting = 0
-        assert day.total == stored + waiting + running
+def test_what_runs_in_the_background_names_a_bound() -> None:
+    """Nothing of it arrives here by which it could be charged later."""
+    limiter = Hand().limiter(tokens_per_minute=1000)
+    with pytest.raises(OverRateLimitError, match="max_output_tokens"):
+        limiter.admit(Demand(1, 256, bounded=False, background=True))
+    limiter.admit(Demand(1, 256, background=True))
+    Hand().limiter(requests_per_minute=1).admit(Demand(1, 256, bounded=False, background=True))
 
 
 def test_other_limits_hold_for_what_was_used_before() -> None:
@@ -255,5 +200,5 @@ def test_other_limits_hold_for_what_was_used_before() -> None:
 
 @pytest.mark.parametrize(("own", "default", "found"), [(None, 5, 5), (7, 5, 7), (0, 5, None), (None, None, None)])
 def test_a_keys_own_limit_comes_before_the_default(own: int | None, default: int | None, found: int | None) -> None:
-    limits = RateLimits(tokens_per_day=own).over(RateLimits(tokens_per_day=default))
-    assert limits.tokens_per_day == found and limits.unlimited == (found is None)
+    limits = RateLimits(tokens_per_minute=own).over(RateLimits(tokens_per_minute=default))
+    assert limits.tokens_per_minute == found and limits.unlimited == (found is None)

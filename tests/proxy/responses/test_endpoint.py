@@ -211,12 +211,3 @@ def test_what_is_refused(running: Any, fields: dict[str, Any], param: str) -> No
     response = HTTP.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", **fields})
     assert response.status_code == (404 if param == "previous_response_id" else 400), response.text
     assert response.json()["error"]["param"] == param
-
-
-def test_paced_streams_have_the_same_events(gateway: Any) -> None:
-    running = gateway({MODEL: FakeBackend(script)}, stream_pacing=0.001, stream_pacing_characters=4)
-    events = events_of(running, input="hi", stream_options={"include_obfuscation": False})
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "brave new wörld"
-    wire = HTTP.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", "stream": True}).content
-    deltas = [block for block in wire.split(b"\n\n") if b"output_text.delta" in block]
-    assert len({len(block) for block in deltas}) == 1 and len(deltas) == 4

@@ -1,0 +1,206 @@
+"""The simulation against arithmetic, and what holds whatever is simulated."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from agentspec.benchmarks.placement.capacity import capacity, sustains
+from agentspec.benchmarks.placement.comparison import compare
+from agentspec.benchmarks.placement.costs import EngineCosts
+from agentspec.benchmarks.placement.scenario import Scenario
+from agentspec.benchmarks.placement.simulate import Simulation
+from agentspec.benchmarks.placement.workload import CallShape, SessionShape
+from agentspec.errors import ConfigurationError
+from agentspec.placement import POLICIES
+
+SMALL = EngineCosts(kv_tokens=20_000, max_running=8)
+
+
+def _session(calls=4, shared=((7, 1024),), prompt=600, answer=40, workflow="flow"):
+    """Each call reads all before it, its answer, and 200 tokens more."""
+    shapes, before = [], 0
+    for _ in range(calls):
+        shapes.append(CallShape(prompt, before, answer))
+        before, prompt = prompt + answer, prompt + answer + 200
+    return SessionShape(workflow, shared, tuple(shapes))
+
+
+SHAPES = [_session(), _session(7, answer=90), _session(2, (), 3000, workflow="other")]
+
+
+def _run(shapes=SHAPES, **given):
+    given = {"sessions": 120, "engines": 3, "rate": 1.0, "costs": SMALL, "warm_up": 0.0} | given
+    return Simulation(Scenario(**given), shapes).run()
+
+
+def _one_after_the_other():
+    """An engine that reads one prompt at a time, in a tenth of a second, and nothing else."""
+    costs = EngineCosts(max_batched_tokens=1000, step=0.01, prompt_token=9e-5, sequence=0.0, context_token=0.0)
+    shape = SessionShape("", (), (CallShape(1000, 0, 1),))
+    return Scenario(engines=1, policy="least_loaded", costs=costs), shape
+
+
+def test_a_session_alone_takes_the_sum_of_its_calls_and_pauses():
+    costs = EngineCosts(context_token=0.0)
+    counts = _run([_session()], sessions=1, pause=3.0, pause_spread=0.0, costs=costs)
+    shape = _session()
+    read = [1624, *(call.prompt - call.keep for call in shape.calls[1:])]
+    alone = sum(costs.alone(new, 40) for new in read) + 3 * 3.0
+    assert counts.session_seconds[0] == pytest.approx(alone, rel=0.02)  # blocks of 16 tokens are read again
+    assert counts.figures()["hits_of_ideal"] == 1.0
+
+
+def test_the_queue_of_an_engine_is_as_long_as_queueing_theory_says():
+    """M/D/1, by the formula of Pollaczek and Khinchine."""
+    scenario, shape = _one_after_the_other()
+    service, load = 0.1, 0.7
+    change = {"sessions": 6000, "rate": load / service, "warm_up": 0.0}
+    counts = Simulation(scenario.model_copy(update=change), [shape]).run()
+    mean = sum(counts.first_token_seconds) / len(counts.first_token_seconds)
+    assert mean == pytest.approx(service * (1 + load / (2 * (1 - load))), rel=0.08)
+
+
+def test_decoding_together_takes_as_long_as_the_steps_of_the_batch():
+    costs = EngineCosts(step=0.01, sequence=0.001, context_token=0.0, prompt_token=1e-9, max_batched_tokens=10**6)
+    shape = SessionShape("", (), (CallShape(10, 0, 101),))
+    counts = _run([shape], sessions=20, engines=1, rate=1e9, costs=costs)
+    together = 100 * (0.01 + 20 * 0.001)
+    assert max(counts.session_seconds) == pytest.approx(together, rel=0.05)
+
+
+@pytest.mark.parametrize("order", ["arrival", "deadline"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_session_ends_once_under_every_policy(policy, order):
+    counts = _run(policy=policy, order=order, rate=2.0)
+    calm = _run(policy="round_robin")
+    figures = counts.figures()
+    assert figures["sessions"] == 120
+    assert figures["calls"] == calm.figures()["calls"]
+    assert counts.hit_tokens <= counts.ideal_tokens <= counts.prompt_tokens
+    assert counts.open_at(counts.seconds) == 0
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_gives_others():
+    assert _run().figures() == _run().figures()
+    assert _run(seed=1).figures() != _run().figures()
+
+
+def test_long_pauses_do_not_stall_an_engine():
+    """At a time of 10^12 s a step is less than the clock can tell apart: it must end all the same."""
+    counts = _run(sessions=5, pause=1e12, pause_spread=0.0)
+    assert counts.figures()["sessions"] == 5
+
+
+def test_sessions_that_stay_find_their_context_and_those_that_wander_do_not():
+    wander, stay = _run(policy="round_robin"), _run(policy="workflow")
+    assert stay.figures()["hits_of_ideal"] > 0.95
+    assert wander.figures()["hits_of_ideal"] < 0.8
+
+
+def test_two_gateways_that_know_nothing_of_each_other_send_a_session_to_one_engine():
+    """By the hash of its name, as long as that engine is not crowded; by freeness they agree by chance."""
+    shapes = [_session(8, ((number, 1024),)) for number in range(4)]
+    two = {"gateways": 2, "engines": 6, "sessions": 300, "rate": 0.8, "costs": EngineCosts(kv_tokens=200_000)}
+    alike, apart = _run(shapes, policy="workflow", **two), _run(shapes, policy="least_loaded", **two)
+    assert alike.handed_over > 250 and alike.figures()["agreed"] > 0.9
+    assert apart.figures()["agreed"] < 0.5
+    assert alike.figures()["sessions"] == 300
+    assert _run(shapes, sessions=50).handed_over == 0
+
+
+@pytest.mark.parametrize("gateways", [1, 3])
+def test_engines_that_die_lose_no_call_that_had_not_begun(gateways):
+    counts = _run(kill_every=10.0, restart=5.0, rate=2.0, gateways=gateways)
+    assert counts.deaths > 3
+    assert counts.cut + counts.retried > 0
+    assert counts.lost == 0
+    assert counts.figures()["sessions"] == 120
+
+
+def test_without_retries_what_waits_in_a_dying_engine_is_lost_and_counted():
+    counts = _run(kill_every=4.0, restart=3.0, rate=8.0, retries=0)
+    assert counts.lost > 0
+    assert counts.figures()["sessions"] == 120 - counts.lost
+
+
+def test_deadlines_first_meets_more_deadlines_where_calls_wait():
+    costs = EngineCosts(max_running=2, kv_tokens=50_000)
+    queued = {"engines": 2, "rate": 1.4, "sessions": 300, "costs": costs, "pause": 0.5}
+    arrival, deadline = _run(order="arrival", **queued), _run(order="deadline", **queued)
+    assert arrival.missed > 40
+    assert deadline.missed < 0.4 * arrival.missed
+    assert arrival.missed_by_waiting > 0.9 * arrival.missed
+
+
+def test_where_no_call_waits_no_session_is_late_by_waiting():
+    counts = _run(rate=1.0, deadline_low=1.0, deadline_high=1.0)
+    assert counts.missed > 60
+    assert counts.missed_by_waiting < 0.1 * counts.missed
+
+
+def test_more_than_an_engine_serves_makes_open_sessions_grow():
+    scenario, shape = _one_after_the_other()
+    assert sustains(scenario, [shape], 8.0, 10.0)
+    assert not sustains(scenario, [shape], 12.0, 10.0)
+
+
+@pytest.mark.slow
+def test_capacity_is_where_open_sessions_begin_to_grow():
+    scenario, shape = _one_after_the_other()
+    assert capacity(scenario, [shape]) == pytest.approx(10.0, rel=0.1)
+    assert capacity(scenario.model_copy(update={"engines": 40}), [shape]) == pytest.approx(400.0, rel=0.15)
+
+
+def test_the_capacity_for_a_few_sessions_is_found_with_few_simulated_ones(monkeypatch):
+    tried = []
+    run = Simulation.run
+    monkeypatch.setattr(Simulation, "run", lambda self: tried.append(self._scenario.sessions) or run(self))
+    scenario, shape = _one_after_the_other()
+    found = capacity(scenario.model_copy(update={"sessions": 10}), [shape])
+    assert max(tried) == 500
+    assert 8.5 < found < 12.5
+
+
+def test_variants_are_compared_on_the_same_sessions():
+    said = []
+    scenario = Scenario(sessions=60, engines=3, rate=1.0, costs=SMALL, warm_up=0.0)
+    compared = compare(scenario, SHAPES, [("round_robin", "arrival"), ("workflow", "arrival")], 2, said.append)
+    rows = compared.data()["variants"]
+    assert [row["policy"] for row in rows] == ["round_robin", "workflow"]
+    assert [one["calls"] for one in rows[0]["figures"]] == [one["calls"] for one in rows[1]["figures"]]
+    assert rows[0]["figures"][0]["calls"] != rows[0]["figures"][1]["calls"]
+    assert len(said) == 4
+
+
+def test_a_call_that_fits_nowhere_is_refused():
+    with pytest.raises(ConfigurationError, match="fits into no engine"):
+        _run(costs=EngineCosts(kv_tokens=1000))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"policy": "best"}, "round_robin"),
+        ({"deadline_low": 3, "deadline_high": 2}, "deadline_high"),
+        ({"kill_every": 5, "restart": 30, "engines": 4}, "all engines would be dead"),
+    ],
+)
+def test_scenarios_that_mean_nothing_are_refused(given, says):
+    with pytest.raises(ValidationError, match=says):
+        Scenario(**given)
+
+
+def test_costs_are_read_from_a_file(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text('{"step": 0.02, "kv_tokens": 5000}')
+    assert EngineCosts.read(file) == EngineCosts(step=0.02, kv_tokens=5000)
+    for wrong, says in (
+        ('{"stepp": 1}', "stepp"),
+        ("{", "cannot be read"),
+        ('{"step": -1}', "step"),
+        ("[]", "the file"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigurationError, match=says):
+            EngineCosts.read(file)
