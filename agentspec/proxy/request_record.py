@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agentspec.backends.pool.attempts import Attempt
 
 _KEY = "agentspec.request_record"
+BYTES_PER_TOKEN = 4
 _MESSAGES = "/v1/messages/"
 _LIMITS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
@@ -96,6 +97,10 @@ class RequestRecord:
         """Note that an upstream's answer broke off, or ended with an error of its server's."""
         if self.attempt is not None:
             self.attempt.broke()
+
+    def whole_arrived(self, size: int) -> None:
+        """Note a whole answer of so many bytes: they stand for its tokens where no usage is reported."""
+        self.arrived = size // BYTES_PER_TOKEN
 
     def token_arrived(self, tokens: int = 1) -> None:
         """Record the time of the first token, and that so many came, about: of a stream its events."""

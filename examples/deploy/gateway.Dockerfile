@@ -8,7 +8,7 @@ WORKDIR /source
 COPY constraints.txt .
 RUN pip install --constraint constraints.txt scikit-build-core nanobind cmake ninja
 COPY . .
-RUN pip install --constraint constraints.txt --no-build-isolation '.[proxy,postgres,dns]'
+RUN pip install --constraint constraints.txt --no-build-isolation '.[proxy,postgres]'
 
 FROM python:3.13-slim
 COPY --from=build /opt/agentspec /opt/agentspec

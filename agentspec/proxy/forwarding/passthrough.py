@@ -24,7 +24,6 @@ from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import outcome, refused_key
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
 from agentspec.proxy.forwarding.policy import with_policy
-from agentspec.proxy.metering.demand import BYTES_PER_TOKEN
 from agentspec.proxy.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ async def _send_whole(
     elif not response.is_encoded:
         counts, error = await account.run(len(content), read_answer, content)
         record.read(counts)
-        record.arrived = len(content) // BYTES_PER_TOKEN  # counts where no usage is reported
+        record.whole_arrived(len(content))
         _note_error(record, error)
         content = without_account(content) if error and response.own_key else content
     length = [(b"content-length", str(len(content)).encode())] if response.status != _NO_CONTENT else []

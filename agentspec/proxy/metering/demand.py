@@ -9,8 +9,8 @@ from typing import Any
 from agentspec.backends.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from agentspec.proxy.body.amounts import CHOICES
 from agentspec.proxy.forwarding.inspection import expected_choices
+from agentspec.proxy.request_record import BYTES_PER_TOKEN
 
-BYTES_PER_TOKEN = 4
 MEDIA_TOKENS = 1024  # of an image, a sound or a file, whatever bytes it takes
 ANSWER_TOKENS = 256  # of an answer for which the request names no bound
 _MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
