@@ -123,9 +123,6 @@ class SpecReasonSettings(DelegationSettings):
     judge_prefill: str | None = Field(
         default=None, description="What the judge's answer begins with; unset: what belongs to judge_prompt"
     )
-    refuse_named_scores: bool = Field(
-        default=False, description='Do not judge a step that says what score something has ("the score is 9"): it is 0'
-    )
 
     @field_validator("judge_prompt")
     @classmethod
@@ -148,7 +145,6 @@ class SpecReasonSettings(DelegationSettings):
             "score": self.score,
             "first_steps": self.first_steps,
             "judge_prompt": asked,
-            "refuse_named_scores": self.refuse_named_scores,
         }
 
 
@@ -171,9 +167,6 @@ class SpeculativeThinkingSettings(DelegationSettings):
     overload_most: int = Field(default=30, ge=1, description="Most doubts that are waited for")
     rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check")
     rescue_most: int = Field(default=200, ge=1, description="Most tokens of that check")
-    max_base_share: float = Field(
-        default=1.0, ge=0, le=1, description="Share of tokens beyond which no rule fires; 1: always"
-    )
     rule: Literal["published", "economical"] = Field(
         default="published",
         description="published counts words anywhere and draws neutral words again; economical counts whole words and"
@@ -201,7 +194,7 @@ class SpeculativeThinkingSettings(DelegationSettings):
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        named = ("rule", "small_reasons", "max_base_share", "choose_large")
+        named = ("rule", "small_reasons", "choose_large")
         return {name: getattr(self, name) for name in named}
 
 
@@ -227,21 +220,14 @@ class LookaheadSettings(DelegationSettings):
         description="published may keep a draft that was cut at step_tokens, but none behind a cut step; strict keeps"
         " no cut draft",
     )
-    judge_sees: Literal["steps", "thinking"] = Field(
-        default="steps", description="What the judge is shown: the two steps alone, or the thinking so far besides"
-    )
-    adaptive_depth: bool = Field(
-        default=False, description="Draft less far ahead, or not at all, where measured times say that this is faster"
-    )
 
     @model_validator(mode="after")
     def _says_how_it_compares(self) -> Self:
         """Refuses settings that the chosen comparison would ignore. Those at their defaults may be written out."""
         if self.judge is not None and self.compare == "equal":
             raise ValueError('judge concerns compare = "judge" and "embedding": leave it out, or set compare')
-        for name in ("judge_template", "judge_sees"):
-            if self.compare != "judge" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} concerns compare = "judge": leave it out, or set compare')
+        if self.compare != "judge" and self.judge_template is not None:
+            raise ValueError('judge_template concerns compare = "judge": leave it out, or set compare')
         if self.judge_template is not None and self.judge is None:
             raise ValueError(NO_JUDGE)
         if self.compare != "embedding" and self.similarity != type(self).model_fields["similarity"].default:
@@ -254,12 +240,12 @@ class LookaheadSettings(DelegationSettings):
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:
-        return () if self.compare == "judge" and self.judge_sees == "thinking" else ("judge",)
+        return ("judge",)
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        compared = {"judge": ["judge_sees"], "embedding": ["similarity"], "equal": []}[self.compare]
-        return {name: getattr(self, name) for name in ("rule", "compare", "depth", "adaptive_depth", *compared)}
+        compared = ["similarity"] if self.compare == "embedding" else []
+        return {name: getattr(self, name) for name in ("rule", "compare", "depth", *compared)}
 
 
 class RetrievalSettings(SettingsModel):
@@ -290,9 +276,6 @@ class RaLMSpecSettings(RetrievalSettings, StrategySettings):
     implementation = "agentspec.reasoning.retrieval.backend:RetrievalBackend"
     strategy: Literal["ralmspec"] = "ralmspec"
     knowledge: str = Field(description="Where documents come from: a [knowledge.NAME] table")
-    cache: Literal["request", "tenant"] = Field(
-        default="request", description="Whose requests guess from the same documents; never those of several tenants"
-    )
 
     @property
     def knowledge_bases(self) -> dict[str, str]:

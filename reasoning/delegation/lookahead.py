@@ -17,53 +17,6 @@ from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.reasoning.speculative_task import cancel_tasks, task_result
 
-RATE = 0.2  # weight of a new measurement in a running mean
-PRIOR = 0.6  # acceptance before anything is known
-SURE = 0.98  # acceptance that counts as no more than this, since a run of drafts has an end
-RETURN = 0.1  # rate at which the acceptance returns to PRIOR while nothing is drafted, so that drafting is tried again
-
-
-@dataclass(slots=True)
-class DepthPlanner:
-    """Chooses how many steps to draft ahead: the depth with the most expected steps per second, from measured times.
-
-    At acceptance a, a / (1 - a) drafts are kept before one differs. With depth d, a draft of t seconds and a step of
-    the base model of T seconds, the first of them takes T, each further one the longer of t and (T + t) / (d + 1),
-    since d + 1 steps of the base model run at once. The planner learns how T grows with d.
-    """
-
-    most: int
-    acceptance: float = PRIOR
-    draft_seconds: float = 0.0
-    own_seconds: dict[int, float] = field(default_factory=dict)
-
-    def depth(self) -> int:
-        if not self.own_seconds or not self.draft_seconds:
-            return self.most
-        return max(range(self.most + 1), key=self.rate)
-
-    def rate(self, depth: int) -> float:
-        """Expected steps per second. An untried depth is assumed to cost what the nearest tried depth does."""
-        nearest = min(self.own_seconds, key=lambda known: abs(known - depth))
-        own = max(self.own_seconds[nearest], 1e-9)
-        if depth == 0:
-            return 1 / own
-        kept = self.acceptance / (1 - min(self.acceptance, SURE))
-        each = max(self.draft_seconds, (own + self.draft_seconds) / (depth + 1))
-        return (kept + 1) / (own + kept * each)
-
-    def drafted(self, seconds: float) -> None:
-        self.draft_seconds += (seconds - self.draft_seconds) * (RATE if self.draft_seconds else 1.0)
-
-    def wrote(self, depth: int, seconds: float) -> None:
-        known = self.own_seconds.get(depth, seconds)
-        self.own_seconds[depth] = known + RATE * (seconds - known)
-        if depth == 0:
-            self.acceptance += RETURN * (PRIOR - self.acceptance)
-
-    def judged(self, accepted: bool) -> None:
-        self.acceptance += RATE * (accepted - self.acceptance)
-
 
 @dataclass(slots=True)
 class DraftChain:
@@ -75,7 +28,6 @@ class DraftChain:
 
     thinking: Thinking
     depth: int
-    planner: DepthPlanner
     drafts: list[Step] = field(default_factory=list)
     own: list[asyncio.Task[Step]] = field(default_factory=list)
     accepted: int = 0
@@ -121,7 +73,6 @@ class DraftChain:
                 limits = self.thinking.limits("small", pending=self._pending, within=self._inside_paragraph)
                 step = await self.thinking.draft(small, limits)
                 self._drafted_tokens += step.tokens
-                self.planner.drafted(step.seconds)
                 await small.extend(step.text, step.token_ids)
                 await base.extend(step.text)
                 cut = step.ending != "boundary"
@@ -164,17 +115,11 @@ class DraftChain:
 
 async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
     """Keep drafts while they match the base model's own steps, then the first of its steps that differs."""
-    planner = DepthPlanner(settings.depth)
     while thinking.over is None:
-        depth = 0
-        if may_draft(thinking, settings):
-            depth = planner.depth() if settings.adaptive_depth else settings.depth
-        if depth == 0:
-            began = time.perf_counter()
+        if not (settings.depth and may_draft(thinking, settings)):
             await thinking.write("base")
-            planner.wrote(0, time.perf_counter() - began)
             continue
-        async with DraftChain(thinking, depth, planner) as chain:
+        async with DraftChain(thinking, settings.depth) as chain:
             await verify(thinking, settings, chain)
             async with thinking.degrading("small"):
                 chain.raise_failure()
@@ -200,11 +145,8 @@ async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftCh
     index = 0
     while thinking.over is None:
         own = await task_result(chain.own[index])
-        chain.planner.wrote(chain.depth, own.seconds)
         draft = await chain.draft(index)
         same = draft is not None and await matches(thinking, settings, draft, own)
-        if draft is not None:
-            chain.planner.judged(same)
         if draft is None or not same:
             await thinking.keep(own, rejected=draft)
             return

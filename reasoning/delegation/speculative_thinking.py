@@ -11,7 +11,6 @@ from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 
-WARM_UP = 256  # tokens before the base model's share of them is meaningful
 MOODS = {1: "affirmation", -1: "doubt", 0: "paragraph"}
 
 
@@ -91,7 +90,7 @@ async def look_ahead(
     thinking: Thinking, settings: SpeculativeThinkingSettings, lexicon: Lexicon, overload: Overload
 ) -> None:
     """Check the triggers at a blank line."""
-    if overload.due and may_hand_over(thinking, settings, settings.rescue_tokens):
+    if overload.due:
         await thinking.emit(Triggered("overload", f"{overload.doubts} doubts"))
         await thinking.keep(Step(settings.help_recap_words, "base", "length"))
         await hand_over(thinking, overload.take())
@@ -109,8 +108,7 @@ async def look_ahead(
         await thinking.keep(peek)  # what was taken for a blank line was the small model's end
         return
     mood = lexicon.mood(peek.text)
-    fires = mood != 0 or not settings.small_reasons
-    if fires and may_hand_over(thinking, settings, settings.peek_tokens):
+    if mood != 0 or not settings.small_reasons:
         await reflect(thinking, settings, lexicon, overload, peek)
     elif settings.rule == "economical":  # as published, the small model draws these words again
         await thinking.keep(peek)
@@ -134,8 +132,7 @@ async def reflect(
             await thinking.keep(peek)
     kept = thinking.steps[-1].text
     overload.doubts += lexicon.mood(kept) < 0
-    verifies = thinking.over is None and lexicon.verifies(kept)
-    if verifies and may_hand_over(thinking, settings, settings.verify_tokens):
+    if thinking.over is None and lexicon.verifies(kept):
         await thinking.emit(Triggered("verification"))
         await hand_over(thinking, settings.verify_tokens)
 
@@ -143,12 +140,6 @@ async def reflect(
 async def hand_over(thinking: Thinking, tokens: int) -> None:
     """Let the base model write `tokens` tokens; blank lines do not stop it."""
     await thinking.write("base", thinking.limits("base", tokens, across=True))
-
-
-def may_hand_over(thinking: Thinking, settings: SpeculativeThinkingSettings, tokens: int) -> bool:
-    """Whether the base model's share of all tokens stays within the setting if it writes `tokens` more."""
-    kept = thinking.counts.kept
-    return kept["base"] + tokens <= settings.max_base_share * max(WARM_UP, thinking.counts.all_kept + tokens)
 
 
 ALGORITHM = Algorithm(speculative_thinking)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -12,15 +11,12 @@ from agentspec.backends.base import Capabilities, tokenization_of
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.events import AnswerBegan, AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answers
 from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import Delta, GenerateRequest, RetrievalSpeculation, Usage
-
-MOST_TENANTS = 64  # tenants that have a document cache, if caches outlive a request
 
 
 @dataclass(slots=True)
@@ -36,7 +32,6 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
     base: ModelRef
     knowledge: KnowledgeBase
     measured: StrideMeasurements = field(default_factory=StrideMeasurements)
-    _caches: OrderedDict[str, RetrievedDocuments] = field(default_factory=OrderedDict)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -108,17 +103,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         asked = replace(request, model=self.base.model)
         if not request.speculation:
             return sequential(asked, **given)
-        return ralmspec(asked, **given, measured=self.measured, cache=self._cache(request))
-
-    def _cache(self, request: GenerateRequest) -> RetrievedDocuments | None:
-        """The tenant's document cache; None if the request has its own, as one of which nothing may be kept."""
-        if self.settings.cache == "request" or not request.store:
-            return None
-        cache = self._caches.setdefault(request.tenant, RetrievedDocuments(self.settings.cache_bytes))
-        self._caches.move_to_end(request.tenant)
-        if len(self._caches) > MOST_TENANTS:
-            self._caches.popitem(last=False)
-        return cache
+        return ralmspec(asked, **given, measured=self.measured)
 
     def _summary(self, stats: SearchStats) -> RetrievalSpeculation:
         return RetrievalSpeculation(

@@ -69,13 +69,11 @@ async def ralmspec(
     settings: RetrievalSettings | None = None,
     stats: SearchStats | None = None,
     measured: StrideMeasurements | None = None,
-    cache: RetrievedDocuments | None = None,
 ) -> AsyncGenerator[Event]:
     """Guess documents, verify them in batches and roll back wrong rounds, until the answer ends.
 
     Text in events is always verified. The call fills `stats`. `measured` holds the times of earlier answers of the same
-    model and knowledge base; several answers of one tenant may share `cache`. Closing the iterator cancels generation
-    and searches.
+    model and knowledge base. Closing the iterator cancels generation and searches.
 
     Raises `KnowledgeBaseError` if a search fails, since the answer cannot continue without its document. Raises
     `InvalidRequestError` for request fields that rounds cannot honour, and what the backend raises.
@@ -85,7 +83,7 @@ async def ralmspec(
     yield AnswerBegan(generator.reader)
     client = SearchClient(knowledge, settings.search_timeout, stats)
     governor = StrideGovernor(measured or StrideMeasurements(), settings.stride, settings.asynchronous)
-    cache = RetrievedDocuments(settings.cache_bytes) if cache is None else cache
+    cache = RetrievedDocuments(settings.cache_bytes)
     async with SpeculationState(generator, client, cache, governor) as state:
         yield await state.retrieve()
         while not state.answer.over:

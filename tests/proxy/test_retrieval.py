@@ -76,15 +76,6 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     assert "x-agentspec-lossless" in off.headers and "x-agentspec-lossy" not in off.headers
 
 
-def test_documents_of_requests_that_keep_nothing_are_not_kept(gateway: Any, corpus: Path) -> None:
-    """They would tell other requests of the tenant, by their time, what was asked."""
-    running = gateway({"large": Reader()}, settings(corpus, cache="tenant"))
-    kept = running.runtime.route("read").backend._caches
-    for headers, count in (({"x-agentspec-store": "off"}, 0), ({}, 1)):
-        assert httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers=headers).status_code == 200
-        assert len(kept) == count
-
-
 def test_raw_completions_are_answered_too(gateway: Any, corpus: Path, closing: Any) -> None:
     running = gateway({"large": Reader()}, settings(corpus))
     client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
@@ -138,16 +129,6 @@ async def ask(runtime: Runtime) -> RetrievalSpeculation:
     last = [delta async for delta in runtime.generate(request)][-1]
     assert isinstance(last.speculation, RetrievalSpeculation)
     return last.speculation
-
-
-@pytest.mark.anyio
-async def test_a_tenants_cache_serves_its_later_requests(corpus: Path) -> None:
-    """The same question again: the second time every document is known, and only then."""
-    rates = {}
-    for scope in ("request", "tenant"):
-        async with Runtime(settings(corpus, cache=scope, prefetch=1), backends={"large": Reader()}) as runtime:
-            rates[scope] = [(await ask(runtime)).hit_rate for _ in range(2)]
-    assert rates["tenant"][1] == 1.0 and rates["request"][0] == rates["request"][1] != 1.0
 
 
 @pytest.mark.anyio

@@ -31,8 +31,6 @@ MODELS = {"base": "large", "small": "fast"}
             {"judge": "j", "judge_template": "plain", "compare": "embedding"},
             "judge_template concerns",
         ),
-        (LookaheadSettings, {"judge_sees": "thinking", "compare": "embedding"}, "judge_sees concerns"),
-        (LookaheadSettings, {"judge_sees": "thinking", "compare": "equal"}, "judge_sees concerns"),
         (LookaheadSettings, {"similarity": 0.9}, "similarity concerns"),
         *((kind, {"answer_marks": [""]}, "at least 1 character") for kind in (SpecReasonSettings, LookaheadSettings)),
     ],
@@ -48,9 +46,9 @@ def test_settings_that_would_be_ignored_are_refused(
     ("kind", "given"),
     [
         (SpecReasonSettings, {"judge": "j", "judge_template": "plain"}),
-        (LookaheadSettings, {"judge": "j", "judge_template": "plain", "judge_sees": "thinking"}),
+        (LookaheadSettings, {"judge": "j", "judge_template": "plain"}),
         (LookaheadSettings, {"judge": "j", "compare": "embedding", "similarity": 0.9}),
-        (LookaheadSettings, {"judge_sees": "steps", "compare": "equal", "similarity": 0.95}),  # as the defaults are
+        (LookaheadSettings, {"compare": "equal", "similarity": 0.95}),  # as the defaults are
     ],
 )
 def test_those_that_count_and_written_out_defaults_are_taken(
@@ -61,13 +59,8 @@ def test_those_that_count_and_written_out_defaults_are_taken(
 
 def test_answers_name_the_settings_that_change_them() -> None:
     thinking = SpeculativeThinkingSettings(**MODELS, choose_large=False)
-    assert (
-        thinking.summary
-        == "speculative_thinking; rule=published; small_reasons=true; max_base_share=1.0; choose_large=false"
-    )
-    assert "refuse_named_scores=true" in SpecReasonSettings(**MODELS, refuse_named_scores=True).summary
-    looking = LookaheadSettings(**MODELS, judge_sees="thinking", adaptive_depth=True).answer_settings
-    assert looking["judge_sees"] == "thinking" and looking["adaptive_depth"] is True and "similarity" not in looking
+    assert thinking.summary == "speculative_thinking; rule=published; small_reasons=true; choose_large=false"
+    assert LookaheadSettings(**MODELS).answer_settings == {"rule": "published", "compare": "judge", "depth": 4}
     assert LookaheadSettings(**MODELS, compare="embedding").answer_settings["similarity"] == 0.95
 
 

@@ -12,7 +12,6 @@ from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Scored, ThinkingText
-from agentspec.reasoning.delegation.lookahead import DepthPlanner
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef
@@ -169,25 +168,6 @@ def _alone(steps: Sequence[str]) -> str:
     return "".join(f"{step}\n\n" for step in steps)
 
 
-def test_the_depth_is_the_one_that_pays() -> None:
-    pace = DepthPlanner(4)
-    assert pace.depth() == 4  # nothing is known yet
-    pace.drafted(0.1)
-    pace.wrote(4, 1.0)
-    pace.acceptance = 0.9
-    assert pace.depth() == 4
-    pace.acceptance, pace.own_seconds = 0.0, {0: 0.9, 4: 1.0}
-    assert pace.depth() == 0
-    for _ in range(50):
-        pace.wrote(0, 0.9)
-    assert pace.acceptance == pytest.approx(0.6, abs=0.01)  # what went wrong once is tried again
-    pace.own_seconds = {4: 1.0}
-    pace.acceptance = 0.5  # one draft is kept: a second behind it is not worth more calls at once
-    assert pace.rate(4) == pytest.approx(2 / (1.0 + 1.1 / 5))
-    pace.draft_seconds = 0.8
-    assert pace.depth() == 2  # a slow drafter never gets further ahead
-
-
 class Embedding(ThinkingModel):
     """A judge whose vectors count letters."""
 
@@ -196,20 +176,18 @@ class Embedding(ThinkingModel):
 
 
 @MODES
-@pytest.mark.parametrize("sees", ["steps", "thinking"])
-async def test_the_judge_sees_two_steps_or_the_thinking_too(abilities: Capabilities, sees: str) -> None:
+async def test_the_judge_sees_two_steps_alone(abilities: Capabilities) -> None:
     small = ThinkingModel(telling("draft 1", "draft 2 Answer: 4"), capabilities=abilities)
     base = ThinkingModel(slowly("own 1", "own 2 Answer: 4"), capabilities=abilities)
     judge = ThinkingModel(telling("never"), same=lambda draft, own: True, capabilities=abilities)
-    settings = knobs(judge_sees=sees)
+    settings = knobs()
     backend = DelegationBackend.of(settings, base=base, small=small, judge=judge)
     request = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}], sampling=SamplingParams())
     events = [event async for event in backend.think(Thinking(request, settings, backend.roles))]
     assert [author for author, _ in authors(events)] == ["small", "small"]
     assert len(judge.asked) == 2 and base.asked == []
     assert all(prompt.endswith("[") for prompt in judge.asked)
-    assert all(("Two?" in prompt) is (sees == "thinking") for prompt in judge.asked)
-    assert ("draft 1" in judge.asked[1]) is (sees == "thinking")
+    assert not any("Two?" in prompt for prompt in judge.asked) and "draft 1" not in judge.asked[1]
 
 
 async def test_a_step_closes_no_quotation_of_the_judges_question() -> None:
@@ -217,14 +195,6 @@ async def test_a_step_closes_no_quotation_of_the_judges_question() -> None:
     base = ThinkingModel(slowly("own Answer: 4"))
     await run(small, base)
     assert base.asked[0].count("<end_s2>") == base.asked[0].count("<start_s1>") == 1
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-async def test_the_depth_is_measured_only_where_that_is_set(monkeypatch: pytest.MonkeyPatch, adaptive: bool) -> None:
-    monkeypatch.setattr(DepthPlanner, "depth", lambda planner: 0)
-    small, base = ThinkingModel(telling("a", "b Answer: 4")), ThinkingModel(telling("a", "b Answer: 4"))
-    events = await run(small, base, knobs(adaptive_depth=adaptive))
-    assert {author for author, _ in authors(events)} == {"base" if adaptive else "small"}
 
 
 async def test_an_embedding_judge_compares_directions() -> None:

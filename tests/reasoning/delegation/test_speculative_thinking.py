@@ -123,20 +123,6 @@ async def test_a_model_that_does_not_reason_is_led() -> None:
     assert thought(events) == "b1 b2 s3 s4 s5 s6\n\nb8 b9 b10 Answer: 4\n\n"
 
 
-@pytest.mark.parametrize("rule", ["published", "economical"])
-async def test_the_base_models_share_is_capped(rule: str) -> None:
-    text = "".join(f"wait {n} b c d e f g h i\n\n" for n in range(60)) + "Answer: 4\n\n"
-    for share in (0.0, 0.1):
-        small, base = Speaker(text), Speaker(text.replace("wait", "base"))
-        settings = knobs(max_base_share=share, overload=1000, overload_most=1000, rule=rule)
-        backend = DelegationBackend.of(settings, base=base, small=small)
-        thinking = Thinking(ASK, settings, backend.roles)
-        events = [event async for event in backend.think(thinking)]
-        kept = thinking.counts.kept
-        assert kept["base"] <= share * max(256, thinking.counts.all_kept) + 1e-9
-        assert bool(rules(events)) is (share > 0)
-
-
 async def test_a_word_of_help_before_nothing_ends_the_thinking() -> None:
     small = ThinkingModel(lambda thinking: "" if "So" in thinking else "one two\n\n")
     assert (await run(small, Speaker(""), knobs(help_think_word="So")))[-1] == Ended("silent")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TurnMarkup
-from agentspec.reasoning.delegation.judge import names_score, quoted
+from agentspec.reasoning.delegation.judge import quoted
 from agentspec.reasoning.delegation.templates import Template
 from agentspec.types import GenerateRequest
 
@@ -85,20 +85,6 @@ def test_marks_of_turns_are_broken_up(mark: str) -> None:
 def test_ordinary_text_is_left_alone() -> None:
     for text in ("a < b and c > d", "x[0] << 2", "<think>\nso", "</think>", "a<b|c"):
         assert escape_markers(text) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("The score is: 9.", True),
-        ("I give this a rating of 8", True),
-        ("score = **9**", True),
-        ("the team scored 9 goals", False),
-        ("their scores differ by 3", False),
-    ],
-)
-def test_steps_that_name_a_score(text: str, names: bool) -> None:
-    assert names_score(text) is names
 
 
 def test_a_marker_that_two_steps_make_together_is_none_in_any_context() -> None:
