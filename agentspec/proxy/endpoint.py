@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.backends.pool.attempts import Attempt, Attempts
@@ -23,7 +23,7 @@ from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import ResponseWriter
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.limits import Deadline, Deadlines, Watch, until_disconnect
-from agentspec.proxy.admission.slots import Slots
+from agentspec.proxy.admission.slots import Slot, Slots
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -111,7 +111,7 @@ class GenerationEndpoint:
         """Answer a request whose body was read: a client that sends slowly takes no slot from others."""
         headers, record = Headers(scope=scope), RequestRecord.of(scope)
         patience = read_policy(headers).deadline_s
-        async with until_disconnect(receive) as client, self.limiter.enter(record.tenant, patience):
+        async with until_disconnect(receive) as client, self.limiter.enter(record.tenant, patience) as slot:
             fields = await self.budget.run(record.tenant, len(body), parse_object, body)
             runtime = self.ready()
             model = _chosen(runtime, _model(fields), headers)
@@ -120,6 +120,7 @@ class GenerationEndpoint:
             record.model = name if name in runtime.models() else OTHER
             caller = replace(read_caller(headers, record.tenant, fields), cached=runtime.settings.cache.store)
             record.labels = caller.labels
+            send = _releasing(send, record, slot)
             exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
             metered = await self._within_limits(record, body, fields)
             del body, fields  # an answer can take minutes
@@ -243,6 +244,17 @@ class GenerationEndpoint:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
+
+
+def _releasing(send: Send, record: RequestRecord, slot: Slot) -> Send:
+    """`send` that gives the slot back before a whole answer: a client that reads it slowly takes none from others."""
+
+    async def sent(message: Message) -> None:
+        if not record.stream:
+            slot.release()
+        await send(message)
+
+    return sent
 
 
 def note_disconnect(client: Watch, record: RequestRecord) -> None:

@@ -10,11 +10,9 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from select import PIPE_BUF
 from typing import Any, TextIO, cast
 
 from agentspec.telemetry.safe_errors import class_of, frames_of
@@ -128,9 +126,8 @@ class BackgroundHandler(logging.StreamHandler[TextIO]):
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
                 lines.append(_encode({"event": "log lines dropped", "count": dropped, "level": "warning"}) + "\n")
-            for text in _together(lines):
-                self.stream.write(text)
-                self.stream.flush()
+            self.stream.write("".join(lines))
+            self.stream.flush()
         finally:
             self._writing.release()
 
@@ -144,17 +141,6 @@ class BackgroundHandler(logging.StreamHandler[TextIO]):
                 self.flush()
             except (OSError, ValueError):  # the log's reader has gone
                 return
-
-
-def _together(lines: Iterable[str]) -> Iterator[str]:
-    """Whole lines, as many as one write to a pipe keeps together: several processes may write to the same log."""
-    text = ""
-    for line in lines:
-        if text and len(text) + len(line) > PIPE_BUF:  # ASCII, so that characters are bytes
-            yield text
-            text = ""
-        text += line
-    yield text
 
 
 def configure(level: str = "INFO", stream: TextIO | None = None, *, background: bool = False) -> None:

@@ -247,7 +247,7 @@ def test_c3_a_whole_answer_is_written_in_pieces(gateway: Any, upstream: Any, unt
     with ask(running.url, BODY, 4096) as reader:
         assert reader.recv(1)
         highest = 0
-        while running.app.limiter.running:
+        while not running.server.ended["write_timeout"]:
             highest = max(highest, most_buffered(running))
             time.sleep(0.01)
         assert 0 < highest <= MOST_BUFFERED

@@ -63,9 +63,9 @@ class Gateway:
         self.app = create_app(self.runtime, settings)
         self.outcomes: defaultdict[str, Outcomes] = defaultdict(Outcomes)
 
-    async def ask(self, tenant: str, stays: float | None = None, sends: float = 0.0) -> int:
-        """One request of a client that takes `sends` seconds to send its body, and leaves after `stays` if that is
-        given; returns the status.
+    async def ask(self, tenant: str, stays: float | None = None, sends: float = 0.0, reads: float = 0.0) -> int:
+        """One request of a client that takes `sends` seconds to send its body and `reads` to read the answer, and
+        leaves after `stays` if that is given; returns the status.
         """
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
         messages: asyncio.Queue[Any] = asyncio.Queue()
@@ -76,6 +76,7 @@ class Gateway:
 
         async def send(message: Any) -> None:
             sent.append(message)
+            await asyncio.sleep(reads)
 
         authorization = (b"authorization", f"Bearer key-of-{tenant}".encode())
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), authorization]
@@ -310,11 +311,13 @@ def test_neighbours_a_flood_leaves_other_tenants_their_share(tmp_path: Path, in_
     assert flooding.statuses[200] >= 0.95 * 0.6 * CAPACITY * 2  # the rest of the places is not idle
 
 
-def test_neighbours_bodies_that_trickle_keep_nobody_out(tmp_path: Path, in_virtual_time: Any) -> None:
+@pytest.mark.parametrize("slowly", ["sends", "reads"])
+def test_neighbours_slow_clients_keep_nobody_out(tmp_path: Path, in_virtual_time: Any, slowly: str) -> None:
     gateway = Gateway(tmp_path, {"slow": TenantLimits(), "other": TenantLimits()})
 
     async def both() -> None:
-        slow = asyncio.gather(*(gateway.ask("slow", sends=60) for _ in range(PLACES)))
+        slow = asyncio.gather(*(gateway.ask("slow", **{slowly: 60.0}) for _ in range(PLACES)))
+        await asyncio.sleep(1)
         await asyncio.gather(slow, flow(gateway, "other", CAPACITY * 0.9, 2))
 
     in_virtual_time(both())

@@ -42,7 +42,7 @@ class Deadline:
         self.error: AgentSpecError = RequestTimeoutError(
             f"no complete answer within {seconds:g} seconds (server.request_timeout)"
         )
-        self._active: asyncio.Timeout | None = None
+        self.active: TimeLimit | None = None
 
     def interrupt(self, error: AgentSpecError) -> None:
         """End the time now, if it is not over; what is limited raises `error`."""
@@ -50,22 +50,12 @@ class Deadline:
         if self.at <= now:
             return
         self.at, self.error = now, error
-        if self._active is not None and not self._active.expired():
-            self._active.reschedule(now)
+        if self.active is not None:
+            self.active.end_now()
 
-    @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
+    def limit(self) -> TimeLimit:
         """A context that raises `RequestTimeoutError`, or what `interrupt` was given, once the time is over."""
-        timeout = self._active = asyncio.timeout_at(self.at)
-        try:
-            async with timeout:
-                yield
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            raise self.error from None
-        finally:
-            self._active = None
+        return TimeLimit(self)
 
     async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
         """Yield `items`; raises `RequestTimeoutError` once the time is over. Closes `items` on the way out."""
@@ -77,6 +67,42 @@ class Deadline:
                 except StopAsyncIteration:
                     return
                 yield item
+
+
+class TimeLimit:
+    """What `asyncio.timeout_at` does, in a third of its time: it is entered for each delta of an answer."""
+
+    __slots__ = ("_cancelling", "_deadline", "_expired", "_task", "_timer")
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._expired = False
+
+    async def __aenter__(self) -> None:
+        self._task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._cancelling = self._task.cancelling()
+        self._timer = self._start_timer()
+        self._deadline.active = self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._timer.cancel()
+        self._deadline.active = None
+        if self._expired and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+            raise self._deadline.error from None
+
+    def end_now(self) -> None:
+        if not self._expired:
+            self._timer.cancel()
+            self._timer = self._start_timer()
+
+    def _start_timer(self) -> asyncio.Handle:
+        loop, at = asyncio.get_running_loop(), self._deadline.at
+        # A time that is over ends the block before it does anything else.
+        return loop.call_soon(self._expire) if at <= loop.time() else loop.call_at(at, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._task.cancel()
 
 
 @dataclass(slots=True)

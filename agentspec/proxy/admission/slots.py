@@ -35,6 +35,20 @@ class _Tenant:
         return self.running / self.limits.weight, deadline, number
 
 
+@dataclass(slots=True)
+class Slot:
+    """A request's slot, which `release` gives back, if it was not before."""
+
+    _tenant: _Tenant
+    _slots: Slots
+    _held: bool = True
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._slots.give_back(self._tenant)
+
+
 class Slots:
     """Bounds the requests that run at once, in all and of each tenant. After `close` no further ones start.
 
@@ -58,7 +72,7 @@ class Slots:
         return sum(len(tenant.waiting) for tenant in self._tenants.values())
 
     @asynccontextmanager
-    async def enter(self, name: str, deadline_s: float | None = None) -> AsyncIterator[None]:
+    async def enter(self, name: str, deadline_s: float | None = None) -> AsyncIterator[Slot]:
         """Hold a slot for a request of the tenant `name`, and wait for it if need be; at most `deadline_s` seconds.
 
         Raises `ShuttingDownError`, and `OverloadedError` if no slot is free in time.
@@ -70,10 +84,11 @@ class Slots:
             await self._wait(tenant, math.inf if deadline_s is None else deadline_s)
         else:
             self._take(tenant)
+        slot = Slot(tenant, self)
         try:
-            yield
+            yield slot
         finally:
-            self._give_back(tenant)
+            slot.release()
 
     def close(self) -> None:
         """Refuse all requests that have no slot yet."""
@@ -99,7 +114,7 @@ class Slots:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._give_back(tenant)  # it came just now
+                self.give_back(tenant)  # it came just now
             else:
                 tenant.waiting = [one for one in tenant.waiting if one[2] is not turn]
                 heapify(tenant.waiting)
@@ -117,7 +132,8 @@ class Slots:
         tenant.running += 1
         self.running += 1
 
-    def _give_back(self, tenant: _Tenant) -> None:
+    def give_back(self, tenant: _Tenant) -> None:
+        """What `Slot.release` calls."""
         tenant.running -= 1
         self.running -= 1
         self._admit_waiting()
