@@ -1,6 +1,6 @@
 """What a deletion covers: a selection, as the caller gives it, and its scope, as it is logged for other processes.
 
-The database keeps the scope of each deletion for the processes that follow. A scope holds names as salted hashes and
+The database keeps the scope of each deletion for the processes that follow. A scope holds names as hashes and
 no text, since otherwise it would preserve what was to be deleted.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,13 +29,12 @@ CLOCKS_DIFFER = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The tenant, session, tokenizer and time that a deletion applies to; None: any. Names are salted hashes, so that
+    """The tenant, session, tokenizer and time that a deletion applies to; None: any. Names are hashes, so that
     only a process that knows a name can recognise it.
 
     `before` is a time in seconds since 1970. `searched`: only sequences that held a text were deleted.
     """
 
-    salt: str
     tenant: str | None = None
     session: str | None = None
     tokenizer: str | None = None
@@ -49,13 +47,13 @@ class Scope:
         return self.concerns_tenant(namespace.tenant)
 
     def concerns_tenant(self, tenant: str) -> bool:
-        return self.tenant is None or self.tenant == _digest(self.salt, tenant)
+        return self.tenant is None or self.tenant == _digest(tenant)
 
     def covers(self, session: str | None, time_: float) -> bool:
         """Whether a sequence of this session (None: nameless) and time lies in the scope."""
         if self.before is not None and self.before <= time_ <= time.time() + CLOCKS_DIFFER:
             return False
-        return self.session is None or (session is not None and self.session == _digest(self.salt, session))
+        return self.session is None or (session is not None and self.session == _digest(session))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +88,8 @@ class Selection:
 
     @cached_property
     def scope(self) -> Scope:
-        salt = secrets.token_hex(16)
-        tenant, session = (None if name is None else _digest(salt, name) for name in (self.tenant, self.session))
-        return Scope(salt, tenant, session, self.tokenizer, self.before, self.searched)
+        tenant, session = (None if name is None else _digest(name) for name in (self.tenant, self.session))
+        return Scope(tenant, session, self.tokenizer, self.before, self.searched)
 
     def holds(self, tokens: Tokens) -> bool:
         """Whether the text of a stored sequence, with the context before it, holds the one that is searched for."""
@@ -157,5 +154,5 @@ def pause_between_looks(term: float | None, most: float) -> float:
     return most if term is None else min(most, max(1.0, term / 24))
 
 
-def _digest(salt: str, name: str) -> str:
-    return hashlib.sha256(f"{salt}\0{name}".encode(errors="surrogatepass")).hexdigest()
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()

@@ -21,7 +21,6 @@ _KEPT = 1000  # deletions that the log lists one by one
 _CLOCKS = 3600.0  # seconds by which the clocks of processes that delete may differ
 _TIME: Kinds = (("created_at", float | int),)
 _KINDS: Kinds = (
-    ("salt", str),
     *((name, str | None) for name in ("tenant", "session", "tokenizer")),
     ("before", float | int | None),
 )
@@ -63,8 +62,8 @@ def after(connection: sa.Connection, time_: float) -> list[tuple[float, Scope]]:
 def _scope(row: sa.Row[Any]) -> Scope:
     """What a deletion covers; everything where that is damaged: more is looked at then, and nothing of it is kept."""
     if not is_sound(row, _KINDS):
-        return Scope("", searched=True)
-    return Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, bool(row.searched))
+        return Scope(searched=True)
+    return Scope(row.tenant, row.session, row.tokenizer, row.before, bool(row.searched))
 
 
 def search(connection: sa.Connection, selection: Selection, found: SelectedRows | None = None) -> SelectedRows:
@@ -162,7 +161,6 @@ def log(connection: sa.Connection, scope: Scope) -> int:
     logged = connection.execute(
         deletions.insert().values(
             created_at=time.time(),
-            salt=scope.salt,
             tenant=scope.tenant,
             session=scope.session,
             tokenizer=scope.tokenizer,

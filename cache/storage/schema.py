@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 5  # a change of the tables takes another: there are no migrations
+VERSION = 6  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -104,8 +104,7 @@ deletions = sa.Table(
     metadata,
     sa.Column("id", _Id, primary_key=True),
     sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("salt", sa.String, nullable=False),
-    sa.Column("tenant", sa.String),  # tenant and session are salted hashes
+    sa.Column("tenant", sa.String),  # tenant and session are hashes
     sa.Column("session", sa.String),
     sa.Column("tokenizer", Name),
     sa.Column("before", sa.Float),

@@ -17,7 +17,7 @@ def test_the_log_grows_no_more_than_it_must(database: Database | None) -> None:
         pytest.skip("memory has no log")
     for number in range(3):
         with database.writing() as connection:
-            rows = [{"created_at": time.time(), "salt": "x", "tenant": "x", "searched": False}] * 900
+            rows = [{"created_at": time.time(), "tenant": "x", "searched": False}] * 900
             connection.execute(deletions.insert(), rows)
             last = deletion_log.delete_rows(connection, select(session="s"), []).number
             logged = deletion_log.since(connection, 0)
