@@ -5,7 +5,7 @@ It lies in `state.sqlite3` of the cache's folder, in memory, or in the cache's P
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
@@ -45,11 +45,13 @@ class State:
         content_filter: ContentFilter | None,
     ) -> None:
         self._database = _opened(store)
+        with self._database.engine.connect() as connection:
+            self._history = deletion_log.History(deletion_log.last(connection))
         refuses = content_filter.matches if content_filter else None
         most = min(_TOOL_TURN_BYTES, responses.total // 2)
-        self.responses = DatabaseResponses(self._database, responses, refuses)
+        self.responses = DatabaseResponses(self._database, responses, refuses, self._history)
         self.tool_turns = DatabaseToolTurns(
-            self._database, refuses, retention, most, min(most, responses.tenant or most)
+            self._database, refuses, retention, most, min(most, responses.tenant or most), self._history
         )
         self._erasure: PendingErasure | None = None
         if store is not None and store.database is self._database:
@@ -76,6 +78,11 @@ class State:
         if gone:
             self._erase(rewrite_within=_REWRITTEN)
 
+    def note_deletions(self) -> None:
+        """What is stored from now on came after the deletions of before."""
+        with suppress(*FAILURES), self._database.engine.connect() as connection:  # else they count as later ones
+            self._history.note(deletion_log.last(connection))
+
     @property
     def erasure_pending(self) -> bool:
         """Whether bytes of what was deleted may still be in a database of its own."""
@@ -85,6 +92,7 @@ class State:
         """Delete what is too old or too much, in each store whatever fails in others. To be called now and then."""
         with ExitStack() as done:
             done.callback(self._erase)
+            done.callback(self.note_deletions)
             done.callback(self.responses.maintain)
             done.callback(self.tool_turns.maintain)
 

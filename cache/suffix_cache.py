@@ -271,6 +271,7 @@ class SuffixCache:
         selection = select(**places, older_than=older_than, text=text, decode=decode)
         self._opened_state().forget(selection)  # also what is under way, and stored later
         count = self._deleter.forget(selection)
+        self._opened_state().note_deletions()
         if self._store_error:
             raise PartlyForgottenError(
                 f"{count} sequences were forgotten in memory alone: the database could not be opened, and may hold more"

@@ -78,17 +78,17 @@ class StoredResponse:
         """From when on a deletion concerns it though it was not stored yet."""
         return self.created_at if self.begun is None else min(self.begun, self.created_at)
 
-    def is_forgotten(self, deletions: Iterable[tuple[float, Scope]]) -> bool:
-        """Whether one of the deletions, each after its time, takes this answer along, which is about to be stored.
+    def is_forgotten(self, deletions: Iterable[tuple[int, Scope]], whole: int) -> bool:
+        """Whether one of the deletions since its request began takes this answer along, which is about to be stored.
 
-        One that its request lasted over does, by tenant and session. A search is in what was whole when it ran: what it
-        looked for nobody knows any more, so that all of that goes.
+        It does by tenant and session. A search is in what was whole when it ran, before which deletion `whole` was the
+        last: what it looked for nobody knows any more, so that all of that goes.
         """
         return any(
-            at >= (self.created_at if scope.searched else self.since)
+            (number > whole or not scope.searched)
             and scope.concerns_tenant(self.tenant)
             and scope.covers(self.session, self.created_at)
-            for at, scope in deletions
+            for number, scope in deletions
         )
 
 

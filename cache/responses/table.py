@@ -58,10 +58,17 @@ _FURTHER: Kinds = (("previous", str | None), ("backend", str | None))
 class DatabaseResponses:
     """A `ResponseStore` in a database."""
 
-    def __init__(self, database: Database, limits: ResponseLimits, refuses: Refuses | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        limits: ResponseLimits,
+        refuses: Refuses | None = None,
+        history: deletion_log.History | None = None,
+    ) -> None:
         self._table = SideTable(database, responses, "stored responses")
         self._limits = limits
         self._refuses = refuses
+        self._history = history or deletion_log.History()
         self._lock = threading.Lock()
         self._added = limits.total  # bytes since the bounds were checked: the first answer checks them
         self._expires_at = time.monotonic()
@@ -72,7 +79,8 @@ class DatabaseResponses:
             return False
         with self._table.writing() as connection:
             # What another process, or this one, deleted while the answer waited here must not come back.
-            if stored.is_forgotten(deletion_log.after(connection, stored.since)):
+            deletions = deletion_log.since(connection, self._history.known(stored.since))
+            if stored.is_forgotten(deletions, self._history.known(stored.created_at)):
                 return False
             self._table.create(connection)
             names = ("id", "tenant", "session", "created_at", "previous", "backend")

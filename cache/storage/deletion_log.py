@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +34,29 @@ class SelectedRows:
 
     ids: list[int] = field(default_factory=list)
     last: int = 0
+
+
+class History:
+    """Which deletion was the last that this process knew of, at any time since it opened the database.
+
+    It counts seconds by a clock that nobody sets.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self._noted = deque([(-math.inf, number)], maxlen=_KEPT)
+
+    @property
+    def last(self) -> int:
+        return self._noted[-1][1]
+
+    def note(self, number: int) -> None:
+        if number > self.last:
+            self._noted.append((time.monotonic(), number))
+
+    def known(self, time_: float) -> int:
+        """The last deletion that was known at a time, in seconds since 1970 by the clock as it is now."""
+        until = time.monotonic() - max(0.0, time.time() - time_)
+        return next((number for at, number in reversed(self._noted) if at <= until), 0)
 
 
 def last(connection: sa.Connection) -> int:

@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -61,6 +61,7 @@ class DatabaseToolTurns:
         seconds: float | None,
         total: int,
         tenant: int,
+        history: deletion_log.History | None = None,
     ) -> None:
         self._table = SideTable(database, tool_turns, "what was learned about tools")
         self._refuses = refuses
@@ -69,6 +70,8 @@ class DatabaseToolTurns:
         self._lock = threading.Lock()  # of what waits
         self._writing = threading.Lock()  # taken before the other, and by one writer at a time
         self._waiting: dict[str, StoredTurn] = {}  # counted as stored
+        self._history = history or deletion_log.History()
+        self._known: dict[str, int] = {}  # the last deletion that was known when each came
         self._look_at = time.monotonic()
         self._added = 0  # bytes since the last look
         self._closed = False
@@ -79,6 +82,7 @@ class DatabaseToolTurns:
             return False
         with self._lock:
             self._waiting[turn.id] = turn
+            self._known[turn.id] = self._history.last
             while len(self._waiting) > _WAITING:
                 del self._waiting[next(iter(self._waiting))]
         return True
@@ -157,13 +161,14 @@ class DatabaseToolTurns:
                 self._table.create(connection)
                 with self._lock:  # what is forgotten from now on is forgotten in a later transaction
                     turns = list(self._waiting.values())
-                rows = [_row(turn) for turn in _left(connection, turns)]
+                rows = [_row(turn) for turn in _left(connection, turns, self._known)]
                 insert = self._table.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
                 self._table.rows.execute(connection, insert, rows)
             self.generation += len(rows) < len(turns)
             with self._lock:
                 for turn in turns:
                     self._waiting.pop(turn.id, None)
+                self._known = {id: number for id, number in self._known.items() if id in self._waiting}
             self._added += sum(turn.size for turn in turns)
 
     def _keep_bounds(self) -> None:
@@ -214,15 +219,20 @@ class DatabaseToolTurns:
         return self._table
 
 
-def _left(connection: sa.Connection, turns: Sequence[StoredTurn]) -> list[StoredTurn]:
-    """The turns without those that a process, perhaps another, has forgotten since: they waited where it cannot see."""
-    forgotten = deletion_log.after(connection, min((turn.created_at for turn in turns), default=time.time()))
+def _left(connection: sa.Connection, turns: Sequence[StoredTurn], known: Mapping[str, int]) -> list[StoredTurn]:
+    """The turns without those that a process, perhaps another, has forgotten since: they waited where it cannot see.
+
+    `known` is, by id, the last deletion of before.
+    """
+    deletions = deletion_log.since(connection, min((known[turn.id] for turn in turns), default=0))
     return [
         turn
         for turn in turns
         if not any(
-            turn.created_at <= at and scope.concerns_tenant(turn.tenant) and scope.covers(turn.session, turn.created_at)
-            for at, scope in forgotten
+            number > known[turn.id]
+            and scope.concerns_tenant(turn.tenant)
+            and scope.covers(turn.session, turn.created_at)
+            for number, scope in deletions
         )
     ]
 

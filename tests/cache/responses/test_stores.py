@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agentspec.cache.responses.table import DatabaseResponses
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.sqlite import MemoryDatabase, SqliteDatabase
 from agentspec.cache.storage.tables import prepare
+from agentspec.cache.tool_turns import new_turn
 
 Open = Callable[..., Any]
 
@@ -176,6 +178,29 @@ def test_what_was_forgotten_meanwhile_is_not_stored(location: Path | None, condi
         cache.forget(**conditions)
         assert [id for id, one in answers.items() if not cache.responses.put(one)] == refused
         assert cache.responses.put(make("new", session="s"))
+
+
+@pytest.mark.parametrize("hours", [-2, 2])
+@pytest.mark.parametrize("when", ["before the deletion", "after it"])
+def test_a_clock_that_is_set_hides_no_deletion(
+    location: Path | None, monkeypatch: pytest.MonkeyPatch, hours: int, when: str
+) -> None:
+    clock, begun = time.time, time.monotonic()
+    with SuffixCache.open(location) as cache:
+        turn = new_turn("a", "agent", "s", "a secret")
+        cache.tool_turns.put(turn)
+        for step in ("before the deletion", "after it"):
+            if step == "after it":
+                with SuffixCache.open(location) if location else nullcontext(cache) as other:
+                    other.forget(session="s")
+            if step == when:
+                monkeypatch.setattr(time, "time", lambda: clock() + 3600.0 * hours)
+        now = time.time()
+        assert not cache.responses.put(make("r", session="s", created_at=now, begun=now - (time.monotonic() - begun)))
+        cache.tool_turns.flush()
+        assert cache.tool_turns.read("a", "agent", [turn.id]) == []
+        cache.forget(session="another")  # from here on it is known
+        assert cache.responses.put(make("r", session="s", created_at=time.time()))
 
 
 def test_what_a_damaged_name_owns_keeps_no_bound_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

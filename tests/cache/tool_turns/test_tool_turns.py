@@ -228,6 +228,7 @@ def test_what_waits_is_forgotten_by_another_process_too(location: str | Path) ->
         put = [made(session=session) for session in ("s1", "s1", "s2")]
         assert all(one.tool_turns.put(turn) for turn in put)
         other.forget(session="s1")
+        one._opened_state().note_deletions()  # as twice a second
         one.tool_turns.put(later := made(session="s1"))
         one.flush()
         assert kept(other.tool_turns) == [put[2], later]
