@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message, Usage
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.http import Room, UpstreamResponse
@@ -159,10 +159,6 @@ class Forwards(Protocol):
     @property
     def needs_salt(self) -> bool:
         """Whether each request must carry its tenant's salt, since several tenants share the server's caches."""
-        ...
-
-    def observe_answer(self, tenant: str, labels: Labels, usage: Usage | None) -> None:
-        """Learn from a forwarded answer how long the answers of its step are."""
         ...
 
     async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:

@@ -154,7 +154,9 @@ class OpenAISettings(SettingsModel):
     session_headers: tuple[Annotated[str, Field(pattern=r"^x-[a-z0-9-]{1,62}$")], ...] = Field(
         default=(), description="Headers in which a router in front of it looks for the session's name"
     )
-    dynamo: bool = Field(default=False, description="Whether it is NVIDIA Dynamo, which is told of sessions and hints")
+    dynamo: bool = Field(
+        default=False, description="Whether it is NVIDIA Dynamo, which is sent sessions and priorities"
+    )
     priority: Literal["off", "auto", "lowest_first", "highest_first"] = Field(
         default="off",
         description="Which `priority` it serves first, so that clients may send one (0: first); auto: its kind's."

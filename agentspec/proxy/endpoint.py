@@ -188,7 +188,6 @@ class GenerationEndpoint:
         exchange.release()
         scope, send, deadline = exchange.scope, exchange.send, exchange.deadline
         await pass_through(scope, send, backend, self.path, body, deadline, inspector, account=exchange.account)
-        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""

@@ -15,9 +15,8 @@ from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Ca
 from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Endpoint, Room, Transport, UpstreamResponse
 from agentspec.backends.http.failures import decode_json, status_error
 from agentspec.backends.openai import hints
-from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
-from agentspec.backends.openai.latency import GOAL, GoalDetector, goal_fields
+from agentspec.backends.openai.latency import GOAL, goal_fields
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
@@ -32,7 +31,7 @@ from agentspec.protocol.deltas import CallNumbers, merged, size_of, to_delta
 from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, policy_of, read_labels
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Usage
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
@@ -45,8 +44,7 @@ class OpenAIBackend:
     """An OpenAI-compatible endpoint. Stateless apart from its connections; safe to use from several event loops.
 
     Errors call the endpoint `name`; without a name, by its address. The API key comes from the settings or a key file
-    and appears in no `repr`, message or log. `address` is the one to connect to, if the URL's host has several; servers
-    of one pool share what is known of the `lengths` of answers.
+    and appears in no `repr`, message or log. `address` is the one to connect to, if the URL's host has several.
     Raises `ConfigurationError` when the key file cannot be read.
     """
 
@@ -57,14 +55,11 @@ class OpenAIBackend:
         name: str | None = None,
         transport: Transport | None = None,
         address: str | None = None,
-        lengths: AnswerLengths | None = None,
     ) -> None:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport, address=address)
         self._detector = ServerDetector(self._endpoint, settings)
-        self._goals = GoalDetector(self._endpoint, self._detector)
         self._routes = RouteDetector(self._endpoint, settings)
-        self._lengths = lengths or AnswerLengths()
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
@@ -119,7 +114,6 @@ class OpenAIBackend:
             aclosing(self.deltas(response)) as deltas,
         ):
             async for delta in deltas:
-                self.observe_answer(request.tenant, request.labels, delta.usage)
                 yield delta
 
     async def deltas(self, response: UpstreamResponse, room: Room | None = None) -> AsyncGenerator[Delta]:
@@ -226,8 +220,7 @@ class OpenAIBackend:
         session = self._own_labels(tenant, labels).session if self.settings.session_names else None
         if self._apart and not isinstance(given.get(hints.SESSION), (str, NoneType)):
             raise InvalidRequestError(f"{hints.SESSION} must be a string", param=hints.SESSION)
-        length = self._lengths.expected(tenant, labels)
-        if not (added or predicts or hurries or session or length or hints.PRIORITY in given):
+        if not (added or predicts or hurries or session or hints.PRIORITY in given):
             return {}
         kind = await self._detector.kind()
         if (given.get(hints.SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
@@ -236,20 +229,14 @@ class OpenAIBackend:
         if predicts and kind == "vllm":
             model = self.settings.model or str(given.get("model"))
             fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
-        if hurries and kind == "vllm" and await self._goals.keeps():
+        if hurries and kind == "vllm" and await self._detector.keeps_latency():
             fields |= goal_fields({**given, **fields})
-        fields |= hints.session_fields(kind, session, given) | hints.priority_fields(self.settings, kind, given)
-        return fields | (hints.hint_fields({"osl": length}, {**given, **fields}) if length else {})
+        return fields | hints.session_fields(kind, session, given) | hints.priority_fields(self.settings, kind, given)
 
     @property
     def needs_salt(self) -> bool:
         """Whether requests must carry a salt, which only chats, completions, responses and embeddings can."""
         return self._apart is not None
-
-    def observe_answer(self, tenant: str, labels: Labels, usage: Usage | None) -> None:
-        """Learn from an answer how long those of its step are."""
-        if usage is not None and self.settings.dynamo:
-            self._lengths.observe(tenant, labels, usage.completion_tokens)
 
     async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:
         """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
@@ -266,7 +253,7 @@ class OpenAIBackend:
 
     async def keeps_latency(self, path: str) -> bool:
         """Whether the upstream's drafts serve latency goals first: it runs our drafter, and can be told them there."""
-        return path in _LABELLED and self.settings.vllm_labels and await self._goals.keeps()
+        return path in _LABELLED and self.settings.vllm_labels and await self._detector.keeps_latency()
 
     def tokenizer_of(self, model: str) -> ServerTokenization:
         """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""

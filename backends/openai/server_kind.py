@@ -8,6 +8,7 @@ import time
 from typing import Any, Literal
 
 from agentspec.backends.http import MAX_LIST_BYTES, Endpoint, decode_json
+from agentspec.backends.openai.vllm import read_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError
 
@@ -16,6 +17,7 @@ FRESH_SECONDS = 60.0  # how long a detection result holds: another server may re
 RETRY_SECONDS = 5.0
 LOOK_SECONDS = 2.0
 _OWNERS: tuple[ServerKind, ...] = ("vllm", "sglang")
+_DRAFTER = ("agentspec", "suffix")  # the drafter, and the method whose chains serve a latency goal first
 
 
 class ServerDetector:
@@ -29,6 +31,8 @@ class ServerDetector:
         self._looked_for = tuple(kind for kind in _OWNERS if getattr(settings, kind) != "off")
         self._kind: ServerKind | None = configured_kind(settings)
         self._until = 0.0 if self._kind is None else math.inf
+        self._keeps_latency: bool | None = None
+        self._look_at = 0.0  # when to ask for the drafter again
 
     @property
     def known(self) -> ServerKind | None:
@@ -55,6 +59,22 @@ class ServerDetector:
     async def is_vllm(self) -> bool:
         """Whether it is vLLM. One that has never answered counts as another, and gets no field it might refuse."""
         return "vllm" in self._looked_for and await self.kind() == "vllm"
+
+    async def keeps_latency(self) -> bool:
+        """Whether its drafts serve latency goals first: our plug-in drafts in vLLM, as its metrics say. False for one
+        that has not answered; asks it, for at most `LOOK_SECONDS`, if no result holds.
+        """
+        if not await self.is_vllm():
+            return False
+        if (now := time.monotonic()) >= self._look_at:
+            if self._keeps_latency is not None:
+                self._look_at = now + RETRY_SECONDS  # meanwhile other requests use the last result
+            metrics = await read_metrics(self._endpoint, LOOK_SECONDS)
+            self._look_at = time.monotonic() + (RETRY_SECONDS if metrics is None else FRESH_SECONDS)
+            if metrics is not None:
+                drafter = metrics.drafter
+                self._keeps_latency = drafter is not None and (drafter.name, drafter.method) == _DRAFTER
+        return bool(self._keeps_latency)
 
 
 def configured_kind(settings: OpenAISettings) -> ServerKind | None:

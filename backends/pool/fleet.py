@@ -14,7 +14,7 @@ from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings, PoolSpec
-from agentspec.backends.pool.watch import Watch
+from agentspec.backends.pool.watch import PoolWatch
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.placement import POLICIES
@@ -47,8 +47,8 @@ class Fleet:
         self._of_parent: object = None
         _fleets.add(self)
 
-    def _new_watch(self) -> Watch:
-        return Watch(list(self.servers.values()), self._settings, monotonic)
+    def _new_watch(self) -> PoolWatch:
+        return PoolWatch(list(self.servers.values()), self._settings, monotonic)
 
     def leave_behind(self) -> None:
         """Begin anew in a forked process: what looks after the servers, and the calls to them, ran in the parent. That

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from agentspec.backends.openai.answer_lengths import AnswerLengths
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.discovery import Address, DiscoveryError, discover, listed
 from agentspec.backends.pool.member import PoolMember
@@ -37,7 +36,6 @@ class Servers:
         self.looked = False  # at least once, to the end
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
-        self._lengths = AnswerLengths()
         self._complaint = ""
         self._drained: set[str] = set()
         if not settings.has_several_servers:
@@ -84,7 +82,7 @@ class Servers:
 
     def _member(self, address: Address) -> PoolMember:
         settings = self.settings.for_server(address.url)
-        backend = OpenAIBackend(settings, name=self.name, address=address.connect, lengths=self._lengths)
+        backend = OpenAIBackend(settings, name=self.name, address=address.connect)
         if self._isolation is not None:
             backend.isolate(self._isolation)
         if self._most_tokens is not None:

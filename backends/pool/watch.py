@@ -22,7 +22,7 @@ TICK_SECONDS = 0.25
 NO_METRICS_SECONDS = 60.0  # until a server that shows no metrics is asked again
 
 
-class Watch:
+class PoolWatch:
     """The task that does it, in the event loop of the first call. `clock` is in seconds."""
 
     def __init__(self, servers: Sequence[Servers], settings: FleetSettings, clock: Callable[[], float]) -> None:

@@ -48,7 +48,6 @@ class MessagesEndpoint(GenerationEndpoint):
         exchange.release()
         scope, send, account, inspector = exchange.scope, exchange.send, exchange.account, MessagesInspector()
         await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
-        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
@@ -64,7 +63,6 @@ class MessagesEndpoint(GenerationEndpoint):
         writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
         exchange.release()
         await self._answer(deltas, writer, exchange)
-        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, record.usage)
 
     async def _chat(self, exchange: Exchange, backend: Forwards, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""

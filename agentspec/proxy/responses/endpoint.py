@@ -69,7 +69,6 @@ class ResponsesEndpoint(GenerationEndpoint):
             headers = request_headers(exchange.scope, exchange.record)
             native = not several and await backend.has_route(RESPONSES, headers, exchange.caller.off)
         await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
-        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _pass(self, exchange: Exchange, backend: Forwards) -> None:
         """Pass the bytes of the request to the upstream, and those of its answer back."""

@@ -17,7 +17,7 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.load import ServerLoad
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.pool.watch import TICK_SECONDS, Watch
+from agentspec.backends.pool.watch import TICK_SECONDS, PoolWatch
 from agentspec.backends.settings import OpenAISettings
 
 MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
@@ -28,9 +28,9 @@ async def answering(content: bytes, status: int = 200) -> httpx.Response:
     return httpx.Response(status, content=content)
 
 
-def watching(made: Any, **settings: Any) -> Watch:
+def watching(made: Any, **settings: Any) -> PoolWatch:
     fleet = made.pool.fleet.model_copy(update=settings)
-    return Watch(made.servers, fleet, asyncio.get_running_loop().time)
+    return PoolWatch(made.servers, fleet, asyncio.get_running_loop().time)
 
 
 def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(

@@ -127,20 +127,3 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: py
     assert len(set(told)) == 2 and len({name for _, name in told}) == 2
     odd = post(running, body={**BODY, "session_id": 5}, authorization="Bearer aaa")
     assert odd.status_code == 400 and odd.json()["error"]["param"] == "session_id"
-
-
-def test_dynamo_is_told_how_long_the_answers_of_a_step_were(gateway: Any, upstream: Any) -> None:
-    answer = {
-        "choices": [{"message": {"content": "Hi"}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 40},
-    }
-    server = upstream(
-        lambda request: request.answer(json.dumps(answer).encode(), 200 if "chat" in request.target else 404)
-    )
-    running = gateway({}, through(server.url, dynamo=True))
-    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/responses"):
-        body = {"model": BODY["model"], "input": "hi"} if path == "/v1/responses" else BODY
-        assert post(running, path, body, **CLAUDE).status_code == 200
-    assert asked(server).json["nvext"] == {"agent_hints": {"osl": 40}}
-    post(running, **{"x-claude-code-session-id": "s1"})
-    assert "nvext" not in asked(server).json

@@ -140,7 +140,7 @@ def test_a_strategy_asks_a_pool_as_it_asks_a_server(gateway: Any, upstream: Any)
     servers = [upstream(refusing_chats), upstream(working)]
     upstreams = backends(*(one.url for one in servers), model="m")
     strategy = STRATEGIES["specreason"].model_validate(
-        {"strategy": "specreason", "base": "m", "small": "m", "base_template": "plain"}
+        {"strategy": "specreason", "base": "m", "small": "m", "base_template": "plain", "small_template": "plain"}
     )
     models = {"m": ModelSettings(backends=tuple(upstreams), placement="round_robin"), "fast": strategy}
     running = gateway({}, Settings(backends=upstreams, models=models))
