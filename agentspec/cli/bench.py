@@ -195,7 +195,7 @@ def reasoning(
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the prediction into this PNG or SVG file")] = None,
 ) -> None:
-    """Measure what delegating steps of thinking costs, and predict what it brings (see also `reasoning calibrate`)."""
+    """Measure what delegating steps of thinking costs, and predict what it brings."""
     from agentspec.benchmarks.reasoning import Speeds, read_steps, run_reasoning
 
     def measure(progress: Progress) -> Any:

@@ -59,7 +59,9 @@ def all_checks(settings: Settings) -> Iterator[Check]:
         yield check_model(name, run_here)
         if isinstance(run_here, TorchSettings):
             yield from check_adapter(name, run_here)
-            yield from check_drafters(name, run_here)
+            if run_here.draft_model is not None and run_here.max_draft_tokens:
+                drafting = run_here.model_copy(update={"model": run_here.draft_model})
+                yield check_model(name, drafting, setting="draft_model")
     yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
@@ -171,16 +173,6 @@ def check_adapter(name: str, settings: TorchSettings) -> Iterator[Check]:
         yield Check(label, "fail", "adapters need the package peft", install_advice("lora"))
         return
     yield Check(label, "ok", f"{folder} is merged into {settings.model} when it is loaded")
-
-
-def check_drafters(name: str, settings: TorchSettings) -> Iterator[Check]:
-    """The drafters of the backend, and whether its draft model is ready."""
-    if settings.max_draft_tokens == 0:
-        yield Check(f"{name}: drafters", "note", "none: max_draft_tokens is 0")
-        return
-    yield Check(f"{name}: drafters", "ok", ", ".join(settings.drafter_names(cache=True)))
-    if settings.draft_model is not None:
-        yield check_model(name, settings.model_copy(update={"model": settings.draft_model}), setting="draft_model")
 
 
 def check_model(name: str, settings: TorchSettings | EncoderSettings, *, setting: str = "model") -> Check:

@@ -15,7 +15,6 @@ from agentspec.cli.doctor.checks import (
     all_checks,
     check_adapter,
     check_device,
-    check_drafters,
     check_extra,
     check_folder,
     check_knowledge,
@@ -165,15 +164,12 @@ def test_adapters(tmp_path):
     assert check.state == "ok" and str(tmp_path) in check.detail
 
 
-def test_drafters(tmp_path):
-    (check,) = check_drafters("local", TorchSettings())
-    assert check.detail == "suffix, prediction"
-    (check,) = check_drafters("local", TorchSettings(max_draft_tokens=0))
-    assert check.state == "note"
+def test_a_draft_model_is_checked_like_the_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
     (tmp_path / "config.json").touch()
-    names, model = check_drafters("local", TorchSettings(draft_model=str(tmp_path)))
-    assert names.detail == "suffix, prediction, model"
-    assert model.name == "local: draft model" and model.advice == "correct backends.local.draft_model"
+    settings = Settings(backends={"local": TorchSettings(draft_model=str(tmp_path))})
+    found = {check.name: check for check in all_checks(settings)}
+    assert found["local: draft model"].advice == "correct backends.local.draft_model"
 
 
 def test_a_model_that_is_here(model_folder, tmp_path, monkeypatch):
