@@ -17,7 +17,7 @@ from agentspec.protocol.validation import (
     Refused,
     Text,
     must,
-    shown_name,
+    refuse_unknown,
     validated,
     wrong_type,
 )
@@ -86,10 +86,7 @@ def parse_message(value: Any, name: str) -> dict[str, Any]:
         known = ", ".join(ROLES)
         raise InvalidRequestError(f"{name}.role is not supported by this model; known: {known}", param=f"{name}.role")
     model = _MODELS.get(role, _Message)
-    for key, given in value.items():
-        if key != "role" and key not in model.model_fields and given not in (None, [], ""):
-            shown = f"{name}.{shown_name(key)}"
-            raise InvalidRequestError(f"{shown} is not supported by this model", param=shown)
+    refuse_unknown(value, {"role", *model.model_fields}, name)
     message = model.parse(_tidied(value) if role == "assistant" else value, name)
     return {"role": ROLES[role], **message.template_fields(), "content": message.content}
 

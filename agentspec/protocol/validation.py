@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -148,20 +148,22 @@ class Body(Model):
     @classmethod
     def finish(cls, body: Mapping[str, Any]) -> None:
         """Raise `InvalidRequestError` for a field of `body` that is neither declared nor known to be inert."""
-        for name, value in body.items():
-            if name not in cls.model_fields and name not in INERT and value is not None:
-                raise unknown_field(name, (*cls.model_fields, *INERT))
+        refuse_unknown(body, {*cls.model_fields, *INERT})
 
     def given(self, *names: str) -> dict[str, Any]:
         """The fields among `names` that the request sets."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def unknown_field(name: str, known: Iterable[str]) -> InvalidRequestError:
-    """The error for a field that nobody acts on, with the one of the `known` names that was probably meant."""
-    shown = shown_name(name)
-    message = f"the field {shown!r} is not known or not supported by this model{suggestion(shown, known)}"
-    return InvalidRequestError(message, param=shown)
+def refuse_unknown(value: Mapping[str, Any], known: Collection[str], name: str = "") -> None:
+    """Raise `InvalidRequestError` for a member of the object `name` (of a request without one) that is not `known` and
+    says something: null and what is empty say nothing.
+    """
+    for key, given in value.items():
+        if key not in known and given not in (None, "", [], {}):
+            path = f"{name}.{shown_name(key)}" if name else shown_name(key)
+            message = f"{path} is not known or not supported by this model{suggestion(key[:80], known)}"
+            raise InvalidRequestError(message, param=path)
 
 
 def wrong_type(name: str, expected: str, value: Any) -> InvalidRequestError:

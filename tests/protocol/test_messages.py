@@ -55,7 +55,7 @@ def test_messages_as_templates_read_them(message: dict[str, Any], read: dict[str
             {"role": "user", "content": "\ud800"},
             "messages[0].content holds half a surrogate pair, which is not text",
         ),
-        ({"role": "user", "content": "a", "é": 1}, "messages[0].? is not supported by this model"),
+        ({"role": "user", "content": "a", "é": 1}, "messages[0].? is not known or not supported by this model"),
         (
             {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]},
             "messages[0].tool_calls[0].function.arguments must be a string, not an object",

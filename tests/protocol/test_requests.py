@@ -151,7 +151,7 @@ def test_inert_fields_change_nothing(field: str, value: Any) -> None:
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"audio": {}}, "audio"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"verbosity": "loud"}, "verbosity"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
@@ -272,7 +272,7 @@ def test_the_local_engine_acts_on_the_extra_fields_of_a_client_in_this_process()
         return_prompt=True,
     )
     assert with_extra(request) is request
-    for refused in ({"top_k": 3}, {"messages": []}, {"priority": "high"}):
+    for refused in ({"top_k": 3}, {"messages": [{}]}, {"priority": "high"}):
         with pytest.raises(InvalidRequestError):
             with_extra(replace(request, extra=refused))
 
@@ -349,10 +349,10 @@ def test_logprobs_are_a_number_here() -> None:
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"n": 0}, "n"),
         ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"tools": []}, "tools"),
+        ({"tools": [TOOL]}, "tools"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"messages": []}, "messages"),
+        ({"messages": [{}]}, "messages"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
         ({"prompt_embeds": "x"}, "prompt_embeds"),
     ],

@@ -79,7 +79,7 @@ def test_null_is_absent_and_only_what_is_given_counts() -> None:
 
 def test_unknown_fields_are_refused_at_the_end() -> None:
     Sample.finish({"size": 1, "user": "inert", "other": None})
-    with pytest.raises(InvalidRequestError, match=r"the field 'caf\?' is not known") as caught:
+    with pytest.raises(InvalidRequestError, match=r"caf\? is not known") as caught:
         Sample.finish({"café": 1})
     assert caught.value.param == "caf?"
     with pytest.raises(InvalidRequestError, match=r"by this model; did you mean 'size'\?$") as caught:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
-from agentspec.protocol.validation import NOT_TEXT, is_text, shown_name, wrong_type
+from agentspec.protocol.validation import NOT_TEXT, is_text, refuse_unknown, shown_name, wrong_type
 
 # Claude Code marks messages that it inserts itself with roles of its own.
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
@@ -64,7 +64,7 @@ def _message(value: Any, name: str, images: bool) -> Iterator[dict[str, Any]]:
         raise InvalidRequestError(f"{name}.role must be user, assistant or system", param=f"{name}.role")
     role = _ROLES[role]
     configures = role == "system" and value.get("output_config") is not None
-    _only_known(value, {"role", "content", *(("output_config",) if configures else ())}, name)
+    refuse_unknown(value, {"role", "content", *(("output_config",) if configures else ())}, name)
     kinds = _OF_ROLE[role] if images else tuple(kind for kind in _OF_ROLE[role] if kind != "image")
     blocks = list(_blocks(value.get("content"), f"{name}.content", kinds))
     if role == "assistant":
@@ -150,7 +150,7 @@ def _checked(block: Any, name: str, kinds: Sequence[str]) -> Block:
         shown = shown_name(kind) if isinstance(kind, str) else "?"
         what = "images are not read by this model" if kind == "image" else f"a block of type {shown!r} is not supported"
         raise InvalidRequestError(f"{name}: {what} here; known: {known}", param=f"{name}.type")
-    _only_known(block, _FIELDS[kind] | _INERT | {"type"}, name)
+    refuse_unknown(block, _FIELDS[kind] | _INERT | {"type"}, name)
     _check_fields(block, kind, name)
     return block
 
@@ -196,10 +196,3 @@ def _text(value: Any, name: str) -> str:
     if not is_text(value):
         raise InvalidRequestError(f"{name}{NOT_TEXT}", param=name)
     return value
-
-
-def _only_known(value: Block, known: set[str], name: str) -> None:
-    for key, given in value.items():
-        if key not in known and given not in (None, [], ""):
-            shown = f"{name}.{shown_name(key)}"
-            raise InvalidRequestError(f"{shown} is not supported by this model", param=shown)

@@ -22,8 +22,7 @@ from agentspec.protocol.validation import (
     Number,
     Texts,
     must,
-    shown_name,
-    unknown_field,
+    refuse_unknown,
     validated,
     wrong_type,
 )
@@ -123,7 +122,7 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
     chat |= _output(fields)
     told = _template_arguments(body, thinking)
     chat |= told if limits.templated else {}
-    _refuse_unknown(body)
+    refuse_unknown(body, {*_MessagesBody.model_fields, *PASSED, *INERT})
     return MessagesRequest(
         chat,
         names=ToolNames() if limits.templated else limited_names(chat),
@@ -169,10 +168,7 @@ def _output(fields: _MessagesBody) -> dict[str, Any]:
 def _config(value: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
     """The object `value`, which may set the `known` fields."""
     config = {} if value is None else validated(_OBJECT, value, name)
-    for key, given in config.items():
-        if key not in known and given is not None:
-            param = f"{name}.{shown_name(key)}"
-            raise InvalidRequestError(f"{param} is not supported by this model", param=param)
+    refuse_unknown(config, known, name)
     return config
 
 
@@ -211,10 +207,3 @@ def _template_arguments(body: Mapping[str, Any], thinking: Mapping[str, Any]) ->
     if not thinking:
         return {}
     return {"chat_template_kwargs": {"enable_thinking": thinking["type"] != "disabled", **(own or {})}}
-
-
-def _refuse_unknown(body: Mapping[str, Any]) -> None:
-    for name, value in body.items():
-        if value in (None, []) or name in INERT or name in PASSED or name in _MessagesBody.model_fields:
-            continue
-        raise unknown_field(name, (*_MessagesBody.model_fields, *PASSED, *INERT))

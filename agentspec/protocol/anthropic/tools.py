@@ -8,7 +8,7 @@ from typing import Any
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
 from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
-from agentspec.protocol.validation import shown_name, wrong_type
+from agentspec.protocol.validation import refuse_unknown, shown_name, wrong_type
 
 # `defer_loading` saves tokens of a prompt by a search that only Anthropic's servers do: here all tools are shown.
 _INERT = {"cache_control", "defer_loading", "eager_input_streaming"}
@@ -63,9 +63,7 @@ def _function(tool: Any, name: str) -> dict[str, Any]:
         shown = shown_name(str(kind))
         message = f"{name}: tools of type {shown!r} run on Anthropic's servers, or are known to its models alone"
         raise InvalidRequestError(message, param=f"{name}.type")
-    for key, given in tool.items():
-        if key not in _KNOWN and given is not None:
-            raise InvalidRequestError(f"{name}.{shown_name(key)} is not supported", param=f"{name}.{shown_name(key)}")
+    refuse_unknown(tool, _KNOWN, name)
     for key, kinds, wanted in (
         ("name", str, "a string"),
         ("description", (str, type(None)), "a string"),

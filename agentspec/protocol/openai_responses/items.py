@@ -11,7 +11,17 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
-from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, validated, wrong_type
+from agentspec.protocol.validation import (
+    REQUIRED,
+    Model,
+    Text,
+    kind_of,
+    must,
+    refuse_unknown,
+    shown_name,
+    validated,
+    wrong_type,
+)
 
 MAX_ID = 1024  # of a response; other gateways put routes into theirs
 Item = dict[str, Any]
@@ -125,7 +135,7 @@ def _message(value: Mapping[str, Any], name: str, media: bool) -> Item:
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
         raise InvalidRequestError(f"{name}.role must be one of {', '.join(ROLES)}", param=f"{name}.role")
-    _refuse_others(value, name, {"role", "content", "phase"})
+    refuse_unknown(value, {"role", "content", "phase"} | _INERT, name)
     written = role == "assistant"
     parts = [{"type": "output_text" if written else "input_text", "text": content}] if _is_text(content) else content
     if not isinstance(parts, list):
@@ -163,7 +173,7 @@ def _part(value: Any, name: str, media: bool) -> Item:
 
 def _medium(value: Mapping[str, Any], kind: str, name: str) -> Item:
     """An image or a file, which only an upstream can look at."""
-    _refuse_others(value, name, {*_MEDIA[kind], "detail"})
+    refuse_unknown(value, {*_MEDIA[kind], "detail"} | _INERT, name)
     for key in _MEDIA[kind]:
         if not isinstance(value.get(key), str | None):
             raise wrong_type(f"{name}.{key}", "a string", value[key])
@@ -178,7 +188,7 @@ def _call(value: Mapping[str, Any], kind: str, name: str) -> Item:
     custom = kind == "custom_tool_call"
     call = (_CustomCallItem if custom else _FunctionCallItem).parse(value, name)
     fields = call.model_dump()
-    _refuse_others(value, name, {*fields, "namespace"})
+    refuse_unknown(value, {*fields, "namespace"} | _INERT, name)
     namespace = _Grouped.parse(value, name).namespace
     head = {"id": _id_of(value, name, "ctc" if custom else "fc"), "type": kind, "status": "completed"}
     return {**head, **fields, **({"namespace": namespace} if namespace else {})}
@@ -186,7 +196,7 @@ def _call(value: Mapping[str, Any], kind: str, name: str) -> Item:
 
 def _call_output(value: Mapping[str, Any], kind: str, name: str) -> Item:
     given = _CallOutputItem.parse(value, name)
-    _refuse_others(value, name, {"call_id", "output", "name", "namespace"})
+    refuse_unknown(value, {"call_id", "output", "name", "namespace"} | _INERT, name)
     output = given.output
     if isinstance(output, list):
         output = [_part(part, f"{name}.output[{at}]", False) for at, part in enumerate(output)]
@@ -201,14 +211,14 @@ def _call_output(value: Mapping[str, Any], kind: str, name: str) -> Item:
 
 def _additional_tools(value: Mapping[str, Any], name: str) -> Item:
     given = _AdditionalTools.parse(value, name)
-    _refuse_others(value, name, {"role", "tools"})
+    refuse_unknown(value, {"role", "tools"} | _INERT, name)
     check_json(given.tools, f"{name}.tools")
     return {"id": _id_of(value, name, "at"), "type": ADDITIONAL_TOOLS, "role": given.role, "tools": given.tools}
 
 
 def _reasoning(value: Mapping[str, Any], name: str) -> Item:
     thought = _ReasoningItem.parse(value, name)
-    _refuse_others(value, name, {"summary", "content", "encrypted_content"})
+    refuse_unknown(value, {"summary", "content", "encrypted_content"} | _INERT, name)
     if thought.encrypted_content is not None and not (thought.content or thought.summary):
         message = f"{name}.encrypted_content is not of this server, which cannot read it; leave the item out"
         raise InvalidRequestError(message, param=f"{name}.encrypted_content")
@@ -223,11 +233,3 @@ def _reasoning(value: Mapping[str, Any], name: str) -> Item:
 
 def _id_of(value: Mapping[str, Any], name: str, prefix: str) -> str:
     return _Identified.parse(value, name).id or new_id(prefix)
-
-
-def _refuse_others(value: Mapping[str, Any], name: str, known: set[str]) -> None:
-    """Refuse members of an item that this server would not act on, unless they say nothing."""
-    for key, given in value.items():
-        if key not in known and key not in _INERT and given not in (None, [], "", False):
-            shown = f"{name}.{shown_name(key)}"
-            raise InvalidRequestError(f"{shown} is not supported here", param=shown)

@@ -20,7 +20,7 @@ from agentspec.protocol.openai_responses.tool_names import ToolNames
 from agentspec.protocol.openai_responses.tools import ClientTool, added_tools, chat_tools, client_tools, offered_tools
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
-from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, shown_name, wrong_type
+from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, refuse_unknown, wrong_type
 
 B = TypeVar("B", bound=Body)
 
@@ -288,10 +288,7 @@ def _nested(kind: type[B], value: Mapping[str, Any] | None, name: str) -> B:
     """The object in the field `name`; its errors name the field, and members that it does not have are refused."""
     given = value or {}
     read = kind.parse(given, name)
-    for key, one in given.items():
-        if key not in kind.model_fields and one is not None:
-            shown = f"{name}.{shown_name(key)}"
-            raise InvalidRequestError(f"{shown} is not supported here", param=shown)
+    refuse_unknown(given, [*kind.model_fields], name)
     return read
 
 

@@ -15,7 +15,7 @@ from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, Item
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
 from agentspec.protocol.openai_responses.tool_names import Key, ToolNames, key_of
 from agentspec.protocol.requests import MAX_TOOLS
-from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, shown_name, wrong_type
+from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, refuse_unknown, shown_name, wrong_type
 
 _DESCRIBED = ("description", "parameters", "strict")
 _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
@@ -120,7 +120,7 @@ def _tools(tool: Any, param: str) -> Iterator[ClientTool]:
         yield _tool(tool, param)
         return
     space = _Namespace.parse(tool, param)
-    _refuse_others(tool, param, _Namespace)
+    refuse_unknown(tool, ("type", *_Namespace.model_fields), param)
     for index, inner in enumerate(space.tools):
         name = f"{param}.tools[{index}]"
         if not isinstance(inner, dict):
@@ -132,7 +132,7 @@ def _tool(tool: dict[str, Any], param: str) -> ClientTool:
     kind = tool.get("type")
     if kind == "function":
         given = _FunctionTool.parse(tool, param)
-        _refuse_others(tool, param, (*_DESCRIBED, *_FunctionTool.model_fields))
+        refuse_unknown(tool, ("type", "name", *_DESCRIBED), param)
         return ClientTool(param, given.name, {key: tool[key] for key in _DESCRIBED if tool.get(key) is not None})
     if kind == "custom":
         return _custom(tool, param)
@@ -143,9 +143,9 @@ def _tool(tool: dict[str, Any], param: str) -> ClientTool:
 
 def _custom(tool: dict[str, Any], param: str) -> ClientTool:
     given = _CustomTool.parse(tool, param)
-    _refuse_others(tool, param, _CustomTool)
+    refuse_unknown(tool, ("type", *_CustomTool.model_fields), param)
     form = _InputFormat.parse(given.format or {"type": "text"}, f"{param}.format")
-    _refuse_others(given.format or {}, f"{param}.format", _InputFormat)
+    refuse_unknown(given.format or {}, [*_InputFormat.model_fields], f"{param}.format")
     free = form.type == "text"
     if not (free or form.definition):
         raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
@@ -164,11 +164,3 @@ def _described(form: _InputFormat) -> str:
     if form.type != "grammar":
         return told
     return f"{told} It fits this {_SYNTAXES[form.syntax]}:\n{form.definition}"
-
-
-def _refuse_others(value: Mapping[str, Any], param: str, known: type[Model] | Sequence[str]) -> None:
-    names = known if isinstance(known, Sequence) else [*known.model_fields]
-    for key, given in value.items():
-        if key not in (*names, "type") and given not in (None, False, []):
-            shown = f"{param}.{shown_name(key)}"
-            raise InvalidRequestError(f"{shown} is not supported here", param=shown)

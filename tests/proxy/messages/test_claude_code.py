@@ -222,7 +222,7 @@ def test_recorded_requests_are_answered(shared: tuple[str, FakeBackend], name: s
 
 
 def test_an_effort_that_does_not_exist_is_named(shared: tuple[str, FakeBackend]) -> None:
-    for config, param in (({"effort": "odd"}, "effort"), ({"format": {}}, "format")):
+    for config, param in (({"effort": "odd"}, "effort"), ({"format": {"type": "odd"}}, "format")):
         wrong = {"role": "system", "content": [], "output_config": config}
         refused = post(shared[0], {**FIRST, "messages": [*FIRST["messages"], wrong]})
         assert refused.status_code == 400

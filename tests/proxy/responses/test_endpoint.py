@@ -196,7 +196,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": 5}, "input"),
     ({"input": "word " * 201}, "input"),
-    ({"messages": []}, "messages"),
+    ({"messages": [{}]}, "messages"),
     ({"metadata": {"a": 5}}, "metadata.a"),
     ({"truncation": "auto"}, "truncation"),
     ({"tools": [{"type": "tool_search", "execution": "client"}]}, "tools[0].type"),
