@@ -13,12 +13,12 @@ import sqlalchemy as sa
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deletion import Selection
 from agentspec.cache.responses import ResponseLimits
-from agentspec.cache.responses.table import DatabaseResponses
+from agentspec.cache.responses.table import ResponseStore
 from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
 from agentspec.cache.storage.schema import deletions, meta
 from agentspec.cache.storage.sqlite import STATE, MemoryDatabase, SqliteDatabase
-from agentspec.cache.tool_turns.table import DatabaseToolTurns
+from agentspec.cache.tool_turns.table import ToolTurnStore
 from agentspec.errors import CacheDamagedError, CacheError, CacheVersionError
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class State:
             self._history = deletion_log.History(deletion_log.last(connection))
         refuses = content_filter.matches if content_filter else None
         most = min(_TOOL_TURN_BYTES, responses.total // 2)
-        self.responses = DatabaseResponses(self._database, responses, refuses, self._history)
-        self.tool_turns = DatabaseToolTurns(
+        self.responses = ResponseStore(self._database, responses, refuses, self._history)
+        self.tool_turns = ToolTurnStore(
             self._database, refuses, retention, most, min(most, responses.tenant or most), self._history
         )
         self._erasure: PendingErasure | None = None

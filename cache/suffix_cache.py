@@ -19,16 +19,17 @@ from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest
-from agentspec.cache.responses import ResponseLimits, ResponseStore
+from agentspec.cache.responses import ResponseLimits
 from agentspec.cache.tokens import TokensLike, as_tokens
-from agentspec.cache.tool_turns import ToolTurnStore
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
+    from agentspec.cache.responses.table import ResponseStore
     from agentspec.cache.state import State
     from agentspec.cache.storage.sequence_store import SequenceStore
     from agentspec.cache.sync import StoreSync
+    from agentspec.cache.tool_turns.table import ToolTurnStore
 
 __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
 

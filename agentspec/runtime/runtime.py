@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentspec.backends.pool.backend import PoolBackend
     from agentspec.backends.pool.fleet import Fleet
     from agentspec.cache import SuffixCache
-    from agentspec.cache.responses import KeepsResponses
+    from agentspec.cache.responses.table import ResponseStore
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 
 
@@ -88,7 +88,7 @@ class Runtime:
         return self._cache.get()
 
     @property
-    def responses(self) -> KeepsResponses:
+    def responses(self) -> ResponseStore:
         """The stored answers of the Responses API. Raises `CacheError` if the cache cannot be opened."""
         return self.cache.responses
 

@@ -7,14 +7,18 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from agentspec.cache.tool_turns import StoredTurn, ToolTurnStore, new_turn
+from agentspec.cache.tool_turns import StoredTurn, new_turn
 from agentspec.errors import CacheError
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.launching import worthwhile
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 from agentspec.tools.prediction.observation import LaterScore, TurnObservation
+
+if TYPE_CHECKING:
+    from agentspec.cache.tool_turns.table import ToolTurnStore
 
 _log = logging.getLogger(__name__)
 

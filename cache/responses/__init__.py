@@ -1,5 +1,5 @@
 """Stored answers of the Responses API, by id and tenant."""
 
-from agentspec.cache.responses.stored import KeepsResponses, ResponseLimits, ResponseStore, StoredResponse
+from agentspec.cache.responses.stored import ResponseLimits, StoredResponse
 
-__all__ = ["KeepsResponses", "ResponseLimits", "ResponseStore", "StoredResponse"]
+__all__ = ["ResponseLimits", "StoredResponse"]

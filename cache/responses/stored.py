@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from agentspec.cache.deletion import Scope, Selection, seconds_of
 from agentspec.errors import CacheFormatError, InvalidRequestError
@@ -90,36 +90,6 @@ class StoredResponse:
             and scope.covers(self.session, self.created_at)
             for number, scope in deletions
         )
-
-
-class KeepsResponses(Protocol):
-    """Stored answers. Blocking and thread-safe. All methods raise `CacheError` if the store cannot be used."""
-
-    def put(self, stored: StoredResponse) -> bool:
-        """Store an answer; returns on commit. False if it is too large, if a pattern refuses its text, if it was
-        forgotten meanwhile, or if another tenant has one of that id.
-        """
-        ...
-
-    def get(self, tenant: str, id: str) -> StoredResponse | None:
-        """The tenant's answer of that id; None if there is none or it is too old."""
-        ...
-
-    def delete(self, tenant: str, id: str) -> bool:
-        """Delete the tenant's answer of that id; returns whether there was one."""
-        ...
-
-
-class ResponseStore(KeepsResponses, Protocol):
-    """Stored answers that age, and that are forgotten with the rest of the cache."""
-
-    def forget(self, selection: Selection) -> int:
-        """Delete the answers that a selection covers; returns how many."""
-        ...
-
-    def maintain(self) -> None:
-        """Called periodically: delete what is too old, and finish erasing what was deleted."""
-        ...
 
 
 def packed(stored: StoredResponse) -> bytes | None:

@@ -55,8 +55,11 @@ _KINDS: Kinds = (
 _FURTHER: Kinds = (("previous", str | None), ("backend", str | None))
 
 
-class DatabaseResponses:
-    """A `ResponseStore` in a database."""
+class ResponseStore:
+    """Stored answers that age, and are forgotten with the rest of the cache. Blocking and thread-safe.
+
+    All methods raise `CacheError` if the database cannot be used.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,9 @@ class DatabaseResponses:
         self._expires_at = time.monotonic()
 
     def put(self, stored: StoredResponse) -> bool:
+        """Store an answer; returns on commit. False if it is too large, if a pattern refuses its text, if it was
+        forgotten meanwhile, or if another tenant has one of that id.
+        """
         body = admitted(stored, self._limits, self._refuses)
         if body is None:
             return False
@@ -94,6 +100,7 @@ class DatabaseResponses:
         return True
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:
+        """The tenant's answer of that id; None if there is none or it is too old."""
         with self._table.reading() as connection:
             row = (
                 connection.execute(sa.select(responses).where(*self._mine(tenant, id))).first() if connection else None
@@ -106,6 +113,7 @@ class DatabaseResponses:
         return StoredResponse(*head, **unpacked(row.body, row.id))
 
     def delete(self, tenant: str, id: str) -> bool:
+        """Delete the tenant's answer of that id; returns whether there was one."""
         with self._table.changing() as connection:
             if connection is None:
                 return False
@@ -132,6 +140,7 @@ class DatabaseResponses:
         return len(found)
 
     def maintain(self) -> None:
+        """Called periodically: delete what is too old, and finish erasing what was deleted."""
         if self._limits.seconds is not None and time.monotonic() >= self._expires_at:
             self._expires_at = time.monotonic() + pause_between_looks(self._limits.seconds, _EXPIRY_SECONDS)
             self._expire()

@@ -20,8 +20,6 @@ from agentspec.errors import CacheFormatError
 
 _SOME = 500  # values in one statement
 _KEPT = 1000  # deletions that the log lists one by one
-_CLOCKS = 3600.0  # seconds by which the clocks of processes that delete may differ
-_TIME: Kinds = (("created_at", float | int),)
 _KINDS: Kinds = (
     *((name, str | None) for name in ("tenant", "session", "tokenizer")),
     ("before", float | int | None),
@@ -68,20 +66,6 @@ def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
     """The deletions after `number`, oldest first."""
     query = sa.select(deletions).where(deletions.c.id > number).order_by(deletions.c.id)
     return [(row.id, _scope(row)) for row in connection.execute(query)]
-
-
-def after(connection: sa.Connection, time_: float) -> list[tuple[float, Scope]]:
-    """When deletions were made since a time, in seconds since 1970, and their scopes. Reads the newest, not all."""
-    found: list[tuple[float, Scope]] = []
-    query = sa.select(deletions).order_by(deletions.c.id.desc()).execution_options(yield_per=64)
-    with connection.execute(query) as rows:
-        for row in rows:
-            if is_sound(row, _TIME):
-                if row.created_at < time_ - _CLOCKS:
-                    break
-                if row.created_at >= time_:
-                    found.append((row.created_at, _scope(row)))
-    return found
 
 
 def _scope(row: sa.Row[Any]) -> Scope:

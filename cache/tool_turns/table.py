@@ -47,8 +47,8 @@ _KINDS: Kinds = (
 _ORDER = (tool_turns.c.created_at, tool_turns.c.id)
 
 
-class DatabaseToolTurns:
-    """A `ToolTurnStore` in a database.
+class ToolTurnStore:
+    """Stored turns. Thread-safe. Methods raise `CacheError` if the database cannot be used.
 
     Turns that are put wait in memory for the next `maintain`, and count as stored meanwhile. At most `total` bytes are
     kept, `tenant` of one tenant; of more, the oldest of the tenant that has most go.
@@ -75,9 +75,10 @@ class DatabaseToolTurns:
         self._look_at = time.monotonic()
         self._added = 0  # bytes since the last look
         self._closed = False
-        self.generation = 0
+        self.generation = 0  # changes when this process deletes turns
 
     def put(self, turn: StoredTurn) -> bool:
+        """Keep a turn; returns at once, and what is kept becomes durable soon after. False if it is refused."""
         if self._closed or turn.size > LARGEST or (self._refuses is not None and self._refuses(turn.body)):
             return False
         with self._lock:
@@ -88,6 +89,7 @@ class DatabaseToolTurns:
         return True
 
     def ids(self, tenant: str, agent: str) -> list[str]:
+        """The ids of all turns of an agent, oldest first."""
         theirs = (tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
         with self._lock:  # before the database: what is written meanwhile is found in either place
             waiting = [one.id for one in self._waiting.values() if (one.tenant, one.agent) == (tenant, agent)]
@@ -98,6 +100,7 @@ class DatabaseToolTurns:
         return found + [id for id in waiting if id not in stored]
 
     def read(self, tenant: str, agent: str, ids: Sequence[str]) -> list[StoredTurn]:
+        """Those of the agent's turns that have these ids, oldest first. Damaged ones are logged and left out."""
         with self._lock:
             asked = [self._waiting[id] for id in ids if id in self._waiting]
         waiting = {one.id: one for one in asked if (one.tenant, one.agent) == (tenant, agent)}
@@ -133,6 +136,7 @@ class DatabaseToolTurns:
         return len({*found, *covered})
 
     def maintain(self) -> None:
+        """Called periodically: write what waits, delete what is too old or too much, and finish erasing."""
         self._write()
         if time.monotonic() >= self._look_at or self._added > min(self._total, self._tenant) // 16:
             self._look_at, self._added = time.monotonic() + pause_between_looks(self._seconds, _LOOK_SECONDS), 0
@@ -140,15 +144,18 @@ class DatabaseToolTurns:
         self._table.erase()
 
     def flush(self) -> None:
+        """Write what waits."""
         self._write()
 
     def close(self) -> None:
+        """Write what waits. Nothing is kept or found afterwards."""
         try:
             self._write()
         finally:
             self._closed = True
 
     def leave_behind(self) -> None:
+        """Called in a forked process, which keeps nothing."""
         self._closed = True
         self._waiting.clear()
 

@@ -13,7 +13,7 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.storage.sqlite import MemoryDatabase
 from agentspec.cache.storage.tables import prepare
 from agentspec.cache.tool_turns import new_turn
-from agentspec.cache.tool_turns.table import DatabaseToolTurns
+from agentspec.cache.tool_turns.table import ToolTurnStore
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
 from agentspec.tools.learned import LearnedCalls
 from agentspec.tools.prediction.history import ToolHistory
@@ -125,7 +125,7 @@ def test_a_turn_that_cannot_be_learned_is_left_out() -> None:
 def test_turns_are_learned_while_the_database_is_read() -> None:
     """`begin_turn` reads in another thread: whoever learns meanwhile does not wait, and nothing counts twice."""
 
-    class Slow(DatabaseToolTurns):
+    class Slow(ToolTurnStore):
         def ids(self, tenant: str, agent: str) -> list[str]:
             reading.set()
             assert release.wait(60)

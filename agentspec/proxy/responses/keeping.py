@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from agentspec.cache.responses import KeepsResponses, StoredResponse
+from agentspec.cache.responses import StoredResponse
 from agentspec.errors import AgentSpecError, CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
+
+if TYPE_CHECKING:
+    from agentspec.cache.responses.table import ResponseStore
 
 T = TypeVar("T")
 
@@ -111,7 +114,7 @@ class Keeper:
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
 
     @property
-    def _store(self) -> KeepsResponses:
+    def _store(self) -> ResponseStore:
         return self.runtime.responses
 
 

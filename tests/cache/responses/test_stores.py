@@ -14,9 +14,9 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
-from agentspec.cache.responses import ResponseLimits, ResponseStore, StoredResponse
+from agentspec.cache.responses import ResponseLimits, StoredResponse
 from agentspec.cache.responses import stored as stored_module
-from agentspec.cache.responses.table import DatabaseResponses
+from agentspec.cache.responses.table import ResponseStore
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.sqlite import MemoryDatabase, SqliteDatabase
 from agentspec.cache.storage.tables import prepare
@@ -35,7 +35,7 @@ def memory() -> MemoryDatabase:
 def store(database: Database | None) -> Open:
     """Open a store with these limits."""
     used = database or memory()
-    return lambda **limits: DatabaseResponses(used, ResponseLimits(**limits))
+    return lambda **limits: ResponseStore(used, ResponseLimits(**limits))
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -207,17 +207,17 @@ def test_what_a_damaged_name_owns_keeps_no_bound_waiting(tmp_path: Path, monkeyp
     database = SqliteDatabase(tmp_path)
     database.connect()
     prepare(database)
-    opened = DatabaseResponses(database, ResponseLimits(total=100_000))
+    opened = ResponseStore(database, ResponseLimits(total=100_000))
     looked = 0
 
-    def delete_oldest(self: DatabaseResponses, *given: Any) -> int:
+    def delete_oldest(self: ResponseStore, *given: Any) -> int:
         nonlocal looked
         looked += 1
         assert looked < 1000, "it would go on for ever"
         return original(self, *given)
 
-    original = DatabaseResponses._delete_oldest
-    monkeypatch.setattr(DatabaseResponses, "_delete_oldest", delete_oldest)
+    original = ResponseStore._delete_oldest
+    monkeypatch.setattr(ResponseStore, "_delete_oldest", delete_oldest)
     for number in range(8):
         opened.put(make(f"a{number}", os.urandom(4000).hex()))
     with database.writing() as connection:
@@ -257,7 +257,7 @@ def test_nothing_of_what_was_deleted_is_left_on_disk(tmp_path: Path) -> None:
 
 def test_a_quarter_of_the_disk_is_the_most(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path, disk_bytes=1 << 20, responses_bytes=1 << 30) as cache:
-        assert isinstance(cache.responses, DatabaseResponses)
+        assert isinstance(cache.responses, ResponseStore)
         for number in range(60):
             text = "".join(chr(0x4E00 + (number * 31 + place * 7919) % 20000) for place in range(6000))
             cache.responses.put(make(f"r{number}", text))

@@ -11,13 +11,13 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
-from agentspec.cache.responses.table import DatabaseResponses
+from agentspec.cache.responses.table import ResponseStore
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.sqlite import MemoryDatabase, SqliteDatabase
 from agentspec.cache.storage.tables import prepare
-from agentspec.cache.tool_turns import StoredTurn, ToolTurnStore, new_turn
+from agentspec.cache.tool_turns import StoredTurn, new_turn
 from agentspec.cache.tool_turns import table as table_module
-from agentspec.cache.tool_turns.table import DatabaseToolTurns
+from agentspec.cache.tool_turns.table import ToolTurnStore
 from agentspec.errors import CacheClosedError, CacheUnavailableError
 
 Open = Callable[..., Any]
@@ -33,7 +33,7 @@ def memory() -> MemoryDatabase:
 def store(database: Database | None) -> Open:
     """Open a store with these limits."""
     used = database or memory()
-    return lambda refuses=None, seconds=None, total=1 << 20, tenant=1 << 20: DatabaseToolTurns(
+    return lambda refuses=None, seconds=None, total=1 << 20, tenant=1 << 20: ToolTurnStore(
         used, refuses, seconds, total, tenant
     )
 
@@ -127,7 +127,7 @@ def test_a_tenant_with_much_loses_its_own(tmp_path: Path) -> None:
     database = SqliteDatabase(tmp_path)
     database.connect()
     prepare(database)
-    opened = DatabaseToolTurns(database, None, None, 1 << 20, 4000)
+    opened = ToolTurnStore(database, None, None, 1 << 20, 4000)
     opened.put(small := made("b"))
     for n in range(40):
         opened.put(made(age=100.0 - n))
@@ -157,7 +157,7 @@ def test_a_damaged_row_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixt
     database = SqliteDatabase(tmp_path)
     database.connect()
     prepare(database)
-    opened = DatabaseToolTurns(database, None, None, 1 << 20, 1 << 20)
+    opened = ToolTurnStore(database, None, None, 1 << 20, 1 << 20)
     turns = [made(age=10.0 - n) for n in range(3)]
     for turn in turns:
         opened.put(turn)
@@ -206,7 +206,7 @@ def test_a_database_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     database = SqliteDatabase(tmp_path)
     database.connect()
     prepare(database)
-    opened = DatabaseToolTurns(database, None, None, 1 << 20, 1 << 20)
+    opened = ToolTurnStore(database, None, None, 1 << 20, 1 << 20)
     opened.put(turn := made())
 
     def fails() -> Any:
@@ -244,9 +244,9 @@ def test_what_fails_beside_it_keeps_no_turn_from_being_written(tmp_path: Path, m
     def fail(self: object) -> None:
         raise CacheUnavailableError("a damaged table")
 
-    monkeypatch.setattr(DatabaseResponses, "maintain", fail)
+    monkeypatch.setattr(ResponseStore, "maintain", fail)
     with SuffixCache.open(tmp_path) as cache:
-        assert isinstance(cache.tool_turns, DatabaseToolTurns)
+        assert isinstance(cache.tool_turns, ToolTurnStore)
         cache.tool_turns.put(made())
         with pytest.raises(CacheUnavailableError):
             cache._opened_state().maintain()

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from agentspec.cache.responses import ResponseLimits, StoredResponse
-from agentspec.cache.responses.table import DatabaseResponses
+from agentspec.cache.responses.table import ResponseStore
 from agentspec.cache.storage.sqlite import MemoryDatabase
 from agentspec.cache.storage.tables import prepare
 from agentspec.errors import CacheError
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 ANSWER = StoredResponse("resp_1", "t", time.time())
 
 
-class SlowStore(DatabaseResponses):
+class SlowStore(ResponseStore):
     """Goes on when it may, and tells when a call has ended."""
 
     def __init__(self, *, broken: bool = False) -> None:
