@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import cache_session
 from agentspec.backends.torch.engine.cache_session import HELD, CacheSession
 from agentspec.cache import SuffixCache
-from agentspec.types import GenerateRequest, Labels, Namespace
+from agentspec.cache.index import IndexDrafter
+from agentspec.types import GenerateRequest, Labels, Namespace, SamplingParams
 
 SPACE = Namespace("t", "model")
 PROMPT = list(range(100, 120))
@@ -236,3 +239,19 @@ def test_late_or_not_the_cache_ends_with_the_same(clean: bool, monkeypatch: pyte
                 memory.close(clean=clean)
             seen.append((drafts, replace(cache.stats(), memory_bytes=0)))
     assert seen[0] == seen[1] and (seen[0][1].accepted >= 24) == clean
+
+
+@pytest.mark.anyio
+async def test_only_an_answer_that_ended_teaches_where_answers_end(lab: Any) -> None:
+    async def answered(**sampling: Any) -> list[int]:
+        asked = GenerateRequest("m", text="be kind", sampling=SamplingParams(temperature=0, max_tokens=5, **sampling))
+        return [token async for delta in backend.generate(asked) for token in delta.token_ids]
+
+    with SuffixCache.open() as cache:
+        backend = TorchBackend(lab.loaded, TorchSettings(), cache)
+        tokens = await answered(ignore_eos=True)
+        [partition] = cache._pool.namespaces.partitions()
+        assert len(tokens) == 5 and len(partition.drafter.state()) == len(IndexDrafter().state())
+        assert await answered(stop_token_ids=tokens[1:2]) == tokens[:2]
+        assert partition.drafter.state()[len(IndexDrafter().state())] == tokens[1]
+        await backend.aclose()
