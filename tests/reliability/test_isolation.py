@@ -1,4 +1,4 @@
-"""I1-I4, I8, I9, I11: what a client without a key, or another tenant, can learn or do: nothing."""
+"""I1-I4, I8, I9, I10: what a client without a key, or another tenant, can learn or do: nothing."""
 
 from __future__ import annotations
 
@@ -537,7 +537,7 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-# I11: lossy modes.
+# I10: lossy modes.
 
 LOSSY = {name: kind for name, kind in STRATEGIES.items() if kind.lossy}
 PLAIN = ModelSettings(backend="local")
@@ -545,7 +545,7 @@ DELEGATING = {name: kind for name, kind in LOSSY.items() if "small" in kind.mode
 
 
 @pytest.mark.parametrize("name", DELEGATING)
-def test_i11_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
+def test_i10_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
     model = ThinkingModel(lambda thinking: "step. Answer: 4\n</think>")
     strategy = LOSSY[name](base="large", small="tiny")  # type: ignore[call-arg]
     backends: dict[str, Any] = {each: TorchSettings(model=each) for each in ("large", "tiny")}
@@ -561,7 +561,7 @@ def test_i11_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
             assert "x-agentspec-lossy" not in lossless.headers and '"lossy":true' not in lossless.text
 
 
-def test_i11_lossily_accepted_answers_say_so(gateway: Any, tiny_model: Path) -> None:
+def test_i10_lossily_accepted_answers_say_so(gateway: Any, tiny_model: Path) -> None:
     assert LOSSY.keys() == {*DELEGATING, "lossy_acceptance"}
     local = TorchSettings(model=str(tiny_model), draft_model=str(tiny_model), device="cpu")
     fast = LossyAcceptanceSettings(base="local", tenants=("*",))
@@ -586,7 +586,7 @@ def test_i11_lossily_accepted_answers_say_so(gateway: Any, tiny_model: Path) -> 
 
 
 @pytest.mark.anyio
-async def test_i11_no_request_can_make_an_answer_lossy(tmp_path: Path, tiny_model: Path) -> None:
+async def test_i10_no_request_can_make_an_answer_lossy(tmp_path: Path, tiny_model: Path) -> None:
     """Only the configuration can: without a strategy there, fields that name one are refused, and answers are exact."""
     assert LOSSY and not any(isinstance(model, StrategySettings) for model in Settings().models.values())
     wishes: list[dict[str, Any]] = [{"strategy": "specreason"}, {"lossy": True}, {"threshold": 0}, {"small": "m"}]

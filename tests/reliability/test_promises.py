@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = [f"{group}{number}" for group, count in (("U", 12), ("C", 9), ("I", 11)) for number in range(1, count + 1)]
+CASES = [f"{group}{number}" for group, count in (("U", 12), ("C", 9), ("I", 10)) for number in range(1, count + 1)]
 
 
 @cache
