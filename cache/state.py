@@ -39,10 +39,9 @@ class State:
     def __init__(
         self,
         store: SequenceStore | None,
-        *,
         responses: ResponseLimits,
-        retention: float | None,
-        content_filter: ContentFilter | None,
+        retention: float | None = None,
+        content_filter: ContentFilter | None = None,
     ) -> None:
         self._database = _opened(store)
         with self._database.engine.connect() as connection:

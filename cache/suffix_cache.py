@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
@@ -69,11 +69,7 @@ class SuffixCache:
         )
         self._state: State | None = None
         self._opening_state = threading.Lock()
-        self._state_options: dict[str, Any] = {
-            "responses": responses,
-            "retention": retention,
-            "content_filter": content_filter,
-        }
+        self._limits_of_state = responses, retention, content_filter
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -85,7 +81,6 @@ class SuffixCache:
             from agentspec.cache.sync import StoreSync
 
             self._sync = StoreSync(self._pool, store, self._deleter)
-            self._opened_state()
 
     @classmethod
     def open(
@@ -112,8 +107,7 @@ class SuffixCache:
         memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
         writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode
         "writer" raises `CacheLockedError` and "auto" follows. Where the database cannot be used for now (no permission,
-        no room, no locks, no server), "auto" warns and goes on in memory, and the other modes raise `CacheError`, as a
-        rule `CacheUnavailableError`.
+        no room, no locks, no server), "auto" warns and goes on in memory, and the other modes raise `CacheError`.
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
@@ -134,12 +128,7 @@ class SuffixCache:
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
 
         def started(store: SequenceStore | None, why_not: str | None = None) -> SuffixCache:
-            try:
-                cache = cls(store, default, limits, kept, content_filter, why_not, answers)
-            except BaseException:
-                if store:
-                    store.close()
-                raise
+            cache = cls(store, default, limits, kept, content_filter, why_not, answers)
             try:
                 lifetime.register(cache)
                 cache._start()
@@ -160,10 +149,8 @@ class SuffixCache:
         try:
             try:
                 return opened()
-            except CacheDamagedError:
-                if mode == "follower":
-                    raise
-                return opened()  # which replaces the database, now that the damage is known
+            except CacheDamagedError:  # a writer replaces the database, now that the damage is known
+                return opened()
         except CacheError as error:
             if mode != "auto" or isinstance(error, CacheFormatError):
                 raise
@@ -187,13 +174,13 @@ class SuffixCache:
 
     def _opened_state(self) -> State:
         """In a cache in memory it is opened, and looked after, from its first use on."""
-        if self._state is not None:
+        if self._state:
             return self._state
         from agentspec.cache.state import State
 
         self._pool.require_open()
         with self._opening_state:
-            self._state = self._state or State(self._store, **self._state_options)
+            self._state = self._state or State(self._store, *self._limits_of_state)
         if self._store is None:
             self._maintenance_thread()
         return self._state
@@ -263,9 +250,8 @@ class SuffixCache:
         On return no draft, learned number or stored byte of these sequences is left, and other processes that use the
         database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin anew from their
         next prompt, and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
-        conditions, and `CacheError` when the database cannot be changed: then nothing is deleted, but with
-        `PartlyForgottenError`, all but what a damaged page of a database server holds, or a database that could not be
-        opened.
+        conditions, and `CacheError` when the database cannot be changed: then no sequence is deleted, but with
+        `PartlyForgottenError` what is in memory, where the database could not be opened.
         """
         self._pool.require_open()
         places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
@@ -364,6 +350,7 @@ class SuffixCache:
     def _start(self) -> None:
         """Load the sequences kept on disk and start the maintenance thread."""
         if self._sync:
+            self._opened_state()
             self._sync.start()
         if self._store or self._deleter.expires:
             self._maintenance_thread()
@@ -385,15 +372,14 @@ class SuffixCache:
             thread.wake()
 
     def _maintain(self) -> None:
-        sync = self._sync
         with contextlib.ExitStack() as done:  # a stack, the first step last; each is done whatever fails before it
             if self._state:
                 done.callback(self._state.maintain)
-            if sync:
-                done.callback(sync.maintain)
+            if self._sync:
+                done.callback(self._sync.maintain)
             done.callback(self._deleter.maintain)
-            if sync:
-                done.callback(sync.follow)
+            if self._sync:
+                done.callback(self._sync.follow)
             done.callback(self._pool.namespaces.relieve)
 
 

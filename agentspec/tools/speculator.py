@@ -85,4 +85,4 @@ def _in_memory() -> State:
     from agentspec.cache.responses import ResponseLimits
     from agentspec.cache.state import State
 
-    return State(None, responses=ResponseLimits(), retention=None, content_filter=None)
+    return State(None, ResponseLimits())

@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
-from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, opening
 from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
+from agentspec.cache.storage.rows.batch_writer import BatchWriter
 from agentspec.cache.storage.rows.numbers import SequenceNumbers
 from agentspec.cache.storage.rows.reader import SequenceReader
 from agentspec.cache.storage.rows.row_writer import RowWriter

@@ -177,7 +177,6 @@ def test_every_mistake_is_reported_at_once(write):
         '[server]\napi_keys = ["sk-secret"]',
         '[cache]\npath = "postgresql://user:sk-secret@host/db"',
         '[cache]\npath = "postgresql://user@host/db"\npassword = "sk-secret"',
-        '[cache]\npath = "postgresql://user@host/db"\nremote = "sftp://user:sk-secret@host/db"',
     ],
 )
 def test_a_secret_in_the_file_is_refused_with_the_reason_and_not_repeated(write, text):

@@ -15,6 +15,7 @@ from agentspec.cache import SuffixCache, namespaces
 from agentspec.cache.deletion import select
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import Partition
+from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.segment_folder import LocalFiles
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
@@ -182,7 +183,7 @@ def test_what_waits_to_be_written_is_there_when_its_namespace_comes_back(
             assert knows(cache, text(0, 60), one) and knows(cache, text(1, 60), one)
             assert len(cache._store.unwritten(one)) == 2
             with monkeypatch.context() as deleted:
-                deleted.setattr(cache._store, "deletions_since", lambda _: [select(session="forgotten").scope])
+                deleted.setattr(deletion_log, "since", lambda *_: [(1, select(session="forgotten").scope)])
                 assert len(cache._store.unwritten(one)) == 1
             record(cache, text(3, 60), other)
         cache.flush()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.cache.storage.batch_writer import MOST_JOBS, BatchWriter
+from agentspec.cache.storage.rows.batch_writer import MOST_JOBS, BatchWriter
 from agentspec.errors import CacheError
 
 
