@@ -100,8 +100,6 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         deadlines=deadlines,
         metrics=pages.registry,
         loading=loading,
-        endpoints=endpoints,
-        runtime=runtime,
         budget=budget,
     )
 

@@ -21,10 +21,7 @@ class Loading:
     `when_ready` is called on the loop once everything is loaded.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-    ) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._aborted = False
         self.error: Exception | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +19,11 @@ from agentspec.proxy.admission.auth import Authenticator, request_id
 from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.admission.slots import Slots
 from agentspec.proxy.body.budget import BodyBudget
-from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import Metrics
 from agentspec.types import StepSpeculation
 
@@ -46,8 +43,6 @@ class GatewayMiddleware:
     deadlines: Deadlines
     metrics: Metrics
     loading: Loading
-    endpoints: Sequence[GenerationEndpoint]
-    runtime: Runtime
     budget: BodyBudget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
