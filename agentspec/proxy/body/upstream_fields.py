@@ -51,8 +51,13 @@ _TEXT_BY_TYPE = {
     "web_search_result": frozenset({"url"}),
     "web_fetch_result": frozenset({"url"}),
 }
-# Other gateways read the accounts and addresses of logging services from `metadata`.
-_ACCOUNTS = re.compile(r"(?i).*(?:host|endpoint|api_?base|base_?url|model_?url|key|secret|token|password|credentials?)")
+# Other gateways read the accounts and addresses of clouds and logging services from `metadata`.
+_ACCOUNTS = re.compile(
+    r"(?:langfuse|langsmith|humanloop|arize|posthog|phoenix|wandb|weave|braintrust|lunary|slack|newrelic|litellm"
+    r"|aws|azure|vertex|gcs|s3)_.*|api_?base|base_?url|model_?url|user_config"
+    r"|.*(?:(?:api|access|secret|private)_?key(?:_?id)?|secret|password|credentials?|(?:access|auth|bearer)_?token)",
+    re.IGNORECASE,
+)
 _TRANSFERS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # which vLLM also takes from `vllm_xargs`
 
 
