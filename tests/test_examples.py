@@ -60,8 +60,7 @@ def test_proxy_client(repository: Path, gateway: str) -> None:
     printed = run(repository, "proxy_client.py", OPENAI_BASE_URL=gateway)
     assert "hello from the gateway" in printed
     (row,) = [line for line in printed.splitlines() if "greet" in line]
-    cells = [cell.strip() for cell in row.split("│")]
-    assert cells[1:3] == ["example", "greet"] and "0.12" in cells[-2] and "5" in cells and "4" in cells
+    assert [cell.strip() for cell in row.split("│")][1:3] == ["example", "greet"]
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ async def test_any_asynchronous_iterator_will_do() -> None:
 @pytest.mark.parametrize(
     ("missing", "error", "said"),
     [
-        ("torch.nn", ConfigurationError, r"backends\.local.*agentspec\[torch\]"),
+        ("torch.nn", ConfigurationError, r"backends\.local.*pip install .*\[torch\]"),
         ("agentspec.backends.torch.lost", ModuleNotFoundError, "^lost$"),
     ],
 )

@@ -15,7 +15,7 @@ FLUSH_SECONDS = 60.0
 def learn_call(ours: Any, call: dict[str, Any]) -> int:
     """Let a `ServerDrafter` or a `PassageRetriever` learn one call, as if a request had made it."""
     prompt, answer = (np.array(call[part], dtype=np.int32) for part in ("prompt", "response"))
-    request = ours.begin(prompt, RequestInfo(Labels(call["session"])))
+    request = ours.begin(prompt, RequestInfo(Labels(call["session"]), max_tokens=len(answer)))
     if hasattr(ours, "record"):
         ours.record(request, answer)
     else:
