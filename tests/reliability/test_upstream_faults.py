@@ -389,9 +389,9 @@ def test_u8_odd_answers_pass_untouched(cutting: Any, gateway: Any, upstream: Any
     assert (response.status_code, response.content) == (200, wire)
 
 
-def test_u8_unknown_fields_reach_the_upstream(gateway: Any, upstream: Any) -> None:
+def test_u8_allowed_fields_reach_the_upstream_as_they_are(gateway: Any, upstream: Any) -> None:
     server = upstream(lambda request: request.answer(b"{}"))
-    running = gateway({}, settings(server.url))
+    running = gateway({}, settings(server.url, allow_fields=("unheard_of",)))
     sent = {"unheard_of": {"a": [None, 2**70, -1e-300]}, "temperature": None, "top_p": "x"}
     assert post(running, **sent).status_code == 200
     assert server.requests[-1].json == {**BODY, **sent}
@@ -439,7 +439,7 @@ def drip(stop: threading.Event, pause: float, begun: threading.Semaphore) -> Cal
 def test_u9_slow_upstreams_keep_nobody_else_waiting(gateway: Any, upstream: Any) -> None:
     stop, begun = threading.Event(), threading.Semaphore(0)
     server = upstream(drip(stop, 1.0, begun))
-    running = gateway({}, settings(server.url, vllm="off", sglang="off"))
+    running = gateway({}, settings(server.url, vllm="off", sglang="off", allow_fields=("slow",)))
     try:
         with slow_streams(running, 200):
             assert all(begun.acquire(timeout=60) for _ in range(200))
@@ -468,7 +468,8 @@ def test_a_refusal_of_the_operators_key_stays_with_the_operator(
     if path == "/v1/models":
         response = httpx.get(f"{running.url}{path}", headers={"authorization": "Bearer mine"})
     else:
-        response = httpx.post(f"{running.url}{path}", json=BODY, headers={"openai-organization": "org-theirs"})
+        body = BODY if path == CHAT else {"model": MODEL, "input": "hi"}
+        response = httpx.post(f"{running.url}{path}", json=body, headers={"openai-organization": "org-theirs"})
     assert response.status_code == 502 and error_of(response)["code"] == "upstream_authentication"
     assert "openai-organization" not in server.requests[-1].headers
     for secret in ("sk-", "canary", "Canary", "127.0.0.1"):
