@@ -45,7 +45,7 @@ class State:
     ) -> None:
         self._database = _opened(store)
         with self._database.engine.connect() as connection:
-            self._history = deletion_log.History(deletion_log.last(connection))
+            self._history = deletion_log.KnownDeletions(deletion_log.last(connection))
         refuses = content_filter.matches if content_filter else None
         most = min(_TOOL_TURN_BYTES, responses.total // 2)
         self.responses = ResponseStore(self._database, responses, refuses, self._history)

@@ -66,12 +66,12 @@ class ResponseStore:
         database: Database,
         limits: ResponseLimits,
         refuses: Refuses | None = None,
-        history: deletion_log.History | None = None,
+        history: deletion_log.KnownDeletions | None = None,
     ) -> None:
         self._table = SideTable(database, responses, "stored responses")
         self._limits = limits
         self._refuses = refuses
-        self._history = history or deletion_log.History()
+        self._history = history or deletion_log.KnownDeletions()
         self._lock = threading.Lock()
         self._added = limits.total  # bytes since the bounds were checked: the first answer checks them
         self._expires_at = time.monotonic()

@@ -34,7 +34,7 @@ class SelectedRows:
     last: int = 0
 
 
-class History:
+class KnownDeletions:
     """Which deletion was the last that this process knew of, at any time since it opened the database.
 
     It counts seconds by a clock that nobody sets.

@@ -61,7 +61,7 @@ class ToolTurnStore:
         seconds: float | None,
         total: int,
         tenant: int,
-        history: deletion_log.History | None = None,
+        history: deletion_log.KnownDeletions | None = None,
     ) -> None:
         self._table = SideTable(database, tool_turns, "what was learned about tools")
         self._refuses = refuses
@@ -70,7 +70,7 @@ class ToolTurnStore:
         self._lock = threading.Lock()  # of what waits
         self._writing = threading.Lock()  # taken before the other, and by one writer at a time
         self._waiting: dict[str, StoredTurn] = {}  # counted as stored
-        self._history = history or deletion_log.History()
+        self._history = history or deletion_log.KnownDeletions()
         self._known: dict[str, int] = {}  # the last deletion that was known when each came
         self._look_at = time.monotonic()
         self._added = 0  # bytes since the last look

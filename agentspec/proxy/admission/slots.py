@@ -16,7 +16,7 @@ from agentspec.telemetry.samples import TenantSample
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantQueue:
     """One tenant's running requests, those that wait (by deadline, then by arrival), and how many were refused."""
 
     limits: TenantLimits
@@ -39,7 +39,7 @@ class _Tenant:
 class Slot:
     """A request's slot, which `release` gives back, if it was not before."""
 
-    _tenant: _Tenant
+    _tenant: _TenantQueue
     _slots: Slots
     _held: bool = True
 
@@ -63,7 +63,7 @@ class Slots:
         self.closed = False
         self._settings = settings
         self._most = most or settings.max_concurrent
-        self._tenants = {name: _Tenant(limits) for name, limits in settings.tenants.items()}
+        self._tenants = {name: _TenantQueue(limits) for name, limits in settings.tenants.items()}
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -77,7 +77,7 @@ class Slots:
 
         Raises `ShuttingDownError`, and `OverloadedError` if no slot is free in time.
         """
-        tenant = self._tenants.setdefault(name, _Tenant(TenantLimits()))
+        tenant = self._tenants.setdefault(name, _TenantQueue(TenantLimits()))
         if self.closed:
             raise _closed()
         if tenant.waiting or not self._has_room(tenant):
@@ -101,7 +101,7 @@ class Slots:
         for name, one in list(self._tenants.items()):
             yield TenantSample(name, one.running, len(one.waiting), one.refused)
 
-    async def _wait(self, tenant: _Tenant, patience: float) -> None:
+    async def _wait(self, tenant: _TenantQueue, patience: float) -> None:
         """Wait for a slot, and take it."""
         settings, self._loop = self._settings, asyncio.get_running_loop()
         if settings.queue_timeout <= 0 or len(tenant.waiting) >= settings.max_queued:
@@ -122,17 +122,17 @@ class Slots:
                 raise self._refusal(tenant, "server.queue_timeout") from None
             raise
 
-    def _has_room(self, tenant: _Tenant) -> bool:
+    def _has_room(self, tenant: _TenantQueue) -> bool:
         return self.running < self._most and not tenant.at_limit
 
-    def _full(self, tenant: _Tenant) -> str:
+    def _full(self, tenant: _TenantQueue) -> str:
         return "the tenant's max_concurrent" if self.running < self._most else "server.max_concurrent"
 
-    def _take(self, tenant: _Tenant) -> None:
+    def _take(self, tenant: _TenantQueue) -> None:
         tenant.running += 1
         self.running += 1
 
-    def give_back(self, tenant: _Tenant) -> None:
+    def give_back(self, tenant: _TenantQueue) -> None:
         """What `Slot.release` calls."""
         tenant.running -= 1
         self.running -= 1
@@ -154,7 +154,7 @@ class Slots:
                 if not turn.done():
                     turn.set_exception(_closed())
 
-    def _refusal(self, tenant: _Tenant, setting: str) -> OverloadedError:
+    def _refusal(self, tenant: _TenantQueue, setting: str) -> OverloadedError:
         tenant.refused += 1
         return OverloadedError(f"too many requests at once: this one found no free slot in time ({setting})")
 
