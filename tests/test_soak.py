@@ -2,7 +2,7 @@
 
 Short here, with a tiny model, and nothing said of memory. Full length (ten minutes, 32 clients, the default model) is
 
-    pytest -m "long and model" -s tests/reliability/test_soak.py
+    pytest -m "long and model" -s tests/test_soak.py
 
 which SOAK_SECONDS and SOAK_CLIENTS make shorter, longer, lighter or heavier.
 """
