@@ -160,7 +160,6 @@ class EarlyTools:
         self._seen.move_to_end(session.caller)
         if marks[: len(seen)] != seen or not seen:  # the first turn, or a history that was changed
             session.restart()
-            session.reads(request.system_prompt or "")
             seen = []
         for message in request.messages[len(seen) :]:
             _tell(session, message)
@@ -271,8 +270,6 @@ def _tell(session: ToolSession, message: AnyMessage) -> None:
         session.returns(message.name or "", message.text)
     elif isinstance(message, AIMessage):
         session.recalls(_calls(message))
-    else:
-        session.reads(message.text)
 
 
 def _mark(message: AnyMessage) -> str:

@@ -2,7 +2,6 @@
 
 from agentspec.tools.events import ToolEvent
 from agentspec.tools.keys import AgentCaller
-from agentspec.tools.launching import LaunchLimits
 from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall
 from agentspec.tools.session import ToolSession
@@ -10,7 +9,6 @@ from agentspec.tools.speculator import ToolSpeculator
 
 __all__ = [
     "AgentCaller",
-    "LaunchLimits",
     "ToolCall",
     "ToolEvent",
     "ToolPolicy",

@@ -11,8 +11,6 @@ from typing import Any
 from agentspec.tools.policy import ToolSpec
 from agentspec.tools.prediction.values import canonical
 
-_DEEPEST = 16  # levels of nested objects whose defaults are filled
-
 
 @dataclass(frozen=True, slots=True)
 class AgentCaller:
@@ -30,27 +28,13 @@ class AgentCaller:
 
 
 def call_key(caller: AgentCaller, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
-    """A hash, equal where the same call by the same caller is meant: arguments in any order, defaults left out or not.
+    """A hash, the same for the same call by the same caller, whatever the order of the arguments.
 
     Raises `ValueError` or `TypeError` for arguments that JSON cannot hold, or would turn into others.
     """
-    filled = with_defaults(dict(arguments), spec.schema)
-    if json.loads(canonical(filled)) != filled:  # a tuple is no list, nor 1 as a key "1"
+    given = dict(arguments)
+    if json.loads(canonical(given)) != given:  # a tuple is no list, nor 1 as a key "1"
         raise ValueError("arguments that are no JSON")
     who = [caller.tenant, caller.identity, caller.session]
-    what = [spec.name, canonical(spec.schema), canonical(filled)]
+    what = [spec.name, canonical(spec.schema), canonical(given)]
     return hashlib.sha256(canonical(who + what).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def with_defaults(value: Any, schema: Any, depth: int = 0) -> Any:
-    """An object with the defaults of its schema where it has no value, in nested objects too."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(value, dict) or not isinstance(properties, Mapping) or depth > _DEEPEST:
-        return value
-    filled = dict(value)
-    for name, inner in properties.items():
-        if name in filled:
-            filled[name] = with_defaults(filled[name], inner, depth + 1)
-        elif isinstance(inner, Mapping) and "default" in inner:
-            filled[name] = inner["default"]
-    return filled

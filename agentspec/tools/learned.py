@@ -41,9 +41,8 @@ class _Agent:
 class LearnedCalls:
     """The models of all agents. Thread-safe. Tenants share nothing."""
 
-    def __init__(self, store: ToolTurnStore, cost_weight: float) -> None:
+    def __init__(self, store: ToolTurnStore) -> None:
         self._store = store
-        self._cost_weight = cost_weight
         self._lock = threading.RLock()
         self._agents: OrderedDict[tuple[str, str], _Agent] = OrderedDict()
 
@@ -68,7 +67,7 @@ class LearnedCalls:
         with self._lock:
             model = self._agent(caller).model
             forecast = model.predict(history, tools)
-            return forecast, worthwhile(forecast.predictions, model.seconds, self._cost_weight)
+            return forecast, worthwhile(forecast.predictions, model.seconds)
 
     def took(self, caller: AgentCaller, tool: str, seconds: float) -> None:
         """A tool, or a turn of the model, took so long. It counts from the next turn on that is learned."""

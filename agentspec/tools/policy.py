@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.errors import ConfigurationError, suggestion
+from agentspec.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 
@@ -32,25 +32,13 @@ class ToolPolicy:
     """Who may run early: by default no tool.
 
     `read_only` are names of tools that change nothing and may run early; a tool that needs approval or takes injected
-    state never may. `max_age` is the most seconds between the start of a tool and the call that its result is used for;
-    `max_ages` sets it for single tools. Raises `ConfigurationError` for values that cannot be used, an age of a tool
-    that never runs early too.
+    state never may. `max_age` is the most seconds between the start of a tool and the call that its result is used
+    for. Raises `ConfigurationError` for values that cannot be used.
     """
 
-    def __init__(
-        self,
-        read_only: Collection[str] = (),
-        *,
-        max_age: float = DEFAULT_AGE,
-        max_ages: Mapping[str, float] | None = None,
-    ) -> None:
-        self.read_only = _names(read_only, "read_only")
-        self._age = _age(max_age, "max_age")
-        self._ages = {tool: _age(age, "max_ages") for tool, age in (max_ages or {}).items()}
-        if unlisted := self._ages.keys() - self.read_only:
-            name = min(unlisted)
-            hint = suggestion(name, self.read_only) or ": list it, or leave its age out"
-            raise ConfigurationError(f"max_ages names {name}, which read_only does not list{hint}", param="max_ages")
+    def __init__(self, read_only: Collection[str] = (), *, max_age: float = DEFAULT_AGE) -> None:
+        self.read_only = _names(read_only)
+        self.max_age = _age(max_age)
         self._warned: set[str] = set()
         self._offered: frozenset[str] = frozenset()
 
@@ -81,19 +69,15 @@ class ToolPolicy:
                 self._warned.add(name)
                 _log.warning("no tool %s is offered, which is listed as read-only; did you mean %s?", name, meant[0])
 
-    def max_age(self, tool: str) -> float:
-        """The most seconds that a result of the tool may have waited for its call."""
-        return self._ages.get(tool, self._age)
 
-
-def _names(values: Collection[str], param: str) -> frozenset[str]:
+def _names(values: Collection[str]) -> frozenset[str]:
     listed = isinstance(values, Collection) and not isinstance(values, str)
     if not listed or not all(isinstance(name, str) for name in values):
-        raise ConfigurationError(f"{param} must be a list of names, not {values!r}", param=param)
+        raise ConfigurationError(f"read_only must be a list of names, not {values!r}", param="read_only")
     return frozenset(values)
 
 
-def _age(value: object, param: str) -> float:
+def _age(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise ConfigurationError(f"{param} must be seconds above 0, not {value!r}", param=param)
+        raise ConfigurationError(f"max_age must be seconds above 0, not {value!r}", param="max_age")
     return float(value)

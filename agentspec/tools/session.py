@@ -16,6 +16,7 @@ from agentspec.tools.events import Outcome, ToolEvent
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
 from agentspec.tools.keys import call_key
+from agentspec.tools.launching import PER_TURN
 from agentspec.tools.policy import ToolSpec
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.later import OpenForecasts
@@ -72,11 +73,6 @@ class ToolSession:
         """The user said something."""
         with self._lock, kept_from_agent("following a session"):
             self._history.says(text)
-
-    def reads(self, text: str) -> None:
-        """The model was given a text that is no turn, such as the system's."""
-        with self._lock, kept_from_agent("following a session"):
-            self._history.reads(text)
 
     def restart(self) -> None:
         """The conversation begins anew: tell it from its beginning. What was started is dropped."""
@@ -185,7 +181,7 @@ class ToolSession:
             for flight in list(self._flights.values()):
                 if flight.launch.epoch != self._epoch.number:
                     self._drop(flight, "stale")
-                elif now - flight.launched_at >= self._policy.max_age(flight.launch.call.name):
+                elif now - flight.launched_at >= self._policy.max_age:
                     self._drop(flight, "waste")
 
     def close(self) -> None:
@@ -220,21 +216,21 @@ class ToolSession:
         self._turn = time.monotonic(), forecast
         allowed = (one.call for one in chosen if one.call.name in early)  # whatever a predictor says
         launched = (call for call in allowed if self._launch(call, start))
-        return list(islice(launched, self._speculator.limits.per_turn))
+        return list(islice(launched, PER_TURN))
 
     def _launch(self, call: ToolCall, start: Start) -> bool:
-        epoch, budget = self._epoch.number, self._speculator.budget
+        epoch, free = self._epoch.number, self._speculator.free
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
-        if key is None or self._is_there(key) or not self._epoch.quiet or not budget.take(self.caller.tenant):
+        if key is None or self._is_there(key) or not self._epoch.quiet or not free.acquire(blocking=False):
             return False
         try:
-            flight = start(Launch(call, key, epoch, budget.give_back))
+            flight = start(Launch(call, key, epoch, free.release))
         except RuntimeError:  # no further thread can be started
-            budget.give_back()
+            free.release()
             return False
         except Exception:
-            budget.give_back()
+            free.release()
             raise
         self._flights[key] = flight
         self._tell("launch", flight, 0.0)
@@ -299,7 +295,7 @@ class ToolSession:
         if flight is None:
             return None
         age = time.monotonic() - flight.launched_at
-        if flight.launch.epoch != self._epoch.number or age > self._policy.max_age(call.name):
+        if flight.launch.epoch != self._epoch.number or age > self._policy.max_age:
             self._drop(flight, "stale")
             return None
         return flight

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from agentspec.tools.events import ToolEvent
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
-from agentspec.tools.launching import LaunchBudget, LaunchLimits
+from agentspec.tools.launching import AT_ONCE
 from agentspec.tools.learned import LearnedCalls
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.session import ToolSession
@@ -38,14 +38,12 @@ class ToolSpeculator:
         policy: ToolPolicy | None = None,
         *,
         cache: SuffixCache | None = None,
-        limits: LaunchLimits | None = None,
         on_event: Callable[[ToolEvent], object] = lambda _: None,
     ) -> None:
         self.policy = policy or ToolPolicy()
-        self.limits = limits or LaunchLimits()
-        self.budget = LaunchBudget(self.limits)
+        self.free = threading.Semaphore(AT_ONCE)  # starts that may run besides those that do
         self._on_event = on_event
-        self.learned = LearnedCalls((cache or _in_memory()).tool_turns, self.limits.cost_weight)
+        self.learned = LearnedCalls((cache or _in_memory()).tool_turns)
         self._lock = threading.Lock()
         self._sessions: OrderedDict[AgentCaller, ToolSession] = OrderedDict()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agentspec.tools.launching import LaunchLimits, worthwhile
+from agentspec.tools.launching import AT_ONCE, PER_TURN, worthwhile
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.prediction.history import ToolCall
 from agentspec.tools.prediction.model import TURN, CallForecast
 
 USER = 10.0  # seconds
-AGE = ToolPolicy().max_age("")
+AGE = ToolPolicy().max_age
 FIRST, PER_TOKEN = 0.3, 0.02  # seconds of a turn: to its first token, and for each step of the model
 
 
@@ -84,13 +84,12 @@ class _Flights:
     """What was started in a session, by identity, with the time of its start."""
 
     tool: float
-    at_once: int
     started: dict[str, float] = field(default_factory=dict)
 
     def start(self, wanted: Iterable[str], now: float) -> int:
         """Start what is wanted as far as there are places; returns how many were started."""
         self.started = {one: at for one, at in self.started.items() if now - at < AGE}
-        places = self.at_once - sum(now - at < self.tool for at in self.started.values())
+        places = AT_ONCE - sum(now - at < self.tool for at in self.started.values())
         fresh = [one for one in wanted if one not in self.started][: max(0, places)]
         self.started.update(dict.fromkeys(fresh, now))
         return len(fresh)
@@ -104,11 +103,11 @@ class _Flights:
         return max(0.0, self.tool - (now - at)), True
 
 
-def session_times(sessions: Iterable[Session], tool: float, choose: Choose, at_once: int) -> SessionTimes:
+def session_times(sessions: Iterable[Session], tool: float, choose: Choose) -> SessionTimes:
     """What the sessions take where every tool takes `tool` seconds."""
     times = SessionTimes()
     for session in sessions:
-        _run(session, _Flights(tool, at_once), choose, times)
+        _run(session, _Flights(tool), choose, times)
     times.wasted = (times.starts - times.used) * tool
     return times
 
@@ -136,12 +135,12 @@ def _wait(turn: ReplayedTurn, flights: _Flights, now: float, times: SessionTimes
     return max((seconds for seconds, _ in waits), default=0.0)
 
 
-def by_predictions(limits: LaunchLimits, tool: float, turn_seconds: float) -> Choose:
+def by_predictions(tool: float, turn_seconds: float) -> Choose:
     """Starts that pay by what was predicted."""
 
     def choose(turn: ReplayedTurn, started: Collection[str]) -> list[str]:
         known = {one.call.name: tool for one in turn.forecast.predictions} | {TURN: turn_seconds}
         fresh = [one for one in turn.forecast.predictions if one.call.identity not in started]
-        return [one.call.identity for one in worthwhile(fresh, known, limits.cost_weight)[: limits.per_turn]]
+        return [one.call.identity for one in worthwhile(fresh, known)[:PER_TURN]]
 
     return choose

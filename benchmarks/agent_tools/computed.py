@@ -27,7 +27,6 @@ from agentspec.benchmarks.agent_tools.replay import draft_steps, play
 from agentspec.benchmarks.report import Progress
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.formats import detect, names_of, read
-from agentspec.tools.launching import LaunchLimits
 
 READ_ONLY = ("get_*", "search_*", "find_*", "list_*")
 
@@ -61,11 +60,11 @@ class FileReplay:
         """How many seconds each tool takes."""
         return tool_seconds(self.turns, self.share)
 
-    def times(self, limits: LaunchLimits) -> SessionTimes:
+    def times(self) -> SessionTimes:
         """With the starts that the predictor makes."""
         turns, tool = self.turns, self.tool
         mean = sum(turn.seconds for turn in turns) / max(1, len(turns))
-        return session_times(self.sessions, tool, by_predictions(limits, tool, mean), limits.at_once)
+        return session_times(self.sessions, tool, by_predictions(tool, mean))
 
 
 @dataclass(slots=True)
@@ -73,7 +72,6 @@ class AgentToolsReport:
     """The replays of all files, where tools have `share` of the time."""
 
     share: float
-    limits: LaunchLimits
     files: list[FileReplay] = field(default_factory=list)
 
     def show(self) -> Iterator[RenderableType]:
@@ -84,10 +82,10 @@ class AgentToolsReport:
 
     def data(self) -> dict[str, Any]:
         files = {one.name: self._data(one) for one in self.files}
-        return {"share": self.share, "cost_weight": self.limits.cost_weight, "files": files}
+        return {"share": self.share, "files": files}
 
     def _data(self, one: FileReplay) -> dict[str, Any]:
-        times = one.times(self.limits)
+        times = one.times()
         return {
             "turns": len(one.turns),
             "read_only_calls": len(list(one.reads())),
@@ -103,7 +101,7 @@ class AgentToolsReport:
         return one.name, *counts, *(f"{rate:.1%}" for rate in rates)
 
     def _times(self, one: FileReplay) -> Sequence[str]:
-        times, sessions = one.times(self.limits), max(1, len(one.sessions))
+        times, sessions = one.times(), max(1, len(one.sessions))
         seconds = [f"{total / sessions:.1f}" for total in (times.plain, times.drafting, times.early)]
         starts = str(times.starts), str(times.used), f"{times.wasted / sessions:.1f}"
         return one.name, *seconds, f"{times.speedup:.2f}x", *starts
@@ -115,7 +113,7 @@ def run_agent_tools(
     """Replay the files, each from an empty memory. Raises `ConfigurationError` for one that holds no calls."""
     if not 0.0 < share < 1.0:
         raise ConfigurationError(f"the share of tools must lie between 0 and 1, not {share}", param="share")
-    found = AgentToolsReport(share, LaunchLimits())
+    found = AgentToolsReport(share)
     for path, name in zip(paths, names_of(paths), strict=True):
         recorded = list(read(path, detect(path)))
         if not recorded:

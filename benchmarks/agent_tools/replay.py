@@ -140,8 +140,6 @@ def _hear(history: ToolHistory, message: Any, waiting: Iterator[str]) -> Iterato
         for call in calls:
             history.makes(call)
         return iter([call.name for call in calls])
-    else:
-        history.reads(text)
     return waiting
 
 

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from agentspec.cache import SuffixCache
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
-from agentspec.tools import LaunchLimits, ToolPolicy, ToolSpeculator
+from agentspec.tools import ToolPolicy, ToolSpeculator
 
 FOLDER = Path(os.environ["DEV_AGENT_FOLDER"])
 
@@ -36,8 +36,6 @@ def look(order: str) -> str:
     return f"{order} is on its way"
 
 
-speculator = ToolSpeculator(
-    ToolPolicy(["look"]), cache=SuffixCache.open(FOLDER / "cache"), limits=LaunchLimits(cost_weight=0.0)
-)
+speculator = ToolSpeculator(ToolPolicy(["look"]), cache=SuffixCache.open(FOLDER / "cache"))
 model: Any = ChatOpenAI(model="some", base_url=os.environ["DEV_AGENT_URL"], api_key=SecretStr("k"), streaming=True)
 graph = create_agent(model, [look], middleware=[AgentSpecMiddleware(early_tools=EarlyTools(speculator))], name="shop")

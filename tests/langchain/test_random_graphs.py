@@ -24,7 +24,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Command, Send, interrupt
 
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
-from agentspec.tools import LaunchLimits, ToolEvent, ToolPolicy, ToolSpeculator
+from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
 
 READ_ONLY = ("read", "list_orders", "fragile")
 BRANCHES = ("left", "middle", "right")
@@ -226,8 +226,7 @@ def played(
 
 
 def taught(events: list[ToolEvent]) -> EarlyTools:
-    limits = LaunchLimits(cost_weight=0.0, per_minute=10_000)
-    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), limits=limits, on_event=events.append)
+    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
     return EarlyTools(speculator, agent="any")
 
 

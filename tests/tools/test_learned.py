@@ -133,7 +133,7 @@ def test_turns_are_learned_while_the_database_is_read() -> None:
 
     reading, release = threading.Event(), threading.Event()
     prepare(database := MemoryDatabase())
-    learned = LearnedCalls(Slow(database, None, None, 1 << 20, 1 << 20), 0.25)
+    learned = LearnedCalls(Slow(database, None, None, 1 << 20, 1 << 20))
     caller, history, call = AgentCaller(), ToolHistory(), ToolCall("user", {"id": "ann_1"})
     reader = threading.Thread(target=learned.refresh, args=(caller,))
     reader.start()

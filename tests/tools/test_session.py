@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import logging
-import math
 import random
 import threading
 import time
@@ -18,10 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.errors import ConfigurationError
 from agentspec.tools import (
     AgentCaller,
-    LaunchLimits,
     ToolCall,
     ToolEvent,
     ToolPolicy,
@@ -30,6 +27,7 @@ from agentspec.tools import (
     ToolSpeculator,
 )
 from agentspec.tools.flights import ThreadFlight
+from agentspec.tools.launching import AT_ONCE, PER_TURN
 from agentspec.tools.prediction.history import ToolHistory
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 from tests.conftest import costly
@@ -142,12 +140,10 @@ def expect(monkeypatch: pytest.MonkeyPatch) -> Any:
     return expect
 
 
-def opened(
-    *tools: ToolSpec, policy: ToolPolicy | None = None, limits: LaunchLimits | None = None, **caller: Any
-) -> tuple[ToolSession, list[ToolEvent]]:
+def opened(*tools: ToolSpec, policy: ToolPolicy | None = None, **caller: Any) -> tuple[ToolSession, list[ToolEvent]]:
     events: list[ToolEvent] = []
     given = policy or ToolPolicy(READ_ONLY)
-    session = ToolSpeculator(given, limits=limits, on_event=events.append).session(AgentCaller(**caller))
+    session = ToolSpeculator(given, on_event=events.append).session(AgentCaller(**caller))
     session.offers(tools or (READ, LIST, WRITE, FRAGILE))
     return session, events
 
@@ -161,9 +157,7 @@ def outcomes(events: list[ToolEvent]) -> list[str]:
 def test_transcripts_are_equal_with_and_without_early_starts(seed: int, sessions: int) -> None:
     """Sessions of one agent in one world: what earlier ones taught starts tools in the later ones."""
     events: list[ToolEvent] = []
-    speculator = ToolSpeculator(
-        ToolPolicy(READ_ONLY), limits=LaunchLimits(cost_weight=0.0, per_minute=10_000), on_event=events.append
-    )
+    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
     with_, without = World(), World()
     for number in range(sessions + 2):
         session = speculator.session(AgentCaller(session=str(number)))
@@ -178,9 +172,7 @@ def test_transcripts_are_equal_with_and_without_early_starts(seed: int, sessions
 def test_random_agents_do_use_early_starts() -> None:
     """Otherwise the property above would say little."""
     events: list[ToolEvent] = []
-    speculator = ToolSpeculator(
-        ToolPolicy(READ_ONLY), limits=LaunchLimits(cost_weight=0.0, per_minute=10_000), on_event=events.append
-    )
+    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
     for number in range(20):
         play(speculator.session(AgentCaller(session=str(number))), World(), number)
     speculator.close()
@@ -196,8 +188,8 @@ def test_a_result_is_used_for_the_identical_call_only(expect: Any) -> None:
     session, events = opened()
     world = World()
     assert session.begin_turn(world.run) == [CALL]
-    session.end_turn([ToolCall("read", {"detail": False, "id": "A1"})])  # its default filled, in another order
-    assert session.run(ToolCall("read", {"detail": False, "id": "A1"}), pytest.fail) == world.run(CALL)
+    session.end_turn([CALL])
+    assert session.run(CALL, pytest.fail) == world.run(CALL)
     session.begin_turn(world.run)
     session.end_turn([ToolCall("read", {"id": "A1", "detail": True})])
     assert '"more": true' in session.run(ToolCall("read", {"id": "A1", "detail": True}), world.run)
@@ -261,7 +253,7 @@ def test_a_start_that_failed_is_tried_again_in_the_next_turn(expect: Any) -> Non
 
 
 def test_no_more_than_64_results_of_a_session_wait(expect: Any) -> None:
-    session, events = opened(limits=LaunchLimits(at_once=1000, per_minute=1000))
+    session, events = opened()
     for number in range(80):
         expect(ToolCall("read", {"id": f"A{number}"}))
         assert session.begin_turn(World().run)
@@ -272,11 +264,12 @@ def test_no_more_than_64_results_of_a_session_wait(expect: Any) -> None:
 
 
 def test_a_loop_that_is_closed_too_soon_says_nothing_and_takes_no_place(
-    expect: Any, caplog: pytest.LogCaptureFixture
+    expect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it had started waits for ever: the next turn starts it anew, in the next turn's loop."""
     expect(CALL)
-    session, events = opened(limits=LaunchLimits(at_once=1))
+    monkeypatch.setattr("agentspec.tools.speculator.AT_ONCE", 1)
+    session, events = opened()
     ended: list[bool] = []
 
     async def endless(call: ToolCall) -> str:
@@ -366,8 +359,7 @@ def test_nothing_starts_while_a_writing_tool_runs(expect: Any) -> None:
 
 def test_a_result_waits_for_its_call_no_longer_than_allowed(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expect(CALL)
-    policy = ToolPolicy(READ_ONLY, max_ages={"read": 5.0})
-    session, events = opened(policy=policy)
+    session, events = opened(policy=ToolPolicy(READ_ONLY, max_age=5.0))
     world = World()
     session.begin_turn(world.run)
     session.end_turn([CALL])
@@ -496,22 +488,14 @@ def begun(session: ToolSession, invoke: Any) -> list[ToolCall]:
 
 
 def test_starts_are_bounded(expect: Any) -> None:
-    calls = [ToolCall("read", {"id": f"A{n}"}) for n in range(6)]
+    calls = [ToolCall("read", {"id": f"A{n}"}) for n in range(8)]
     expect(*calls)
-    session, _ = opened(limits=LaunchLimits(per_turn=2, per_minute=5))
-    world = World()
-    assert [len(begun(session, world.run)) for _ in range(4)] == [2, 2, 1, 0]
+    session, _ = opened()
     release = threading.Event()
-    session, _ = opened(limits=LaunchLimits(per_turn=6, at_once=4))
-    assert len(begun(session, lambda _: release.wait(60))) == 4
+    assert len(begun(session, lambda _: release.wait(60))) == PER_TURN
+    assert len(begun(session, lambda _: release.wait(60))) == AT_ONCE - PER_TURN
     assert begun(session, pytest.fail) == []  # those dropped are running still
     release.set()
-
-
-@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, True, "1"])
-def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
-    with pytest.raises(ConfigurationError, match="cost_weight must be"):
-        LaunchLimits(cost_weight=weight)
 
 
 def test_arguments_that_are_no_json_are_left_alone() -> None:
@@ -715,11 +699,3 @@ def test_a_misspelt_name_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     listed = ToolPolicy(["get_order", "get_orders"])
     ToolSession(ToolSpeculator(listed), AgentCaller(session="s")).offers([ToolSpec("get_orders")])
     assert len(caplog.records) == 1  # what is listed itself was not misspelt
-
-
-def test_the_age_of_a_tool_that_never_runs_early_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"max_ages names reed, .* did you mean 'read'"):
-        ToolPolicy(["read"], max_ages={"reed": 5.0})
-    with pytest.raises(ConfigurationError, match="list it, or leave its age out"):
-        ToolPolicy(["read"], max_ages={"somewhere": 5.0})
-    assert ToolPolicy(["read"], max_ages={"read": 5.0}).max_age("read") == 5.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from agentspec.tools.prediction.values import canonical, dates, last_year, leaves, shape, spans, usable
+from agentspec.tools.prediction.values import canonical, leaves, shape, spans, usable
 
 USER = "(user)"
 _MOST_EVENTS = 64  # of a session that are searched for the sources of arguments
@@ -40,24 +40,17 @@ class ToolHistory:
     def __init__(self) -> None:
         self._events: deque[str] = deque(maxlen=4)
         self.made: dict[str, ToolCall] = {}
-        self._year: str | None = None
         self._found: dict[Selector, deque[list[tuple[str, Any]]]] = {}
         self._selectors: dict[str, dict[Selector, None]] = {}  # by canonical value
 
     def says(self, text: str) -> None:
         """The user, or whoever asks the agent, says something."""
         self._events.append(USER)
-        self.reads(text)
         found: list[tuple[Selector, Any]] = []
         for before, span in spans(text):
             kind = shape(span)
             found += [(("user", kind), span), (("user", kind, before), span)]
-        found += [(("user", "date"), date) for date in dates(text, self._year)]
         self._keep(found)
-
-    def reads(self, text: str) -> None:
-        """A text that is no turn, such as the system's: only the year that it tells is used."""
-        self._year = last_year(text) or self._year
 
     def makes(self, call: ToolCall) -> None:
         """The model makes a call."""
@@ -73,7 +66,6 @@ class ToolHistory:
     def returns(self, name: str, content: str) -> None:
         """A tool returned `content`, as JSON or as text."""
         self._events.append(name)
-        self.reads(content)
         result = _parsed(content)
         found: list[tuple[Selector, Any]] = []
         for path, leaf in leaves(result):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentspec.tools.prediction.observation import LaterScore, Outlook
@@ -47,10 +47,10 @@ class OpenForecast(NamedTuple):
 
 
 class OpenForecasts:
-    """A session's predictions that may come true in a later turn. `ages` tells how old a tool's result may become."""
+    """A session's predictions that may come true in a later turn. `age`: the most seconds that a result may wait."""
 
-    def __init__(self, ages: Callable[[str], float]) -> None:
-        self._ages = ages
+    def __init__(self, age: float) -> None:
+        self._age = age
         self._open: deque[OpenForecast] = deque(maxlen=_MOST_OPEN)
 
     def settle(
@@ -70,7 +70,7 @@ class OpenForecasts:
                 continue
             scores.append(LaterScore(one.outlook, one.later_estimate, False))
             if not voids and one.call.identity not in made:
-                ends = began + self._ages(one.call.name)
+                ends = began + self._age
                 self._open.append(OpenForecast(one.call.identity, one.outlook, one.later_estimate, ends))
         return tuple(scores)
 

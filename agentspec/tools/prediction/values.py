@@ -13,15 +13,6 @@ _LONGEST = 120  # characters of a value that may be an argument's source; of a l
 _LONGEST_WORD = 20  # characters of a word before a value
 
 _TOKEN = re.compile(r"[#@]?\w[\w@.+:/#-]*\w|[#@]?\w")
-_MONTHS = "january february march april may june july august september october november december".split()
-_MONTH = "|".join(f"{name[:3]}(?:{name[3:]})?" for name in _MONTHS)
-_DATES = (
-    re.compile(rf"\b(?P<month>{_MONTH})\.?\s+(?P<day>\d{{1,2}})(?:st|nd|rd|th)?\b(?:,?\s+(?P<year>\d{{4}}))?", re.I),
-    re.compile(
-        rf"\b(?P<day>\d{{1,2}})(?:st|nd|rd|th)?\s+(?:of\s+)?(?P<month>{_MONTH})\b(?:,?\s+(?P<year>\d{{4}}))?", re.I
-    ),
-)
-_YEAR = re.compile(r"\b((?:19|20)\d\d)-\d\d-\d\d\b")
 
 
 def canonical(value: Any) -> str:
@@ -65,24 +56,6 @@ def spans(text: str) -> Iterator[tuple[str, str]]:
     for match in _TOKEN.finditer(text[:MOST_TEXT]):
         yield before, match[0]
         before = match[0].lower() if match[0].isalpha() and len(match[0]) <= _LONGEST_WORD else ""
-
-
-def dates(text: str, year: str | None) -> Iterator[str]:
-    """Dates written in words, as YYYY-MM-DD; those without a year are of `year`."""
-    found = []
-    for pattern in _DATES:
-        for match in pattern.finditer(text[:MOST_TEXT]):
-            month = next(at for at, name in enumerate(_MONTHS, 1) if name.startswith(match["month"].casefold()[:3]))
-            said = match["year"] or year
-            if said and 1 <= int(match["day"]) <= 31:
-                found.append((match.start(), f"{said}-{month:02}-{int(match['day']):02}"))
-    yield from dict.fromkeys(date for _, date in sorted(found))
-
-
-def last_year(text: str) -> str | None:
-    """The year of the last ISO date in a text; None if there is none."""
-    years = _YEAR.findall(text[:MOST_TEXT])
-    return years[-1] if years else None
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -75,13 +75,12 @@ def test_the_first_session_is_not_predicted_by_later_ones(recorded: Path, tmp_pa
 
 
 def test_hits_save_time_and_writing_tools_none(recorded: Path) -> None:
-    found = measured(recorded)
-    replay = found.files[0]
-    times = replay.times(found.limits)
+    replay = measured(recorded).files[0]
+    times = replay.times()
     assert times.plain > times.drafting > times.early
     assert 1.0 < times.speedup < 2.0 and 0 < times.used <= times.starts
     nothing = measured(recorded, read_only=["none"]).files[0]
-    times = nothing.times(found.limits)
+    times = nothing.times()
     assert (times.speedup, times.starts) == (1.0, 0)
 
 
@@ -97,7 +96,7 @@ def turn(*calls: ToolCall, foreseen: tuple[ToolCall, ...] = ()) -> ReplayedTurn:
 
 def waited(*turns: ReplayedTurn) -> float:
     """The seconds for which a session waits for its tools, of 2 seconds each, after what was foreseen is started."""
-    times = session_times([turns], 2.0, lambda turn, _: turn.top, at_once=8)
+    times = session_times([turns], 2.0, lambda turn, _: turn.top)
     assert times.used <= times.starts
     return times.early - sum(one.seconds for one in turns)
 
