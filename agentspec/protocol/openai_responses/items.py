@@ -57,44 +57,92 @@ class _Refusal(Model):
     refusal: Text = REQUIRED
 
 
-class _FunctionCallItem(Model):
+class _Item(Model):
+    """What an item of one kind may say. Its normal form begins with its id, kind and status."""
+
+    id: _Id | None = None
+
+    def normal(self, name: str, media: bool) -> Item:
+        """The rest of the normal form. Raises `InvalidRequestError`, as `parse_input` does."""
+        return self.model_dump(exclude={"id"}, exclude_none=True)
+
+
+class _Message(_Item):
+    role: Annotated[Any, must(lambda one: one in ROLES, f" must be one of {', '.join(ROLES)}")] = REQUIRED
+    content: Any = None
+    phase: Any = None
+
+    def normal(self, name: str, media: bool) -> Item:
+        if self.role != "assistant":
+            return {"role": self.role, "content": _parts(self.content, f"{name}.content", media)}
+        return {"role": self.role, "content": [_written(one) for one in _parts(self.content, f"{name}.content", False)]}
+
+
+class _Call(_Item):
     call_id: _Id = REQUIRED
     name: Text = REQUIRED
+    namespace: Annotated[Text | None, AfterValidator(lambda name: name or None)] = None
+
+
+class _FunctionCall(_Call):
     arguments: Text = REQUIRED
 
 
-class _CustomCallItem(Model):
-    call_id: _Id = REQUIRED
-    name: Text = REQUIRED
+class _CustomCall(_Call):
     input: Text = REQUIRED
 
 
-class _CallOutputItem(Model):
+class _CallOutput(_Item):
     call_id: _Id = REQUIRED
     output: Any = REQUIRED
+    name: Any = None
+    namespace: Any = None
+
+    def normal(self, name: str, media: bool) -> Item:
+        text = isinstance(self.output, str)
+        output = (
+            validated(_TEXT, self.output, f"{name}.output") if text else _parts(self.output, f"{name}.output", False)
+        )
+        return {"call_id": self.call_id, "output": output}
 
 
-class _Grouped(Model):
-    namespace: Text | None = None
-
-
-class _AdditionalTools(Model):
+class _AdditionalTools(_Item):
     role: Annotated[Text, must(lambda one: one == "developer", " must be developer")] = REQUIRED
     tools: list[Any] = REQUIRED
+
+    def normal(self, name: str, media: bool) -> Item:
+        check_json(self.tools, f"{name}.tools")
+        return {"role": self.role, "tools": self.tools}
 
 
 class _Thought(Model):
     text: Text = REQUIRED
 
 
-class _ReasoningItem(Model):
+class _Reasoning(_Item):
     summary: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
     content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
-    encrypted_content: Annotated[Any, AfterValidator(lambda value: value or None)] = None
+    encrypted_content: Any = None
+
+    def normal(self, name: str, media: bool) -> Item:
+        if self.encrypted_content and not (self.content or self.summary):
+            message = f"{name}.encrypted_content is not of this server, which cannot read it; leave the item out"
+            raise InvalidRequestError(message, param=f"{name}.encrypted_content")
+        return {
+            "summary": [{"type": "summary_text", "text": one.text} for one in self.summary or ()],
+            "content": [{"type": "reasoning_text", "text": one.text} for one in self.content or ()],
+        }
 
 
-class _Identified(Model):
-    id: _Id | None = None
+_KINDS: dict[str, tuple[type[_Item], str]] = {  # with the beginning of their ids
+    "message": (_Message, "msg"),
+    "function_call": (_FunctionCall, "fc"),
+    "custom_tool_call": (_CustomCall, "ctc"),
+    "function_call_output": (_CallOutput, "fco"),
+    "custom_tool_call_output": (_CallOutput, "ctco"),
+    ADDITIONAL_TOOLS: (_AdditionalTools, "at"),
+    "reasoning": (_Reasoning, "rs"),
+}
 
 
 def parse_input(value: Any, *, most: int, media: bool) -> list[Item]:
@@ -116,39 +164,26 @@ def _item(value: Any, name: str, media: bool) -> Item:
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
     kind = value.get("type") or ("message" if "role" in value else None)
-    if kind == "message":
-        return _message(value, name, media)
-    if kind == ADDITIONAL_TOOLS:
-        return _additional_tools(value, name)
-    if kind in CALLS:
-        return _call(value, kind, name)
-    if kind in CALL_OUTPUTS:
-        return _call_output(value, kind, name)
-    if kind == "reasoning":
-        return _reasoning(value, name)
-    known = ", ".join(("message", *CALLS, *CALL_OUTPUTS, ADDITIONAL_TOOLS, "reasoning"))
-    shown = shown_name(kind) if isinstance(kind, str) else kind_of(kind)
-    raise InvalidRequestError(f"{name}.type {shown!r} is not supported here; known: {known}", param=f"{name}.type")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        known = f"is not supported here; known: {', '.join(_KINDS)}"
+        raise InvalidRequestError(f"{name}.type {_shown(kind)} {known}", param=f"{name}.type")
+    model, prefix = _KINDS[kind]
+    item = model.parse(value, name)
+    refuse_unknown(value, {*model.model_fields, *_INERT}, name)
+    head = {"id": item.id or new_id(prefix), "type": kind, "status": "completed"}
+    return head | item.normal(name, media)
 
 
-def _message(value: Mapping[str, Any], name: str, media: bool) -> Item:
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        raise InvalidRequestError(f"{name}.role must be one of {', '.join(ROLES)}", param=f"{name}.role")
-    refuse_unknown(value, {"role", "content", "phase"} | _INERT, name)
-    written = role == "assistant"
-    parts = [{"type": "output_text" if written else "input_text", "text": content}] if _is_text(content) else content
+def _shown(kind: Any) -> str:
+    return repr(shown_name(kind) if isinstance(kind, str) else kind_of(kind))
+
+
+def _parts(content: Any, name: str, media: bool) -> list[Item]:
+    """The parts of a message or of a call's result; a string is one."""
+    parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise wrong_type(f"{name}.content", "a string or an array of parts", parts)
-    found = [_part(part, f"{name}.content[{at}]", media and not written) for at, part in enumerate(parts)]
-    if written:
-        found = [_written(part) for part in found]
-    head = {"id": _id_of(value, name, "msg"), "type": "message", "role": role, "status": "completed"}
-    return head | {"content": found}
-
-
-def _is_text(content: Any) -> bool:
-    return isinstance(content, str)
+        raise wrong_type(name, "a string or an array of parts", parts)
+    return [_part(part, f"{name}[{at}]", media) for at, part in enumerate(parts)]
 
 
 def _written(part: Item) -> Item:
@@ -167,8 +202,7 @@ def _part(value: Any, name: str, media: bool) -> Item:
     if media and isinstance(kind, str) and kind in _MEDIA:
         return _medium(value, kind, name)
     known = "text (input_text, output_text)" + (f" and {', '.join(_MEDIA)}" if media else "")
-    shown = shown_name(kind) if isinstance(kind, str) else kind_of(kind)
-    raise InvalidRequestError(f"{name}.type {shown!r}: this model reads {known} only", param=f"{name}.type")
+    raise InvalidRequestError(f"{name}.type {_shown(kind)}: this model reads {known} only", param=f"{name}.type")
 
 
 def _medium(value: Mapping[str, Any], kind: str, name: str) -> Item:
@@ -182,54 +216,3 @@ def _medium(value: Mapping[str, Any], kind: str, name: str) -> Item:
         raise InvalidRequestError(f"{name} needs {source}: this model keeps no files", param=f"{name}.{source}")
     given = {key: value[key] for key in (*_MEDIA[kind], "detail") if value.get(key) is not None}
     return {"type": kind, **({"detail": "auto"} if kind == "input_image" else {}), **given}
-
-
-def _call(value: Mapping[str, Any], kind: str, name: str) -> Item:
-    custom = kind == "custom_tool_call"
-    call = (_CustomCallItem if custom else _FunctionCallItem).parse(value, name)
-    fields = call.model_dump()
-    refuse_unknown(value, {*fields, "namespace"} | _INERT, name)
-    namespace = _Grouped.parse(value, name).namespace
-    head = {"id": _id_of(value, name, "ctc" if custom else "fc"), "type": kind, "status": "completed"}
-    return {**head, **fields, **({"namespace": namespace} if namespace else {})}
-
-
-def _call_output(value: Mapping[str, Any], kind: str, name: str) -> Item:
-    given = _CallOutputItem.parse(value, name)
-    refuse_unknown(value, {"call_id", "output", "name", "namespace"} | _INERT, name)
-    output = given.output
-    if isinstance(output, list):
-        output = [_part(part, f"{name}.output[{at}]", False) for at, part in enumerate(output)]
-    elif _is_text(output):
-        output = validated(_TEXT, output, f"{name}.output")
-    else:
-        raise wrong_type(f"{name}.output", "a string or an array of parts", output)
-    prefix = "ctco" if kind == "custom_tool_call_output" else "fco"
-    head = {"id": _id_of(value, name, prefix), "type": kind, "status": "completed"}
-    return head | {"call_id": given.call_id, "output": output}
-
-
-def _additional_tools(value: Mapping[str, Any], name: str) -> Item:
-    given = _AdditionalTools.parse(value, name)
-    refuse_unknown(value, {"role", "tools"} | _INERT, name)
-    check_json(given.tools, f"{name}.tools")
-    return {"id": _id_of(value, name, "at"), "type": ADDITIONAL_TOOLS, "role": given.role, "tools": given.tools}
-
-
-def _reasoning(value: Mapping[str, Any], name: str) -> Item:
-    thought = _ReasoningItem.parse(value, name)
-    refuse_unknown(value, {"summary", "content", "encrypted_content"} | _INERT, name)
-    if thought.encrypted_content is not None and not (thought.content or thought.summary):
-        message = f"{name}.encrypted_content is not of this server, which cannot read it; leave the item out"
-        raise InvalidRequestError(message, param=f"{name}.encrypted_content")
-    return {
-        "id": _id_of(value, name, "rs"),
-        "type": "reasoning",
-        "summary": [{"type": "summary_text", "text": one.text} for one in thought.summary or ()],
-        "content": [{"type": "reasoning_text", "text": one.text} for one in thought.content or ()],
-        "status": "completed",
-    }
-
-
-def _id_of(value: Mapping[str, Any], name: str, prefix: str) -> str:
-    return _Identified.parse(value, name).id or new_id(prefix)

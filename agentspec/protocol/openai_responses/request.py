@@ -15,9 +15,15 @@ from pydantic import AfterValidator, Field
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
-from agentspec.protocol.openai_responses.tool_choice import allowed_tools
 from agentspec.protocol.openai_responses.tool_names import ToolNames
-from agentspec.protocol.openai_responses.tools import ClientTool, added_tools, chat_tools, client_tools, offered_tools
+from agentspec.protocol.openai_responses.tools import (
+    ClientTool,
+    added_tools,
+    allowed_tools,
+    chat_tools,
+    client_tools,
+    offered_tools,
+)
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, refuse_unknown, wrong_type
@@ -34,6 +40,10 @@ _WHOLE = " must be disabled: send a conversation that fits the model"
 _AS_IN_CHATS = (
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop"
     " prediction chat_template_kwargs latency_target_ms_per_token parallel_tool_calls user".split()
+)
+_REPEATED = (  # in the answer, as they are
+    "instructions max_output_tokens max_tool_calls model previous_response_id prompt_cache_key safety_identifier"
+    " temperature top_logprobs top_p truncation user".split()
 )
 _RENAMED = {
     "max_tokens": "max_output_tokens",
@@ -294,25 +304,13 @@ def _nested(kind: type[B], value: Mapping[str, Any] | None, name: str) -> B:
 
 def _repeated(fields: _ResponsesBody) -> dict[str, Any]:
     """What the answer says about the request."""
-    reasoning = dict(fields.reasoning or {})
-    text = dict(fields.text or {})
+    reasoning, text = fields.reasoning or {}, fields.text or {}
     return {
-        "instructions": fields.instructions,
-        "max_output_tokens": fields.max_output_tokens,
-        "max_tool_calls": fields.max_tool_calls,
+        **{name: getattr(fields, name) for name in _REPEATED},
         "metadata": fields.metadata or {},
-        "model": fields.model,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "previous_response_id": fields.previous_response_id,
-        "prompt_cache_key": fields.prompt_cache_key,
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-        "safety_identifier": fields.safety_identifier,
-        "temperature": fields.temperature,
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice,
         "tools": fields.tools or [],
-        "top_logprobs": fields.top_logprobs,
-        "top_p": fields.top_p,
-        "truncation": fields.truncation,
-        "user": fields.user,
     }

@@ -19,7 +19,9 @@ DEFAULT_NAMESPACE = "functions"
 
 _VALID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _INVALID = re.compile(r"[^a-zA-Z0-9_-]")
-_CHOICES = ("none", "auto", "required")  # what a tool choice means that is no name
+CHOICES = ("none", "auto", "required")
+"""What a tool choice means that is no name."""
+
 _DIGITS = 8  # of the hash that ends a name which had to be changed
 
 Key = tuple[str, ...]
@@ -64,7 +66,7 @@ class ToolNames:
 
     def _free(self, key: Key) -> str:
         wanted = _wanted(key)
-        if _VALID.fullmatch(wanted) and wanted not in _CHOICES and wanted not in self._keys:
+        if _VALID.fullmatch(wanted) and wanted not in CHOICES and wanted not in self._keys:
             return wanted
         head = _INVALID.sub("_", wanted)[: MAX_NAME - _DIGITS - 1]
         tries = (f"{head}_{_hash(key, attempt)}" for attempt in count())

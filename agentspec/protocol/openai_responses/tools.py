@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, Item
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
-from agentspec.protocol.openai_responses.tool_names import Key, ToolNames, key_of
+from agentspec.protocol.openai_responses.tool_names import CHOICES, Key, ToolNames, key_of
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, refuse_unknown, shown_name, wrong_type
 
+_KINDS = ("function", "custom")
 _DESCRIBED = ("description", "parameters", "strict")
 _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 
@@ -113,22 +114,53 @@ def chat_tools(tools: Iterable[ClientTool], names: ToolNames) -> list[dict[str, 
     return functions
 
 
+def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[str | ClientTool, list[ClientTool]]:
+    """The tool choice, of a single tool that one, and the tools that it allows. Raises `InvalidRequestError`."""
+    if isinstance(choice, str) and choice in CHOICES:
+        return choice, [*tools]
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind in _KINDS:
+        return _named(choice, tools), [*tools]
+    mode, listed = (choice.get("mode", "auto"), choice.get("tools")) if kind == "allowed_tools" else (None, None)
+    if mode not in ("auto", "required") or not isinstance(listed, list):
+        raise _wrong_choice(f"must be {', '.join(CHOICES)}, a function or custom tool by name, or allowed_tools")
+    if any(not isinstance(one, dict) or one.get("type") not in _KINDS for one in listed):
+        raise _wrong_choice("may allow functions and custom tools only")
+    keys = {_named(one, tools).key for one in listed}
+    return mode, [tool for tool in tools if tool.key in keys]
+
+
+def _named(choice: Mapping[str, Any], tools: Sequence[ClientTool]) -> ClientTool:
+    """The tool that is meant. Without `namespace`, which OpenAI's type has no place for, the only one of its name."""
+    kind, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
+    alike = [tool for tool in tools if (tool.kind, tool.name) == (kind, name)]
+    own = [tool for tool in alike if tool.key == key_of(str(name), namespace and str(namespace))]
+    if namespace is None and len(alike) > 1 and not own:
+        raise _wrong_choice("names a tool of several namespaces; add the field namespace")
+    found = own or (alike if namespace is None else [])
+    if not found:
+        raise _wrong_choice("asks for a tool that tools does not have")
+    return found[0]
+
+
+def _wrong_choice(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(f"tool_choice {sentence}", param="tool_choice")
+
+
 def _tools(tool: Any, param: str) -> Iterator[ClientTool]:
-    if not isinstance(tool, dict):
-        raise wrong_type(param, "an object", tool)
-    if tool.get("type") != "namespace":
+    if not isinstance(tool, dict) or tool.get("type") != "namespace":
         yield _tool(tool, param)
         return
     space = _Namespace.parse(tool, param)
     refuse_unknown(tool, ("type", *_Namespace.model_fields), param)
     for index, inner in enumerate(space.tools):
-        name = f"{param}.tools[{index}]"
-        if not isinstance(inner, dict):
-            raise wrong_type(name, "an object", inner)
-        yield replace(_tool(inner, name), namespace=space.name, about=space.description)
+        one = _tool(inner, f"{param}.tools[{index}]")
+        yield replace(one, namespace=space.name, about=space.description)
 
 
-def _tool(tool: dict[str, Any], param: str) -> ClientTool:
+def _tool(tool: Any, param: str) -> ClientTool:
+    if not isinstance(tool, dict):
+        raise wrong_type(param, "an object", tool)
     kind = tool.get("type")
     if kind == "function":
         given = _FunctionTool.parse(tool, param)
