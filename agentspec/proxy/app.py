@@ -80,7 +80,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     settings = settings or runtime.settings
     server = settings.server
     limiter = Slots(server, _most_at_once(settings))
-    budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
+    budget = BodyBudget(server.max_body_memory, shared=bool(server.api_keys))
     deadlines = Deadlines()
     pages = Pages(runtime, limiter)
     metering = Metering(server, pages.registry)

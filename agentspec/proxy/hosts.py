@@ -21,6 +21,7 @@ from agentspec.errors import (
 from agentspec.settings.server import ServerSettings
 
 MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 << 10
 _VERSIONS = ("1.0", "1.1", "2", "3")  # the last two by other servers than ours
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _KNOWN_HOSTS = 1024  # spellings of Host that are remembered as allowed
@@ -53,7 +54,6 @@ class HostCheck:
         names = (name.lower().rstrip(".") for name in (server.host, *server.allowed_hosts))
         self._names = frozenset(name.strip("[]") for name in names)
         self._suffixes = tuple(name[1:] for name in self._names if name.startswith("*."))
-        self._max_bytes = server.max_header_bytes
         self._allowed: set[bytes] = set()
 
     def check(self, scope: Scope, *, any_host: bool = False) -> None:
@@ -84,9 +84,9 @@ class HostCheck:
                 hosts.append(value)
             elif name == b"origin":
                 origins.append(value)
-        if size > self._max_bytes or len(headers) > MAX_HEADERS:
-            limits = f"{MAX_HEADERS} headers and {self._max_bytes} bytes with the target"
-            raise HeadersTooLargeError(f"a request's head may have {limits} (server.max_header_bytes)")
+        if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
+            limits = f"{MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes with the target"
+            raise HeadersTooLargeError(f"a request's head may have {limits}")
         return hosts, origins
 
     def _check_host(self, raw: bytes, any_host: bool) -> None:

@@ -35,16 +35,15 @@ class CompletionsEndpoint(GenerationEndpoint):
             await super(CompletionsEndpoint, self)._respond(exchange)  # slots give the class another object
             return
         record, backend = exchange.record, exchange.route.backend
-        if len(prompts) > self.settings.max_prompts:
-            message = f"prompt has {len(prompts)} entries; {self.settings.max_prompts} are allowed (server.max_prompts)"
+        if len(prompts) > MAX_CHOICES:
+            message = f"prompt has {len(prompts)} entries; {MAX_CHOICES} are allowed"
             raise InvalidRequestError(message, param="prompt")
         one = partial(self._parse, caller=exchange.caller, backend=backend, record=record)
         parsed = await self._run(exchange, lambda: [one({**exchange.fields, "prompt": each}) for each in prompts])
         first, writer = parsed[0]
         per, count = first.sampling.n, len(prompts) * first.sampling.n
-        most = min(MAX_CHOICES, max(self.settings.max_prompts, self.settings.max_choices))
-        if count > most:
-            message = f"the request asks for {count} answers; {most} are allowed (server.max_prompts)"
+        if count > MAX_CHOICES:
+            message = f"the request asks for {count} answers; {MAX_CHOICES} are allowed"
             raise InvalidRequestError(message, param="n")
         whole = replace(first, sampling=replace(first.sampling, n=count))
         shown = CompletionWriter(whole, writer.format, self.settings.speculation_object, per)

@@ -35,12 +35,13 @@ from agentspec.errors import (
 from agentspec.protocol.responses import encode
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
-from agentspec.proxy.hosts import is_unprotected
+from agentspec.proxy.hosts import MAX_HEADER_BYTES, is_unprotected
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 
+KEEP_ALIVE_SECONDS = 75  # of a connection without a request
 WRITE_BUFFER = 32 << 10  # bytes of an answer: writing pauses above it
 PIECE = 31 << 10  # so that a full buffer, a piece and its frame stay within 64 KiB
 OTHER_FILES = 128  # besides connections and upstream calls: logs, the index, model files
@@ -77,8 +78,8 @@ class BoundedConnection(HttpToolsProtocol):
         if not self._answering and "header_timeout" not in self._timers:
             self._start("header_timeout", self._settings.header_timeout, self._end_head)
         super().data_received(data)
-        if self._unparsed > self._settings.max_header_bytes:
-            self._end("max_header_bytes", HeadersTooLargeError("the head is too long (server.max_header_bytes)"))
+        if self._unparsed > MAX_HEADER_BYTES:
+            self._end("head_too_large", HeadersTooLargeError(f"the head has more than {MAX_HEADER_BYTES} bytes"))
 
     def on_headers_complete(self) -> None:
         """Refuse with 400 what other servers may read differently: RFC 9112, sections 3.2, 6.1 and 9.3.2. An offer of
@@ -197,7 +198,7 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=self._settings.keep_alive_timeout,  # type: ignore[arg-type]
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=self._settings.drain_timeout + END_SECONDS,  # type: ignore[arg-type]
                 ssl_context_factory=None if tls is None else lambda config, default: tls,
             )

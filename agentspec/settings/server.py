@@ -52,19 +52,9 @@ class ServerSettings(SettingsModel):
         " kept to be sent or stored whole; half of either for one tenant. A body beyond it gets 429; an answer waits,"
         " then gets 503",
     )
-    parsing_threads: int = Field(
-        default=2, ge=1, description="Threads that read bodies above 64 KiB; one tenant never takes the last"
-    )
-    max_choices: int = Field(default=8, ge=1, description="Most answers (n, best_of) to one prompt from an upstream")
     max_output_tokens: int = Field(
         default=131072, ge=1, description="Most tokens (max_tokens and its other names) asked of an upstream"
     )
-    max_logprobs: int = Field(default=20, ge=0, description="Most alternatives per token asked of an upstream")
-    max_prompts: int = Field(
-        default=64, ge=1, description="Most answers to all prompts of one text completion by an upstream"
-    )
-    max_embedding_inputs: int = Field(default=2048, ge=1, description="Most texts in one request for embeddings")
-    max_tools: int = Field(default=128, ge=0, description="Most tools in a request to an upstream")
 
     # Admission.
     queue_timeout: float = Field(
@@ -84,9 +74,7 @@ class ServerSettings(SettingsModel):
     max_connections: int = Field(
         default=4096, ge=1, description="Connections in all; fewer where the process may not open that many files"
     )
-    max_header_bytes: ByteSize = Field(default=ByteSize(32 << 10), ge=1024, description="Larger heads get 431")
     header_timeout: float = Field(default=10.0, gt=0, description="Seconds for a complete head, TLS handshake apart")
-    keep_alive_timeout: float = Field(default=75.0, gt=0, description="Seconds before an idle connection is closed")
     write_timeout: float = Field(
         default=30.0, gt=0, description="Seconds a client may take nothing of its answer before it is cut off"
     )

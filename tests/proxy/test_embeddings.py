@@ -31,7 +31,7 @@ class FakeEncoder(FakeBackend):
 
 @pytest.fixture(scope="module")
 def url(shared_gateway: Any) -> str:
-    running = shared_gateway({"e": FakeEncoder(), "m": FakeBackend("ok")}, max_embedding_inputs=4)
+    running = shared_gateway({"e": FakeEncoder(), "m": FakeBackend("ok")})
     return f"{running.url}/v1"
 
 
@@ -65,7 +65,7 @@ def test_a_text_that_is_too_long_is_cut_only_if_it_may_be(url: str) -> None:
         ({"input": ""}, "input"),
         ({"input": [1, 2]}, "input"),
         ({"input": ["a", ""]}, "input"),
-        ({"input": ["a"] * 5}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"dimensions": 2}, "dimensions"),
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),

@@ -29,7 +29,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture(scope="module")
 def client(shared_gateway: Any, backend: FakeBackend) -> Iterator[openai.OpenAI]:
-    running = shared_gateway({"m": backend}, max_prompts=8)
+    running = shared_gateway({"m": backend})
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -73,10 +73,10 @@ def test_one_that_fails_fails_all(client: openai.OpenAI, backend: FakeBackend) -
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": ["a", ["b"]]}, "prompt"),
-        ({"prompt": ["a"] * 5, "n": 2}, "n"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
         ({"prompt": ["a", []]}, "prompt"),
     ],
 )

@@ -438,8 +438,9 @@ def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: A
         assert httpx.get(f"{running.url}/health").status_code == 200
 
 
-def test_c5_an_idle_connection_is_closed(gateway: Any) -> None:
-    running = gateway({"fake": FakeBackend()}, keep_alive_timeout=0.2)
+def test_c5_an_idle_connection_is_closed(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.proxy.serving.KEEP_ALIVE_SECONDS", 0.2)
+    running = gateway({"fake": FakeBackend()})
     with socket.create_connection(address(running.url), timeout=60) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert rest(connection).endswith(b'{"status":"ok"}')

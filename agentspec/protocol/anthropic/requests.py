@@ -16,6 +16,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.content import chat_messages, system_text
 from agentspec.protocol.anthropic.tools import chat_tool_choice, chat_tools, limited_names
 from agentspec.protocol.openai_responses.tool_names import ToolNames
+from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import (
     Body,
     Count,
@@ -70,7 +71,6 @@ class MessagesLimits:
     """
 
     max_messages: int
-    max_tools: int
     images: bool = False
     templated: bool = True
 
@@ -118,7 +118,7 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
     chat |= {} if fields.max_tokens is None else {"max_tokens": fields.max_tokens}
     chat |= {"stop": list(fields.stop_sequences)} if fields.stop_sequences else {}
     chat |= {"continue_final_message": True, "add_generation_prompt": False} if prefilled else {}
-    chat |= _tools(fields, limits.max_tools)
+    chat |= _tools(fields, MAX_TOOLS)
     chat |= _output(fields)
     told = _template_arguments(body, thinking)
     chat |= told if limits.templated else {}

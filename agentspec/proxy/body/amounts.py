@@ -8,10 +8,11 @@ from typing import Any
 from agentspec.backends.base import COMPLETIONS, EMBEDDINGS, RESPONSES
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS
-from agentspec.protocol.requests import MAX_BIASES
+from agentspec.protocol.requests import MAX_BIASES, MAX_TOOLS
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
 from agentspec.proxy.body.kept_names import objects
 from agentspec.settings.server import ServerSettings
+from agentspec.types import MAX_CHOICES
 
 # OpenAI's names, and those of SGLang, TGI, llama.cpp and Ollama for the same amount.
 _TOKENS = (
@@ -22,6 +23,9 @@ _ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
 CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
 _LISTS = ("stop", "stop_sequences", "stop_token_ids", "bad_words", "stop_regex")
 COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
+
+MAX_LOGPROBS = 20
+MAX_TEXTS = 2048  # of a request for embeddings
 
 TOKENIZED_CHARACTERS = 1_000_000
 CHARACTERS_PER_TOKEN = 16  # no text of a language has so many
@@ -43,36 +47,32 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
 
     Servers accept "9" and 9.0 as numbers and read negative ones as "all", so that only plain counts can be bounded.
     """
-    choices = max(_count(fields, name, 1, limits.max_choices, "server.max_choices") for name in CHOICES)
+    choices = max(_count(fields, name, 1, MAX_CHOICES) for name in CHOICES)
     for name in _TOKENS:
-        _count(fields, name, 0, limits.max_output_tokens, "server.max_output_tokens")
+        _count(fields, name, 0, limits.max_output_tokens, " (server.max_output_tokens)")
     for name in _ALTERNATIVES:
         if not isinstance(fields.get(name), bool):
-            _count(fields, name, 0, limits.max_logprobs, "server.max_logprobs")
-    _length(fields, "messages", limits.max_messages, "server.max_messages")
+            _count(fields, name, 0, MAX_LOGPROBS)
+    _length(fields, "messages", limits.max_messages, " (server.max_messages)")
     if path == RESPONSES:
-        _length(fields, "input", limits.max_messages, "server.max_messages")
-        check_tools(len(_offered(fields)), limits)
-    _length(fields, "tools", limits.max_tools, "server.max_tools")
-    _length(fields, "functions", limits.max_tools, "server.max_tools")
+        _length(fields, "input", limits.max_messages, " (server.max_messages)")
+        check_tools(len(_offered(fields)))
+    _length(fields, "tools", MAX_TOOLS)
+    _length(fields, "functions", MAX_TOOLS)
     _length(fields, "logit_bias", MAX_BIASES)
     for name in _LISTS:
         _length(fields, name, MAX_STOPS)
         _phrases(name, fields.get(name))
-    if path == COMPLETIONS and _texts(fields.get("prompt")) * choices > max(limits.max_prompts, limits.max_choices):
-        raise InvalidRequestError(
-            f"the request asks for more than {limits.max_prompts} answers (server.max_prompts)", param="prompt"
-        )
-    if path == EMBEDDINGS and _texts(fields.get("input")) > limits.max_embedding_inputs:
-        raise InvalidRequestError(
-            f"input has more than {limits.max_embedding_inputs} texts (server.max_embedding_inputs)", param="input"
-        )
+    if path == COMPLETIONS and _texts(fields.get("prompt")) * choices > MAX_CHOICES:
+        raise InvalidRequestError(f"the request asks for more than {MAX_CHOICES} answers", param="prompt")
+    if path == EMBEDDINGS and _texts(fields.get("input")) > MAX_TEXTS:
+        raise InvalidRequestError(f"input has more than {MAX_TEXTS} texts", param="input")
 
 
-def check_tools(count: int, limits: ServerSettings) -> None:
+def check_tools(count: int) -> None:
     """Raise `InvalidRequestError` if a Responses request offers too many tools."""
-    if count > limits.max_tools:
-        message = f"more than {limits.max_tools} tools, those of namespaces and items counted (server.max_tools)"
+    if count > MAX_TOOLS:
+        message = f"more than {MAX_TOOLS} tools, those of namespaces and items counted"
         raise InvalidRequestError(message, param="tools")
 
 
@@ -87,20 +87,19 @@ def _offered(fields: Mapping[str, Any]) -> set[tuple[str, str]]:
     return {(space, str(tool.get("name") or tool)) for space, tools in spaces for tool in tools}
 
 
-def _count(fields: Mapping[str, Any], name: str, low: int, high: int, setting: str) -> int:
+def _count(fields: Mapping[str, Any], name: str, low: int, high: int, setting: str = "") -> int:
     value = fields.get(name)
     if value is None:
         return low
     if type(value) is not int or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be an integer from {low} to {high} ({setting})", param=name)
+        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}{setting}", param=name)
     return value
 
 
 def _length(fields: Mapping[str, Any], name: str, most: int, setting: str = "") -> None:
     value = fields.get(name)
     if isinstance(value, (list, dict)) and len(value) > most:
-        source = f" ({setting})" if setting else ""
-        raise InvalidRequestError(f"{name} has {len(value)} entries; {most} are allowed{source}", param=name)
+        raise InvalidRequestError(f"{name} has {len(value)} entries; {most} are allowed{setting}", param=name)
 
 
 def _phrases(name: str, value: Any) -> None:

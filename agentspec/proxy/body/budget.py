@@ -15,6 +15,7 @@ from agentspec.errors import AnswerMemoryError, OverloadedError
 
 T = TypeVar("T")
 
+PARSING_THREADS = 2
 INLINE_BYTES = 1 << 16  # reading a body up to this size takes less time than it takes to wake a thread and be woken
 ANSWER_SECONDS = 10.0  # that an answer waits for memory: it was computed already, so that a wait is worth its while
 
@@ -23,17 +24,17 @@ class BodyBudget:
     """Bounds the bytes of all bodies and large answers in memory, and reads large ones off the loop.
 
     Answers may hold half of the bytes, so that clients who do not read theirs leave room for requests. With several
-    tenants (`shared`), one of them may hold half of either. Large bodies are read in `threads` threads, of which one
+    tenants (`shared`), one of them may hold half of either. Large bodies are read in threads, of which one
     tenant never takes the last. Use it in one event loop.
     """
 
-    def __init__(self, limit: int, threads: int, *, shared: bool = True) -> None:
+    def __init__(self, limit: int, *, shared: bool = True) -> None:
         self._limit = limit
         self.shared = shared
         self._bytes = _Held()
         self._answers = _Held()  # of these bytes
         self._waiting: deque[_MemoryWait] = deque()
-        self._threads = TenantThreads(threads, "agentspec-body")
+        self._threads = TenantThreads(PARSING_THREADS, "agentspec-body")
 
     def account(self, tenant: str) -> BodyAccount:
         """An account of what one request holds, as a context whose end gives all back."""

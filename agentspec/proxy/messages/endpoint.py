@@ -10,7 +10,7 @@ from agentspec.backends.base import CHAT, MESSAGES, AddsHeaders, Backend, Forwar
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
-from agentspec.protocol.requests import MAX_TOOLS, parse_chat
+from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.body.head import check_head
@@ -67,7 +67,7 @@ class MessagesEndpoint(GenerationEndpoint):
     async def _chat(self, exchange: Exchange, backend: Forwards, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""
         templated = await backend.server_kind() in TEMPLATED
-        limits = MessagesLimits(self.settings.max_messages, self.settings.max_tools, images=True, templated=templated)
+        limits = MessagesLimits(self.settings.max_messages, images=True, templated=templated)
         return await self._run(exchange, lambda: parse_messages(exchange.fields, limits, count=count))
 
     def _parse(
@@ -90,4 +90,4 @@ class MessagesEndpoint(GenerationEndpoint):
         if CHAT not in backend.capabilities.routes:
             raise InvalidRequestError(f"the model {record.model!r} does not answer {MESSAGES}", param="model")
         self._check_roles(fields, backend)
-        return parse_messages(fields, MessagesLimits(self.settings.max_messages, MAX_TOOLS), count=count)
+        return parse_messages(fields, MessagesLimits(self.settings.max_messages), count=count)

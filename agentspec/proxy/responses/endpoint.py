@@ -143,7 +143,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         if len(messages) > self.settings.max_messages:
             message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
             raise InvalidRequestError(message, param="input")
-        check_tools(len(request.tools), self.settings)
+        check_tools(len(request.tools))
         chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
         if request.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -6,6 +6,7 @@ import pytest
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.settings.server import ServerSettings
 
@@ -17,7 +18,7 @@ def check(fields: dict[str, Any], path: str = CHAT, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 9}, "n"),
+        ({"n": 129}, "n"),
         ({"n": 0}, "n"),
         ({"n": "2"}, "n"),
         ({"n": 2.0}, "n"),
@@ -58,34 +59,36 @@ def test_tools_of_responses_are_counted_one_by_one() -> None:
     items = [{"type": kind, "tools": [two, three]} for kind in ("additional_tools", "tool_search_output")]
     hosted = [{"type": "mcp", "server_label": name} for name in "abc"]
     listed = {"type": "mcp_list_tools", "tools": [two] * 200}  # what a server of the upstream's own offers
-    for fields, count in (
+    cases: list[tuple[dict[str, Any], int]] = [
         ({"tools": [one, *spaces]}, 7),
         ({"tools": [one], "input": [*items, listed, "x"]}, 3),  # what a later search finds again is no other tool
         ({"tools": [one], "input": [{"type": "tool_search_output", "tools": spaces}]}, 7),
         ({"tools": hosted}, 3),
         ({"tools": "x", "input": [{"type": "additional_tools", "tools": 5}]}, 0),
-    ):
-        check(fields, RESPONSES, max_tools=count)
-        if count:
-            with pytest.raises(InvalidRequestError, match="max_tools") as caught:
-                check(fields, RESPONSES, max_tools=count - 1)
-            assert caught.value.param == "tools"
+    ]
+    for fields, count in cases:
+        others = {"type": "additional_tools", "tools": [{"name": f"t{i}"} for i in range(MAX_TOOLS - count)]}
+        full = {**fields, "input": [*fields.get("input", ()), others]}
+        check(full, RESPONSES)
+        others["tools"].append({"name": "last"})
+        with pytest.raises(InvalidRequestError, match=f"more than {MAX_TOOLS} tools") as caught:
+            check(full, RESPONSES)
+        assert caught.value.param == "tools"
 
 
 def test_prompts_and_inputs_are_counted() -> None:
-    check({"prompt": ["x"] * 64}, COMPLETIONS)
+    check({"prompt": ["x"] * 128}, COMPLETIONS)
     check({"prompt": list(range(100_000))}, COMPLETIONS)
-    check({"prompt": "x", "n": 8}, COMPLETIONS, max_prompts=1)
     check({"input": ["x"] * 2048}, EMBEDDINGS)
     for fields, path in (
-        ({"prompt": ["x"] * 65}, COMPLETIONS),
-        ({"prompt": ["x"] * 33, "best_of": 2}, COMPLETIONS),
-        ({"prompt": [[1]] * 65}, COMPLETIONS),
-        ({"prompt": [1, *(["x"] * 65)]}, COMPLETIONS),
+        ({"prompt": ["x"] * 129}, COMPLETIONS),
+        ({"prompt": ["x"] * 65, "best_of": 2}, COMPLETIONS),
+        ({"prompt": [[1]] * 129}, COMPLETIONS),
+        ({"prompt": [1, *(["x"] * 129)]}, COMPLETIONS),
         ({"input": [[1]] * 2049}, EMBEDDINGS),
         ({"input": [{"text": "x"}] * 2049}, EMBEDDINGS),
     ):
-        with pytest.raises(InvalidRequestError, match=r"max_prompts|max_embedding_inputs"):
+        with pytest.raises(InvalidRequestError, match="more than"):
             check(fields, path)
 
 
@@ -93,4 +96,4 @@ def test_usual_requests_pass_and_settings_decide() -> None:
     check(
         {"n": 8, "max_tokens": 4096, "top_logprobs": 20, "logprobs": True, "stop": "x", "max_completion_tokens": None}
     )
-    check({"n": 16, "max_tokens": 10**6, "tools": [{}] * 200}, max_choices=16, max_output_tokens=10**6, max_tools=200)
+    check({"n": 16, "max_tokens": 10**6}, max_output_tokens=10**6)

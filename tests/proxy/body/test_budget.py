@@ -11,7 +11,7 @@ from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount, BodyBudget
 
 
 def test_one_tenant_may_hold_half_and_all_the_whole() -> None:
-    budget = BodyBudget(100, 2)
+    budget = BodyBudget(100)
     with budget.account("a") as a, budget.account("b") as b:
         a(20)
         a(30)
@@ -22,7 +22,7 @@ def test_one_tenant_may_hold_half_and_all_the_whole() -> None:
             c(1)
         assert budget.held == 100
     assert budget.held == 0
-    alone = BodyBudget(100, 2, shared=False)
+    alone = BodyBudget(100, shared=False)
     with alone.account("a") as a:
         a(100)
         with pytest.raises(OverloadedError):
@@ -31,7 +31,7 @@ def test_one_tenant_may_hold_half_and_all_the_whole() -> None:
 
 @pytest.mark.anyio
 async def test_large_bodies_are_read_off_the_loop() -> None:
-    budget, loop = BodyBudget(100, 2), threading.get_ident()
+    budget, loop = BodyBudget(100), threading.get_ident()
     assert await budget.run("a", INLINE_BYTES, threading.get_ident) == loop
     assert await budget.run("a", INLINE_BYTES + 1, threading.get_ident) != loop
     with pytest.raises(ZeroDivisionError):
@@ -40,7 +40,7 @@ async def test_large_bodies_are_read_off_the_loop() -> None:
 
 @pytest.mark.anyio
 async def test_one_tenant_never_takes_all_threads() -> None:
-    budget, held = BodyBudget(100, 2), threading.Event()
+    budget, held = BodyBudget(100), threading.Event()
     slow = [asyncio.create_task(budget.run("a", 1 << 20, held.wait, 60)) for _ in range(20)]
     await asyncio.sleep(0)
     assert await budget.run("b", 1 << 20, lambda: "read") == "read"
@@ -61,7 +61,7 @@ async def waiting_for(account: BodyAccount, size: int) -> asyncio.Task[None]:
 
 @pytest.mark.anyio
 async def test_an_answer_waits_until_there_is_room_in_order_of_arrival() -> None:
-    budget = BodyBudget(200, 2, shared=False)
+    budget = BodyBudget(200, shared=False)
     with budget.account("a") as first, budget.account("b") as second, budget.account("c") as third:
         first(180)
         large, small = await waiting_for(second, 50), await waiting_for(third, 20)
@@ -78,7 +78,7 @@ async def test_an_answer_waits_until_there_is_room_in_order_of_arrival() -> None
 @pytest.mark.anyio
 async def test_answers_leave_half_of_the_memory_for_bodies() -> None:
     """Clients that do not read their answers must not keep others from asking."""
-    budget = BodyBudget(100, 2, shared=False)
+    budget = BodyBudget(100, shared=False)
     with budget.account("a") as first, budget.account("a") as second, budget.account("a") as third:
         await first.wait_for(50)
         waiting = await waiting_for(second, 1)
@@ -91,7 +91,7 @@ async def test_answers_leave_half_of_the_memory_for_bodies() -> None:
 
 @pytest.mark.anyio
 async def test_who_waits_for_a_tenants_own_share_holds_up_nobody_else() -> None:
-    budget = BodyBudget(200, 2)
+    budget = BodyBudget(200)
     with budget.account("a") as held, budget.account("a") as more, budget.account("b") as other:
         await held.wait_for(40)
         own = await waiting_for(more, 20)
@@ -107,7 +107,7 @@ async def test_who_waits_for_a_tenants_own_share_holds_up_nobody_else() -> None:
 @pytest.mark.anyio
 async def test_a_wait_in_vain_ends_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_module, "ANSWER_SECONDS", 0.01)
-    budget = BodyBudget(100, 2, shared=False)
+    budget = BodyBudget(100, shared=False)
     with budget.account("a") as first, budget.account("b") as second, budget.account("c") as third:
         first(95)
         with pytest.raises(AnswerMemoryError, match="max_body_memory") as caught:

@@ -471,12 +471,10 @@ def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_p
 @pytest.mark.parametrize(("script", "path"), [(chats_only(), "/v1/chat/completions"), (native(), ROUTE)])
 def test_tools_are_counted_wherever_they_are_offered(gateway: Any, upstream: Any, script: Any, path: str) -> None:
     server = upstream(script)
-    chosen = settings(server.url)
-    limited = chosen.server.model_copy(update={"max_tools": 2})
-    running = gateway({}, chosen.model_copy(update={"server": limited}))
-    one, two, three = ({"type": "function", "name": name, "parameters": {}} for name in ("a", "b", "c"))
-    space = {"type": "namespace", "name": "n", "description": "", "tools": [two, three]}
-    item = {"type": "additional_tools", "role": "developer", "tools": [two, three]}
+    running = gateway({}, settings(server.url))
+    one, *others = ({"type": "function", "name": f"t{number}", "parameters": {}} for number in range(129))
+    space = {"type": "namespace", "name": "n", "description": "", "tools": others}
+    item = {"type": "additional_tools", "role": "developer", "tools": others}
     for many in ({"tools": [one, space]}, {"tools": [one], "input": [item, {"role": "user", "content": "hi"}]}):
         refused = post(running, many)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

@@ -29,7 +29,7 @@ async def deltas_of(pieces: int, length: int) -> AsyncGenerator[Delta]:
 
 @pytest.mark.anyio
 async def test_what_is_kept_is_counted_as_it_grows_and_given_back() -> None:
-    budget = BodyBudget(MEMORY, 1, shared=False)
+    budget = BodyBudget(MEMORY, shared=False)
     with budget.account("t") as account:
         kept = 0
         async for delta in collected(deltas_of(400, 1000), account):
@@ -41,7 +41,7 @@ async def test_what_is_kept_is_counted_as_it_grows_and_given_back() -> None:
 
 @pytest.mark.anyio
 async def test_what_came_whole_is_counted_once() -> None:
-    budget = BodyBudget(MEMORY, 1, shared=False)
+    budget = BodyBudget(MEMORY, shared=False)
     with budget.account("t") as account:
         await account.cover(400_000)  # for the body in which it came
         held = budget.held
@@ -51,7 +51,7 @@ async def test_what_came_whole_is_counted_once() -> None:
 @pytest.mark.anyio
 async def test_who_finds_no_room_stops_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_module, "ANSWER_SECONDS", 0.01)
-    budget, source = BodyBudget(MEMORY, 1, shared=False), deltas_of(10_000, 1000)
+    budget, source = BodyBudget(MEMORY, shared=False), deltas_of(10_000, 1000)
     with budget.account("t") as account, pytest.raises(AnswerMemoryError, match="max_body_memory"):
         _ = [delta async for delta in collected(source, account)]
     assert budget.held == 0 and [delta async for delta in source] == []
