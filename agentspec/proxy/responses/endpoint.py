@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
+from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Forwards, is_forwarding
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
+from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
+from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.body.amounts import check_tools
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.upstream_fields import UpstreamFields
@@ -24,12 +27,12 @@ from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers, name_bound
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
-from agentspec.proxy.responses.local import LocalAnswer
 from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
 from agentspec.proxy.streaming.sending import collected
-from agentspec.types import Delta
+from agentspec.types import Delta, GenerateRequest
 
 T = TypeVar("T")
+OwnNames = Callable[[], AbstractContextManager[None]]
 UNENFORCED = "x-agentspec-unenforced"
 """Names the fields for forms of tools' inputs that the model is told, and not held to."""
 
@@ -41,24 +44,38 @@ class ResponsesEndpoint(GenerationEndpoint):
     keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keeper = Keeper(self.runtime)
+        self.keeper = Keeper(self.runtime, self.settings)
 
     async def _respond(self, exchange: Exchange) -> None:
         backend = exchange.route.backend
         if is_forwarding(backend):
             await self._forward(exchange, backend)
             return
-        self._check_answers(backend, exchange)
+        if CHAT not in backend.capabilities.routes:
+            message = f"the model {exchange.record.model!r} does not answer {RESPONSES}"
+            raise InvalidRequestError(message, param="model")
         await self._run(exchange, self._check_roles, exchange.fields, backend)
-        request = await self._read(exchange, local=True)
-        request, history = await self._continued(exchange, request)
-        most = self.settings.max_messages
-        answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, most)
-        first = await self._run_on(exchange, history, answer.whole)
+        request, history = await self._read(exchange, local=True)
+        first, own = await self._run_on(exchange, history, self._local, exchange.caller, request, history)
         added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
         exchange.record.response_headers = {**added, **_unenforced(request)}
         exchange.release()
-        await self._send_answer(exchange, request, answer.deltas(first))
+        await self._send_answer(exchange, request, self._generated(first, own))
+
+    def _local(self, caller: Caller, request: ResponsesRequest, history: History) -> tuple[GenerateRequest, OwnNames]:
+        """The request for a backend, with the whole conversation."""
+        made = request.conversation(history.items)
+        own = partial(_own_names, request, made.origins, len(history.items))
+        with own():
+            chat = {**request.chat, "messages": made.messages}
+            parsed, _ = parse_chat(chat, max_messages=self.settings.max_messages)
+        return caller.sign(parsed), own
+
+    async def _generated(self, first: GenerateRequest, own: OwnNames) -> AsyncGenerator[Delta]:
+        with own():
+            async with aclosing(self.runtime.generate(first)) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
         check_head(exchange.scope)
@@ -111,8 +128,7 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
         record = exchange.record
-        request = await self._read(exchange, local=False)
-        request, history = await self._continued(exchange, request)
+        request, history = await self._read(exchange, local=False)
         await self._run_on(exchange, history, _check_history, history, backend)
         record.response_headers = TRANSLATED | _unenforced(request)
         async with exchange.deadline.limit():
@@ -128,14 +144,16 @@ class ResponsesEndpoint(GenerationEndpoint):
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 
-    def _check_answers(self, backend: Backend, exchange: Exchange) -> None:
-        if CHAT not in backend.capabilities.routes:
-            message = f"the model {exchange.record.model!r} does not answer {RESPONSES}"
-            raise InvalidRequestError(message, param="model")
-
-    async def _read(self, exchange: Exchange, *, local: bool) -> ResponsesRequest:
+    async def _read(self, exchange: Exchange, *, local: bool) -> tuple[ResponsesRequest, History]:
+        """The request, with the tools of the whole conversation, and the items that it continues."""
         read = partial(parse_responses, exchange.fields, max_messages=self.settings.max_messages, local=local)
-        return await self._run(exchange, read)
+        request = await self._run(exchange, read)
+        if request.previous is None:
+            return request, History([], 0)
+        async with exchange.deadline.limit():
+            history = await self.keeper.history(exchange.record.tenant, request.previous)
+        exchange.account(history.size)
+        return await self._run_on(exchange, history, request.continuing, history.items), history
 
     def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
         """The request as a chat for an upstream. Raises `InvalidRequestError` for the result of a call nobody made."""
@@ -154,23 +172,6 @@ class ResponsesEndpoint(GenerationEndpoint):
         size = len(exchange.body) + history.size
         return await self.budget.run(exchange.record.tenant, size, function, *arguments)
 
-    async def _continued(self, exchange: Exchange, request: ResponsesRequest) -> tuple[ResponsesRequest, History]:
-        """The request with the tools of the whole conversation, and the items that it continues."""
-        history = await self._history(exchange, request)
-        if request.previous is None:
-            return request, history
-        return await self._run_on(exchange, history, request.continuing, history.items), history
-
-    async def _history(self, exchange: Exchange, request: ResponsesRequest) -> History:
-        """The items of the responses that the request continues."""
-        if request.previous is None:
-            return History([], 0)
-        limits = {"most_items": self.settings.max_messages, "most_bytes": int(self.settings.max_body_bytes)}
-        async with exchange.deadline.limit():
-            history = await self.keeper.history(exchange.record.tenant, request.previous, **limits)
-        exchange.account(history.size)
-        return history
-
     async def _send_answer(self, exchange: Exchange, request: ResponsesRequest, deltas: AsyncGenerator[Delta]) -> None:
         """Send the answer that `deltas` are."""
         record, settings = exchange.record, self.settings
@@ -178,35 +179,44 @@ class ResponsesEndpoint(GenerationEndpoint):
         stored = request.store and exchange.caller.store and self.keeper.stores
         writer = EventWriter(request, stored=stored, include_speculation=settings.speculation_object)
         keep = self._keeping(exchange, request)
-        deltas = collected(deltas, exchange.account)  # a stream ends with the whole answer, too
-        if not request.stream:
-            deltas = exchange.deadline.within(deltas)
+        # A stream ends with the whole answer, too.
+        deltas = exchange.deadline.within(collected(deltas, exchange.account))
+        if request.stream:
+            await send_events(deltas, writer, record, exchange.send, keep, obfuscate=bool(request.obfuscation))
+        else:
             await send_whole(deltas, writer, record, exchange.send, keep, exchange.account)
-            return
-        deltas = exchange.deadline.within(deltas)
-        await send_events(deltas, writer, record, exchange.send, keep, obfuscate=bool(request.obfuscation))
 
     def _keeping(self, exchange: Exchange, request: ResponsesRequest) -> Keep:
         tenant, session = exchange.record.tenant, exchange.caller.labels.session
 
         async def keep(writer: EventWriter) -> None:
             """Store the answer, or have it say that it is not stored."""
-            if writer.stored:
-                response = writer.response
-                writer.stored = await self.keeper.put(
-                    StoredResponse(
-                        id=writer.id,
-                        tenant=tenant,
-                        created_at=time.time(),
-                        session=session,
-                        previous=request.previous,
-                        response=response,
-                        items=request.items,
-                        begun=time.time() - (time.perf_counter() - exchange.record.started),
-                    )
-                )
+            if not writer.stored:
+                return
+            now = time.time()
+            stored = StoredResponse(
+                id=writer.id,
+                tenant=tenant,
+                created_at=now,
+                session=session,
+                previous=request.previous,
+                response=writer.response,
+                items=request.items,
+                begun=now - (time.perf_counter() - exchange.record.started),
+            )
+            writer.stored = await self.keeper.put(stored)
 
         return keep
+
+
+@contextmanager
+def _own_names(request: ResponsesRequest, origins: Sequence[int], first_new: int) -> Iterator[None]:
+    """Have errors name the fields of the request instead of those of its chat."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = request.own_name(error.param, origins, first_new)
+        raise
 
 
 def _check_history(history: History, backend: Forwards) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import AgentSpecError, CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
+from agentspec.protocol.responses import encode
 from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
+from agentspec.settings.server import ServerSettings
 
 if TYPE_CHECKING:
     from agentspec.cache.responses.table import ResponseStore
@@ -51,6 +53,7 @@ class Keeper:
     """The stored answers of a gateway. Its methods wait for the store in one of its own threads."""
 
     runtime: Runtime
+    limits: ServerSettings
     _threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(THREADS))
 
     @property
@@ -100,15 +103,31 @@ class Keeper:
         """Delete the tenant's answer if it is there; returns whether it was."""
         return is_id(id) and await self._in_thread(lambda: self._store.delete(tenant, _key(id)))
 
-    async def history(self, tenant: str, id: str, *, most_items: int, most_bytes: int) -> History:
+    async def history(self, tenant: str, id: str) -> History:
         """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first.
 
         Raises `ResponseNotFoundError`, and `InvalidRequestError` for a conversation that is too long.
         """
         if not (self.stores and is_id(id)):
             raise not_found(id, "previous_response_id")
-        read = Chain(lambda one: self._store.get(tenant, one), most_items, most_bytes)
-        return await self._in_thread(lambda: read.items(id))
+        return await self._in_thread(lambda: self._history(tenant, id))
+
+    def _history(self, tenant: str, id: str) -> History:
+        most_items, most_bytes = self.limits.max_messages, self.limits.max_body_bytes
+        links: list[list[Item]] = []
+        count = size = 0
+        wanted: str | None = id
+        while wanted is not None:
+            stored = self._store.get(tenant, wanted)
+            if stored is None or stored.backend is not None:
+                raise _missing(id, wanted)
+            links.append([*map(dict, stored.items), *stored.response.get("output", ())])
+            count, size = count + len(links[-1]), size + len(encode(links[-1]))
+            if len(links) > MAX_CHAIN or count > most_items or size > most_bytes:
+                message = "the conversation that previous_response_id continues is too long to be read again"
+                raise InvalidRequestError(message, param="previous_response_id")
+            wanted = stored.previous
+        return History([item for link in reversed(links) for item in link], size)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
@@ -118,52 +137,13 @@ class Keeper:
         return self.runtime.responses
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Reads a conversation by `get`, answer by answer."""
-
-    get: Callable[[str], StoredResponse | None]
-    most_items: int
-    most_bytes: int
-
-    def items(self, id: str) -> History:
-        links: list[list[Item]] = []
-        count = size = 0
-        wanted: str | None = id
-        while wanted is not None:
-            stored = self.get(wanted)
-            if stored is None or stored.backend is not None:
-                raise self._missing(id, wanted)
-            links.append([*map(dict, stored.items), *stored.response.get("output", ())])
-            count, size = count + len(links[-1]), size + _size(links[-1])
-            if len(links) > MAX_CHAIN or count > self.most_items or size > self.most_bytes:
-                message = "the conversation that previous_response_id continues is too long to be read again"
-                raise InvalidRequestError(message, param="previous_response_id")
-            wanted = stored.previous
-        return History([item for link in reversed(links) for item in link], size)
-
-    def _missing(self, id: str, wanted: str) -> ResponseNotFoundError:
-        if wanted == id:
-            return not_found(id, "previous_response_id")
-        message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
-        return ResponseNotFoundError(message, param="previous_response_id")
+def _missing(id: str, wanted: str) -> ResponseNotFoundError:
+    if wanted == id:
+        return not_found(id, "previous_response_id")
+    message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
+    return ResponseNotFoundError(message, param="previous_response_id")
 
 
 def _key(id: str) -> str:
     """The id under which stores keep a response: they take few characters. Nobody can ask for one with a blank."""
     return id if len(id) <= MAX_STORED_ID else f"long {hashlib.sha256(id.encode()).hexdigest()}"
-
-
-def _size(value: Any) -> int:
-    """About the bytes that a JSON value takes as text."""
-    size, waiting = 0, [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            size += len(one)
-        elif isinstance(one, Mapping):
-            waiting += [*one, *one.values()]
-        elif isinstance(one, list):
-            waiting += one
-        size += 4
-    return size

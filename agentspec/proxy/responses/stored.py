@@ -96,24 +96,21 @@ class StoredRoute:
         return watched
 
     async def _body(self, request: Request, record: RequestRecord, stored: StoredResponse) -> Mapping[str, Any]:
-        if request.method == "DELETE":
-            _refuse_query(request.query_params, ())
-            await self.endpoint.keeper.delete(record.tenant, stored.id)
-            return {"id": stored.id, "object": "response", "deleted": True}
-        if not self.items:
-            _refuse_query(request.query_params, ())
+        if self.items and request.method != "DELETE":
+            page = Page.of(request.query_params)
+            return page.listed(await self._input(record, stored))
+        _refuse_query(request.query_params, ())
+        if request.method != "DELETE":
             return stored.response
-        page = Page.of(request.query_params)
-        return page.listed(await self._input(record, stored))
+        await self.endpoint.keeper.delete(record.tenant, stored.id)
+        return {"id": stored.id, "object": "response", "deleted": True}
 
     async def _input(self, record: RequestRecord, stored: StoredResponse) -> list[Item]:
         """All items that the answer was made from: those of the answers that it continues, then its own."""
         own = [dict(item) for item in stored.items]
         if stored.previous is None:
             return own
-        settings = self.endpoint.settings
-        limits = {"most_items": settings.max_messages, "most_bytes": int(settings.max_body_bytes)}
-        return [*(await self.endpoint.keeper.history(record.tenant, stored.previous, **limits)).items, *own]
+        return [*(await self.endpoint.keeper.history(record.tenant, stored.previous)).items, *own]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -102,24 +102,17 @@ class IdFinder:
             return _id_in(data)
         self.ended = self._seen > _FIRST_EVENTS
         with suppress(UpstreamError):
-            return next(self._ids(self._decoder.feed(data)), None)
+            ids = (_id_in(event, streamed=True) for event in self._decoder.feed(data))
+            return next(filter(None, ids), None)
         self.ended = True
         return None
 
-    def _ids(self, events: Iterator[str]) -> Iterator[str]:
-        for data in events:
-            with suppress(ValueError, RecursionError):
-                event = json.loads(data)
-                response = event.get("response") if isinstance(event, dict) else None
-                id = response.get("id") if isinstance(response, dict) else None
-                if is_id(id):
-                    yield id
 
-
-def _id_in(body: bytes) -> str | None:
-    with suppress(ValueError, RecursionError):
-        response = json.loads(body)
-        id: object = response.get("id") if isinstance(response, dict) else None
+def _id_in(data: str | bytes, *, streamed: bool = False) -> str | None:
+    """The id of the response in `data`: an event with its beginning, or the whole."""
+    with suppress(ValueError, RecursionError, AttributeError):  # no JSON, too deep, or no object
+        value = json.loads(data)
+        id: object = (value.get("response") if streamed else value).get("id")
         return id if is_id(id) else None
     return None
 

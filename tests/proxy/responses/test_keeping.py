@@ -15,6 +15,7 @@ from agentspec.cache.storage.tables import prepare
 from agentspec.errors import CacheError
 from agentspec.proxy.responses.keeping import Keeper
 from agentspec.runtime import Runtime
+from agentspec.settings.server import ServerSettings
 
 pytestmark = pytest.mark.anyio
 ANSWER = StoredResponse("resp_1", "t", time.time())
@@ -50,7 +51,7 @@ def keeper(store: SlowStore) -> Keeper:
     class Stored(Runtime):
         responses = store  # type: ignore[assignment]
 
-    return Keeper(Stored.__new__(Stored))
+    return Keeper(Stored.__new__(Stored), ServerSettings())
 
 
 @pytest.mark.parametrize("broken", [False, True])
