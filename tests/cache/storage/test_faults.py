@@ -213,6 +213,30 @@ def test_a_full_disk_is_waited_for(preload: Path, tmp_path: Path) -> None:
     run(preload, FULL, tmp_path)
 
 
+FULL_WHILE_ERASING = """
+path = folder / "cache"
+with SuffixCache.open(path) as cache:
+    record(cache, 10, session="canary")
+    assert durable(cache)
+    begun = time.monotonic()
+    while cache.stats().erasure_pending:  # a killed process may have left bytes: what opens the cache looks
+        time.sleep(0.01)
+        assert time.monotonic() - begun < 60
+    end = cache.on_forget(lambda scope: full.touch())  # once the deletion is committed
+    assert cache.forget(session="canary") == 1
+    assert cache.stats().erasure_pending
+    end()
+    full.unlink()
+    cache.forget(session="nobody")
+    assert not cache.stats().erasure_pending
+assert not any(b"canary" in file.read_bytes() for file in path.iterdir() if file.is_file())
+"""
+
+
+def test_a_disk_too_full_to_erase_is_reported(preload: Path, tmp_path: Path) -> None:
+    run(preload, FULL_WHILE_ERASING, tmp_path)
+
+
 FULL_AT_START = """
 full.touch()
 with SuffixCache.open(folder / "cache") as cache:
