@@ -117,7 +117,7 @@ def test_times_of_turns_that_are_not_stored_are_not_kept() -> None:
 def test_a_turn_that_cannot_be_learned_is_left_out() -> None:
     with SuffixCache.open() as cache:
         teach(ToolSpeculator(POLICY, cache=cache))
-        for body in ("no JSON", json.dumps({"version": 2, **BROKEN})):
+        for body in ("no JSON", json.dumps({"version": 3, **BROKEN})):
             cache.tool_turns.put(new_turn("default", "agent", "s", body))
         assert tried(ToolSpeculator(POLICY, cache=cache))
 

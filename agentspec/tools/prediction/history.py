@@ -46,11 +46,7 @@ class ToolHistory:
     def says(self, text: str) -> None:
         """The user, or whoever asks the agent, says something."""
         self._events.append(USER)
-        found: list[tuple[Selector, Any]] = []
-        for before, span in spans(text):
-            kind = shape(span)
-            found += [(("user", kind), span), (("user", kind, before), span)]
-        self._keep(found)
+        self._keep([(("user", shape(span)), span) for span in spans(text)])
 
     def makes(self, call: ToolCall) -> None:
         """The model makes a call."""
@@ -67,23 +63,16 @@ class ToolHistory:
         """A tool returned `content`, as JSON or as text."""
         self._events.append(name)
         result = _parsed(content)
-        found: list[tuple[Selector, Any]] = []
-        for path, leaf in leaves(result):
-            found.append((("result", name, path), leaf))
-            if isinstance(leaf, str) and path:
-                found.append((("any", shape(leaf)), leaf))
+        found: list[tuple[Selector, Any]] = [(("result", name, path), leaf) for path, leaf in leaves(result)]
         if isinstance(result, str):
-            for before, span in spans(content):
-                kind = shape(span)
-                found += [(("text", name, kind), span), (("text", name, kind, before), span)]
+            found += [(("text", name, shape(span)), span) for span in spans(content)]
         self._keep(found)
 
     def found(self, selector: Selector, most: int) -> list[tuple[str, Any]]:
         """(canonical, value) of a selector, those of the latest event first, each value once, at most `most`.
 
-        Selectors: `("user", shape)` and `("user", shape, word before)` in what the user says, `("argument", tool,
-        path)` of earlier calls, `("result", tool, path)` of JSON results, `("any", shape)` the same of all tools,
-        `("text", tool, shape)` and `("text", tool, shape, word before)` of other results, `("constant", JSON)`.
+        Selectors: `("user", shape)` in what the user says, `("argument", tool, path)` of earlier calls, `("result",
+        tool, path)` of JSON results, `("text", tool, shape)` of other results, `("constant", JSON)`.
         """
         if selector[0] == "constant":
             return [(selector[1], json.loads(selector[1]))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,7 @@ _WIDTH = 8  # partial argument sets that are kept while further arguments are ad
 _MOST_RULES = 400  # of a turn that are counted
 _LEVELS = (0.05, 0.2, 0.5)  # between the levels of how good a tool's best arguments look
 _AGAIN = 0.15  # before calibration: how much less likely the very same call is a second time
+_FITS = 0.15  # how often a rule fills an argument of which nothing is known
 _NEWEST = 0.2  # weight of the newest measured time
 TURN = ""  # in place of a tool's name: the time of a model's turn
 
@@ -137,7 +138,6 @@ class CallModel:
             forms[form] = forms.get(form, 0) + 1
         for rule, hit in observation.rules:
             self._rules.add(rule, hit)
-            self._rules.add(rule.general, hit)
         for source in observation.sources:
             self._add_source(*source, session)
         for score in observation.scores:
@@ -174,12 +174,10 @@ class CallModel:
     ) -> CallPrediction:
         kind = REPEATED if call.identity in history.made else FIRST
         estimate *= _AGAIN if kind == REPEATED else 1.0
-        return self._corrected(call, estimate, kind, Outlook(call.name, history.last_event, kind == REPEATED, rules))
-
-    def _corrected(self, call: ToolCall, estimate: float, kind: int, outlook: Outlook) -> CallPrediction:
+        outlook = Outlook(call.name, history.last_event, kind == REPEATED, rules)
         later = self._later.rate(outlook)
-        known = CallPrediction(call, self._calibration.corrected(estimate, kind), estimate, kind, 0.0, later, outlook)
-        return replace(known, later=self._calibration.corrected(later, LATER))
+        now, then = self._calibration.corrected(estimate, kind), self._calibration.corrected(later, LATER)
+        return CallPrediction(call, now, estimate, kind, then, later, outlook)
 
     def _candidates(self, history: ToolHistory, tool: str) -> list[Candidate]:
         """Calls of the tool, each with its probability if the tool is called."""
@@ -204,7 +202,7 @@ class CallModel:
         """(probability, value, rule that found it) of the likeliest values of an argument."""
         best: dict[str, tuple[float, Any, ArgumentRule]] = {}
         for rule, key, value in self._applicable(history, tool, argument):
-            chance = self._rules.rate(rule, self._rules.rate(rule.general, 0.15, 2.0), 2.0)
+            chance = self._rules.rate(rule, _FITS, 2.0)
             if key not in best or chance > best[key][0]:
                 best[key] = chance, value, rule
         return sorted(best.values(), key=lambda one: -one[0])[:_WIDTH]
@@ -214,11 +212,10 @@ class CallModel:
         used = history.used(tool, argument)
         for selector, _ in _most(self._selectors.get((tool, argument), {}), _SELECTORS):
             found = history.found(selector, _VALUES)
-            size = min(len(found), 3)
             unused = [one for one in found if one[0] not in used]
             for fresh, values in ((False, found), (True, unused)):
                 for rank, (key, value) in enumerate(values[:_RANKS]):
-                    yield ArgumentRule(tool, argument, selector, fresh, rank, size), key, value
+                    yield ArgumentRule(tool, argument, selector, fresh, rank), key, value
 
     def _tried(self, history: ToolHistory, call: ToolCall) -> Iterator[tuple[ArgumentRule, str, str]]:
         """(rule, its value, the value of the call), canonical, of every rule that applied to a call's arguments."""

@@ -11,11 +11,11 @@ from agentspec.tools.prediction.history import Selector
 
 ANSWER = ""  # in place of a tool's name where the model made no call
 FIRST, REPEATED, LATER = range(3)  # kinds of predictions, calibrated apart
-_VERSION = 2
+_VERSION = 3
 
 
 class ArgumentRule(NamedTuple):
-    """A way to fill an argument: the value at `rank` of those that the selector finds, of which there are `size`.
+    """A way to fill an argument: the value at `rank` of those that the selector finds.
 
     `fresh`: values that calls of the tool have had already do not count.
     """
@@ -25,12 +25,6 @@ class ArgumentRule(NamedTuple):
     selector: Selector
     fresh: bool
     rank: int
-    size: int
-
-    @property
-    def general(self) -> ArgumentRule:
-        """The same rule for any number of values."""
-        return self._replace(size=0)
 
 
 class PredictionScore(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 MOST_TEXT = 20_000  # characters of one text that are searched for spans
 MOST_LEAVES = 2000  # values of one result
 _LONGEST = 120  # characters of a value that may be an argument's source; of a list or an object in JSON
-_LONGEST_WORD = 20  # characters of a word before a value
 
 _TOKEN = re.compile(r"[#@]?\w[\w@.+:/#-]*\w|[#@]?\w")
 
@@ -47,15 +46,9 @@ def shape(text: str) -> str:
     return "".join(parts)
 
 
-def spans(text: str) -> Iterator[tuple[str, str]]:
-    """(word before, span) for every word, identifier and date of a text, in its order.
-
-    The word is kept with what is learned, so an identifier, a number or a long word is "" there: it may be private.
-    """
-    before = ""
-    for match in _TOKEN.finditer(text[:MOST_TEXT]):
-        yield before, match[0]
-        before = match[0].lower() if match[0].isalpha() and len(match[0]) <= _LONGEST_WORD else ""
+def spans(text: str) -> list[str]:
+    """Every word, identifier and date of a text, in its order."""
+    return _TOKEN.findall(text[:MOST_TEXT])
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

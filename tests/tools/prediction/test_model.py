@@ -147,7 +147,7 @@ def test_a_call_comes_later_only_while_a_result_would_be_of_use() -> None:
         assert open_.settle(nothing, {call.identity}, began=now, now=now, voids=False) == ()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 2, "after": 3}', "nonsense"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 3, "after": 3}', "nonsense"])
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(CacheFormatError):
         TurnObservation.from_json(text)
@@ -207,7 +207,7 @@ def test_identifiers_of_a_kind_have_one_shape() -> None:
 
 
 def test_spans_keep_identifiers_whole_and_leave_the_punctuation() -> None:
-    found = [span for _, span in spans("It is #W1234567, or mia_li_3668@example.com. At 2024-05-20! (555-123-2002)")]
+    found = spans("It is #W1234567, or mia_li_3668@example.com. At 2024-05-20! (555-123-2002)")
     assert {"#W1234567", "mia_li_3668@example.com", "2024-05-20", "555-123-2002"} <= set(found)
 
 
@@ -220,13 +220,6 @@ def test_leaves_name_their_path() -> None:
         (".cards.*.id", "c1"),
     ]
     assert not re.search(r"\d", "".join(path for path, _ in leaves({"x1": [{"y2": 3}]})))
-
-
-@pytest.mark.parametrize(
-    ("text", "word"), [("my id 7", "id"), ("ann_12 7", ""), ("x" * 21 + " 7", ""), ("a@b.org 7", "")]
-)
-def test_private_words_before_a_value_are_not_kept(text: str, word: str) -> None:
-    assert list(spans(text))[-1] == (word, "7")
 
 
 def test_long_lists_and_objects_are_not_kept_as_constants() -> None:
