@@ -15,6 +15,7 @@ from agentspec.errors import NoServerError
 from agentspec.placement import Call, PlacementPolicy
 
 Clock = Callable[[], float]
+RETRY_SHARE, RETRY_FLOOR = 0.2, 10.0  # of the calls of the last 10 s, or so many a second
 _MOST_WAIT = 60.0  # seconds that a client is told to wait, at most
 
 
@@ -46,7 +47,7 @@ class Pool:
     ) -> None:
         self.name, self.targets, self.policy, self.fleet = name, tuple(targets), policy, fleet
         self.fallbacks, self.clock, self.rng = tuple(fallbacks), clock, rng or random.Random()
-        self.budget = RetryBudget(fleet.retry_share, fleet.retry_floor)
+        self.budget = RetryBudget(RETRY_SHARE, RETRY_FLOOR)
         self.prepare: Callable[[], Awaitable[None]] = _nothing
         for servers, _ in self.targets:
             servers.lost.append(policy.removed)

@@ -13,20 +13,12 @@ class FleetSettings(SettingsModel):
     """`[fleet]`: how the servers of pools are watched, and when a call is tried again."""
 
     probe_interval: float = Field(default=2.0, gt=0, description="Seconds between two looks at a server's /health")
-    probe_timeout: float = Field(default=2.0, gt=0, description="Seconds such a look may take")
-    metrics_interval: float = Field(
-        default=1.0, ge=1, description="Seconds between two readings of a server's own metrics"
-    )
     discovery_interval: float = Field(
         default=5.0, gt=0, description="Seconds between two looks at a name or a file of servers"
     )
     failures: int = Field(default=5, ge=1, description="Failures in a row that open a server's circuit breaker")
     open_seconds: float = Field(default=10.0, gt=0, description="Seconds without calls then, before a single trial")
     max_retries: int = Field(default=2, ge=0, le=10, description="Further tries of a call of which nothing came back")
-    retry_share: float = Field(
-        default=0.2, ge=0, le=1, description="Most retries of a pool, as a share of its calls in the last 10 s"
-    )
-    retry_floor: float = Field(default=10.0, ge=0, description="Retries a second, over 10 s, that are always allowed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from agentspec.errors import UpstreamError, UpstreamStatusError
 
 logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
+LOOK_SECONDS = 2.0  # that one look at a server may take
+METRICS_SECONDS = 1.0  # between two readings of its metrics
 NO_METRICS_SECONDS = 60.0  # until a server that shows no metrics is asked again
 
 
@@ -77,13 +79,12 @@ class PoolWatch:
         self._due = {key: at for key, at in self._due.items() if key[1] in there}
 
     def _look_after(self, member: PoolMember, now: float) -> None:
-        settings = self._settings
         probe, metrics = ("probe", member.name), ("metrics", member.name)
         if now >= self._due.get(probe, 0.0) and probe not in self._running:
-            self._due[probe] = now + settings.probe_interval
+            self._due[probe] = now + self._settings.probe_interval
             self._begin(probe, self._probe(member))
         if member.kind in ("vllm", "sglang") and now >= self._due.get(metrics, 0.0) and metrics not in self._running:
-            self._due[metrics] = now + settings.metrics_interval
+            self._due[metrics] = now + METRICS_SECONDS
             self._begin(metrics, self._measure(member))
 
     def _begin(self, key: tuple[str, str], work: Coroutine[Any, Any, None]) -> None:
@@ -100,15 +101,14 @@ class PoolWatch:
 
     async def _probe(self, member: PoolMember) -> None:
         """Whether it answers, whatever below 500. Then what it is, so that no call has to ask."""
-        alive = await is_alive(member, self._settings.probe_timeout)
+        alive = await is_alive(member)
         member.probed(self._clock(), alive=alive)
         if alive:
             member.kind = await member.backend.server_kind()
 
     async def _measure(self, member: PoolMember) -> None:
-        timeout = self._settings.probe_timeout
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(LOOK_SECONDS):
                 content = await member.backend.endpoint.fetch(
                     "GET", "/metrics", above=True, limit=MAX_LIST_BYTES, probing=True
                 )
@@ -120,11 +120,11 @@ class PoolWatch:
         member.measured(parse_load(content.decode("utf-8", "replace")))
 
 
-async def is_alive(member: PoolMember, timeout: float) -> bool:
+async def is_alive(member: PoolMember) -> bool:
     """Whether the server answers `GET /health` in time: vLLM says 503 there once its engine is dead."""
     asked = member.backend.endpoint.send("GET", "/health", headers={}, above=True, probing=True)
     try:
-        async with asyncio.timeout(timeout), asked as response:
+        async with asyncio.timeout(LOOK_SECONDS), asked as response:
             return response.status < 500
     except (UpstreamError, TimeoutError):
         return False

@@ -33,7 +33,7 @@ from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 
 PROGRAM = Path(__file__).with_name("scripted_engine.py")
-FLEET = FleetSettings(probe_interval=0.5, probe_timeout=1.0, discovery_interval=0.5, open_seconds=2.0)
+FLEET = FleetSettings(probe_interval=0.5, discovery_interval=0.5, open_seconds=2.0)
 SIZES = [
     pytest.param(50, 4.0, id="50 streams", marks=pytest.mark.slow),
     pytest.param(200, 20.0, id="200 streams", marks=pytest.mark.long),

@@ -154,11 +154,11 @@ def test_u2_nothing_is_sent_twice_once_a_byte_has_come(gateway: Any, upstream: A
         assert b"error" in response.content and sum(len(one.requests) for one in servers) == 1
 
 
-def test_u2_retries_stay_within_their_budget(gateway: Any, upstream: Any) -> None:
+def test_u2_retries_stay_within_their_budget(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a share of a fifth and no floor, of 50 calls that all fail, ten retries are sent."""
     servers = [upstream(refuses(503)) for _ in range(2)]
-    fleet = {"retry_floor": 0.0, "failures": 1000}
-    running = gateway({}, pool(*(one.url for one in servers), fleet=fleet))
+    monkeypatch.setattr("agentspec.backends.pool.pool.RETRY_FLOOR", 0.0)
+    running = gateway({}, pool(*(one.url for one in servers), fleet={"failures": 1000}))
     assert {post(running).status_code for _ in range(50)} == {503}
     assert 58 <= sum(len(one.requests) for one in servers) <= 60
 

@@ -63,7 +63,7 @@ def load(tmp_path: Path, text: str) -> Settings:
         ('[backends.c]\nkind = "openai"\nbase_urls = ["http://x/v1"]\nresolve = "a"\n', 'resolve = "a" looks up'),
         ('[backends.c]\nkind = "openai"\nbase_urls = ["http://u:p@x/v1"]\n', "must not carry a password"),
         ("[fleet]\nprobe_intervall = 1\n", "did you mean 'probe_interval'?"),
-        ("[fleet]\nmetrics_interval = 0.5\n", "fleet.metrics_interval"),
+        ("[fleet]\nprobe_interval = 0\n", "fleet.probe_interval"),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, text: str, message: str) -> None:
