@@ -23,8 +23,6 @@ from agentspec.types import Delta, Speculation, TokenLogprob, Usage
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "cancelled": None}
 
-_Call = CallItem | CustomCallItem
-
 
 @dataclass(slots=True)
 class EventWriter:
@@ -42,7 +40,7 @@ class EventWriter:
     _places: dict[str, int] = field(default_factory=dict)  # item id -> its place in the output
     _ended: dict[str, str] = field(default_factory=dict)  # item id -> its final status
     _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
-    _calls: dict[int, _Call] = field(default_factory=dict)
+    _calls: dict[int, CallItem] = field(default_factory=dict)
     _said: ToolCalls = field(default_factory=ToolCalls)  # the calls as they came
     _tokens: list[TokenLogprob] = field(default_factory=list)  # without text yet: they belong to what is written next
     _finish: str | None = None
@@ -76,8 +74,7 @@ class EventWriter:
     def close(self) -> Iterator[Event]:
         """The events that end the items. An answer without any has one empty message."""
         if not self._items:
-            yield from self._open(message := MessageItem(self.request.logprobs))
-            self._text = message
+            yield from self._next(MessageItem(self.request.logprobs))
         if self._tokens and isinstance(self._text, MessageItem):
             yield from self._write_text("")
         status = self.status
@@ -107,19 +104,19 @@ class EventWriter:
         return self._response(self.status)
 
     def _write_thought(self, text: str) -> Iterator[Event]:
-        if not isinstance(self._text, ThoughtItem):
-            yield from self._next(ThoughtItem())
-        assert isinstance(self._text, ThoughtItem)
-        yield from self._place(self._text, self._text.add(text))
+        item = self._text
+        if not isinstance(item, ThoughtItem):
+            yield from self._next(item := ThoughtItem())
+        yield from self._place(item, item.add(text))
 
     def _write_text(self, text: str) -> Iterator[Event]:
-        if not isinstance(self._text, MessageItem):
+        item = self._text
+        if not isinstance(item, MessageItem):
             if not text.strip() and self._calls:
                 return  # blanks between calls are no message
-            yield from self._next(MessageItem(self.request.logprobs))
-        assert isinstance(self._text, MessageItem)
+            yield from self._next(item := MessageItem(self.request.logprobs))
         tokens, self._tokens = self._tokens, []
-        yield from self._place(self._text, self._text.add(text, tokens))
+        yield from self._place(item, item.add(text, tokens))
 
     def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
         index, function = piece.get("index", position), piece.get("function") or {}
@@ -138,7 +135,7 @@ class EventWriter:
         said = ((item.id, call["function"].get("arguments")) for item, call in calls)
         return {id for id, arguments in said if whole_arguments(arguments, self._finish) is None}
 
-    def _called(self, id: str, chat_name: str) -> _Call:
+    def _called(self, id: str, chat_name: str) -> CallItem:
         """A call by the name that the tool has in the chat."""
         key = self.request.names.key(chat_name)
         if key is None:

@@ -1,10 +1,14 @@
-"""The items of an answer while they are written, each with the events that tell of it."""
+"""The items of an answer while they are written, each with the events that tell of it.
+
+`begin` has the events before an item's first text, `end` those after its last, and `item` is the item as it is now. The
+events lack the sequence number and the item's place, which `EventWriter` adds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.tool_input import InputReader
@@ -12,25 +16,6 @@ from agentspec.protocol.responses import clamped
 from agentspec.types import TokenLogprob
 
 Event = dict[str, Any]
-
-
-class OutputItem(Protocol):
-    """One item. Its events lack the sequence number and the item's place, which `EventWriter` adds."""
-
-    @property
-    def id(self) -> str: ...
-
-    def begin(self) -> Iterator[Event]:
-        """The events that come before its first text."""
-        ...
-
-    def end(self, status: str) -> Iterator[Event]:
-        """The events after its last text, without the one that carries the whole item."""
-        ...
-
-    def item(self, status: str) -> Item:
-        """The item as it is now."""
-        ...
 
 
 @dataclass(slots=True)
@@ -101,57 +86,52 @@ class CallItem:
     name: str
     namespace: str | None = None
     id: str = field(default_factory=lambda: new_id("fc"))
-    arguments: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)  # its arguments
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "response.output_item.added", "item": self.item("in_progress")}
 
     def add(self, arguments: str) -> Iterator[Event]:
-        self.arguments.append(arguments)
+        self.text.append(arguments)
         yield {"type": "response.function_call_arguments.delta", "delta": arguments}
 
     def end(self, status: str) -> Iterator[Event]:
-        whole = {"name": self.name, "arguments": "".join(self.arguments)}
+        whole = {"name": self.name, "arguments": "".join(self.text)}
         yield {"type": "response.function_call_arguments.done", **whole}
 
     def item(self, status: str) -> Item:
-        called = _called(self.id, "function_call", status, self)
-        return {**called, "arguments": "".join(self.arguments)}
+        return self._item("function_call", status, "arguments")
+
+    def _item(self, kind: str, status: str, member: str) -> Item:
+        named = {"namespace": self.namespace} if self.namespace else {}
+        head = {"id": self.id, "type": kind, "status": status, "call_id": self.call_id, "name": self.name}
+        return {**head, **named, member: "".join(self.text)}
 
 
 @dataclass(slots=True)
-class CustomCallItem:
+class CustomCallItem(CallItem):
     """A call of one of the client's custom tools, whose input is text."""
 
-    call_id: str
-    name: str
-    namespace: str | None = None
     id: str = field(default_factory=lambda: new_id("ctc"))
-    input: list[str] = field(default_factory=list)
     _reader: InputReader = field(default_factory=InputReader)
-
-    def begin(self) -> Iterator[Event]:
-        yield {"type": "response.output_item.added", "item": self.item("in_progress")}
 
     def add(self, arguments: str) -> Iterator[Event]:
         yield from self._add(self._reader.feed(arguments))
 
     def end(self, status: str) -> Iterator[Event]:
         yield from self._add(self._reader.finish())
-        yield {"type": "response.custom_tool_call_input.done", "input": "".join(self.input)}
+        yield {"type": "response.custom_tool_call_input.done", "input": "".join(self.text)}
 
     def item(self, status: str) -> Item:
-        return {**_called(self.id, "custom_tool_call", status, self), "input": "".join(self.input)}
+        return self._item("custom_tool_call", status, "input")
 
     def _add(self, text: str) -> Iterator[Event]:
         if text:
-            self.input.append(text)
+            self.text.append(text)
             yield {"type": "response.custom_tool_call_input.delta", "delta": text}
 
 
-def _called(id: str, kind: str, status: str, call: CallItem | CustomCallItem) -> Item:
-    named = {"namespace": call.namespace} if call.namespace else {}
-    return {"id": id, "type": kind, "status": status, "call_id": call.call_id, "name": call.name, **named}
+OutputItem = MessageItem | ThoughtItem | CallItem
 
 
 def _logprob(token: TokenLogprob, *, encoded: bool) -> Item:
