@@ -108,7 +108,7 @@ class EarlyTools:
         if session is None:
             return handler(request)
         if self._is_replaced(session, request):
-            with session.changing(None):
+            with session.changing():
                 return handler(request)
         result = session.run(_call(request), lambda _: handler(request))
         return handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
@@ -119,7 +119,7 @@ class EarlyTools:
         if session is None:
             return await handler(request)
         if self._is_replaced(session, request):
-            with session.changing(None):
+            with session.changing():
                 return await handler(request)
         result = await session.arun(_call(request), lambda _: handler(request))
         return await handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result

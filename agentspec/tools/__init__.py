@@ -1,10 +1,10 @@
 """Tools that run before the model asks for them, and whose results are used only for the identical call."""
 
-from agentspec.tools.events import ToolEvent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall
 from agentspec.tools.session import ToolSession
+from agentspec.tools.speculative_call import ToolEvent
 from agentspec.tools.speculator import ToolSpeculator
 
 __all__ = [

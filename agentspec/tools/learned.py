@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from agentspec.cache.tool_turns import StoredTurn, new_turn
 from agentspec.errors import CacheError
 from agentspec.tools.keys import AgentCaller
-from agentspec.tools.launching import worthwhile
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 from agentspec.tools.prediction.observation import LaterScore, TurnObservation
+from agentspec.tools.starts import worthwhile
 
 if TYPE_CHECKING:
     from agentspec.cache.tool_turns.table import ToolTurnStore

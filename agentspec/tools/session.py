@@ -6,22 +6,29 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from agentspec.tools.epochs import epoch_of
-from agentspec.tools.events import Outcome, ToolEvent
 from agentspec.tools.faults import kept_from_agent
-from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
 from agentspec.tools.keys import call_key
-from agentspec.tools.launching import PER_TURN
 from agentspec.tools.policy import ToolSpec
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.later import OpenForecasts
 from agentspec.tools.prediction.model import TURN, CallForecast
 from agentspec.tools.prediction.values import is_json
+from agentspec.tools.speculative_call import (
+    CallFailedError,
+    EarlyStart,
+    Outcome,
+    SpeculativeCall,
+    TaskCall,
+    ThreadCall,
+    ToolEvent,
+)
+from agentspec.tools.starts import PER_TURN
 
 if TYPE_CHECKING:
     from agentspec.tools.keys import AgentCaller
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 
 Invoke = Callable[[ToolCall], Any]
 AsyncInvoke = Callable[[ToolCall], Awaitable[Any]]
-Start = Callable[[Launch], Flight]
+Starter = Callable[[EarlyStart], SpeculativeCall]
 
 _MOST_RESULTS = 64  # of a session that wait for their calls
 
@@ -48,7 +55,7 @@ class ToolSession:
         self._epoch = epoch_of(caller.tenant, caller.session)
         self._lock = threading.RLock()
         self._history = ToolHistory()
-        self._flights: dict[str, Flight] = {}
+        self._started: dict[str, SpeculativeCall] = {}
         self._turn: tuple[float, CallForecast] | None = None  # when the model's turn began, and what was predicted
         self._open = OpenForecasts(self._policy.max_age)
         self._stores = True  # whether the turn may be learned
@@ -64,10 +71,10 @@ class ToolSession:
         with self._lock:
             self._tools = {tool.name: tool for tool in tools}
             before, self._functions = self._functions, dict(functions or {})
-            for flight in list(self._flights.values()):
-                name = flight.launch.call.name
+            for early in list(self._started.values()):
+                name = early.start.call.name
                 if before.get(name) is not self._functions.get(name):
-                    self._drop(flight, "stale")
+                    self._drop(early, "stale")
 
     def says(self, text: str) -> None:
         """The user said something."""
@@ -85,7 +92,8 @@ class ToolSession:
         with self._lock:
             for call in calls:
                 with kept_from_agent("following a session"):
-                    self._makes(call)
+                    if is_json(call.arguments):
+                        self._history.makes(call)
 
     def returns(self, tool: str, content: str) -> None:
         """A tool returned `content`, as the model reads it."""
@@ -96,7 +104,7 @@ class ToolSession:
         """Predict the calls of the model's next turn, and start in threads those that pay; returns what was started."""
         with kept_from_agent("reading what was learned"):
             self._speculator.learned.refresh(self.caller)
-        return self._begin(lambda launch: ThreadFlight(launch, invoke))
+        return self._begin(lambda one: ThreadCall(one, invoke))
 
     async def abegin_turn(
         self, invoke: AsyncInvoke, in_thread: Callable[[ToolCall], Invoke | None] = lambda _: None
@@ -108,9 +116,9 @@ class ToolSession:
         with kept_from_agent("reading what was learned"):
             await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
 
-        def start(launch: Launch) -> Flight:
-            plain = in_thread(launch.call)
-            return TaskFlight(launch, invoke) if plain is None else ThreadFlight(launch, plain)
+        def start(one: EarlyStart) -> SpeculativeCall:
+            plain = in_thread(one.call)
+            return TaskCall(one, invoke) if plain is None else ThreadCall(one, plain)
 
         return self._begin(start)
 
@@ -134,117 +142,103 @@ class ToolSession:
 
     def run(self, call: ToolCall, invoke: Invoke) -> Any:
         """The result of a call that the model made: that of an early start if there is one to use, else of `invoke`."""
-        flight, called_at = self._taken(call), time.monotonic()
-        if flight is not None:
+        early, called_at = self._taken(call), time.monotonic()
+        if early is not None:
             try:
-                result = flight.wait()
-            except FlightFailedError:
-                self._drop(flight, "failed")
+                result = early.wait()
+            except CallFailedError:
+                self._drop(early, "failed")
             else:
-                if self._hand_over(flight, called_at):
+                if self._hand_over(early, called_at):
                     return result
         with self._ordinary(call):
             return invoke(call)
 
     async def arun(self, call: ToolCall, invoke: AsyncInvoke) -> Any:
         """`run` in an event loop."""
-        flight, called_at = self._taken(call), time.monotonic()
-        if flight is not None:
+        early, called_at = self._taken(call), time.monotonic()
+        if early is not None:
             try:
-                result = await flight.arrive()
-            except FlightFailedError:
-                self._drop(flight, "failed")
+                result = await early.arrive()
+            except CallFailedError:
+                self._drop(early, "failed")
             except BaseException:  # whoever waited was cancelled
-                self._drop(flight, "waste")
+                self._drop(early, "waste")
                 raise
             else:
-                if self._hand_over(flight, called_at):
+                if self._hand_over(early, called_at):
                     return result
         with self._ordinary(call):
             return await invoke(call)
 
-    @contextmanager
-    def changing(self, call: ToolCall | None) -> Iterator[None]:
-        """Around a part of a call that may outlast `arun`, such as a thread; None for a call of an unknown tool.
-
-        Until its end nothing starts early, unless the call changes nothing.
-        """
-        with self._epoch.writing() if call is None or self._may_change([call]) else nullcontext():
-            yield
+    def changing(self) -> AbstractContextManager[None]:
+        """Around a call of which nothing is known: until its end nothing starts early."""
+        return self._epoch.writing()
 
     def drop_old(self) -> None:
         """Drop what is void, or too old to be used."""
-        if not self._flights:
+        if not self._started:
             return
         now = time.monotonic()
         with self._lock:
-            for flight in list(self._flights.values()):
-                if flight.launch.epoch != self._epoch.number:
-                    self._drop(flight, "stale")
-                elif now - flight.launched_at >= self._policy.max_age:
-                    self._drop(flight, "waste")
+            for early in list(self._started.values()):
+                if early.start.epoch != self._epoch.number:
+                    self._drop(early, "stale")
+                elif now - early.started_at >= self._policy.max_age:
+                    self._drop(early, "waste")
 
     def close(self) -> None:
         """Drop what was started and is not used."""
         with self._lock:
             self._drop_all()
 
-    def __enter__(self) -> ToolSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # Before a turn.
 
-    def _begin(self, start: Start) -> list[ToolCall]:
+    def _begin(self, start: Starter) -> list[ToolCall]:
         with self._lock:
             self.drop_old()
             self._turn = None
-            launched: list[ToolCall] | None = None
             with kept_from_agent("predicting a turn"):
-                launched = self._predicted(start)
-            if launched is None:
-                self._drop_all()
-            return launched or []
-
-    def _predicted(self, start: Start) -> list[ToolCall]:
-        early = self._early()
-        if not early:
+                return self._predicted(start)
+            self._drop_all()
             return []
-        forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
-        self._turn = time.monotonic(), forecast
-        allowed = (one.call for one in chosen if one.call.name in early)  # whatever a predictor says
-        launched = (call for call in allowed if self._launch(call, start))
-        return list(islice(launched, PER_TURN))
 
-    def _launch(self, call: ToolCall, start: Start) -> bool:
+    def _predicted(self, start: Starter) -> list[ToolCall]:
+        tools = self._early()
+        if not tools:
+            return []
+        forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, tools)
+        self._turn = time.monotonic(), forecast
+        allowed = (one.call for one in chosen if one.call.name in tools)  # whatever a predictor says
+        return list(islice((call for call in allowed if self._start(call, start)), PER_TURN))
+
+    def _start(self, call: ToolCall, start: Starter) -> bool:
         epoch, free = self._epoch.number, self._speculator.free
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
         if key is None or self._is_there(key) or not self._epoch.quiet or not free.acquire(blocking=False):
             return False
         try:
-            flight = start(Launch(call, key, epoch, free.release))
+            early = start(EarlyStart(call, key, epoch, free.release))
         except RuntimeError:  # no further thread can be started
             free.release()
             return False
         except Exception:
             free.release()
             raise
-        self._flights[key] = flight
-        self._tell("launch", flight, 0.0)
-        while len(self._flights) > _MOST_RESULTS:
-            self._drop(next(iter(self._flights.values())), "waste")
+        self._started[key] = early
+        self._tell("start", early, 0.0)
+        while len(self._started) > _MOST_RESULTS:
+            self._drop(next(iter(self._started.values())), "waste")
         return True
 
     def _is_there(self, key: str) -> bool:
         """Whether a result of this call waits, or is on its way. One that will never come is dropped."""
-        flight = self._flights.get(key)
-        if flight is not None and flight.failed:
-            self._drop(flight, "failed")
+        early = self._started.get(key)
+        if early is not None and early.failed:
+            self._drop(early, "failed")
             return False
-        return flight is not None
+        return early is not None
 
     def _early(self) -> frozenset[str]:
         """The tools that may run early."""
@@ -254,13 +248,7 @@ class ToolSession:
     # After a turn.
 
     def _may_change(self, calls: Sequence[ToolCall]) -> bool:
-        with kept_from_agent("asking a tool's policy"):
-            return not all(self._policy.changes_nothing(self._tools.get(call.name)) for call in calls)
-        return True
-
-    def _makes(self, call: ToolCall) -> None:
-        if is_json(call.arguments):
-            self._history.makes(call)
+        return not all(self._policy.changes_nothing(self._tools.get(call.name)) for call in calls)
 
     def _learn(self, calls: Sequence[ToolCall]) -> None:
         turn, self._turn = self._turn, None
@@ -273,45 +261,45 @@ class ToolSession:
         self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early(), later)
 
     def _drop_all(self) -> None:
-        for flight in list(self._flights.values()):
-            self._drop(flight, "waste")
+        for early in list(self._started.values()):
+            self._drop(early, "waste")
 
-    def _drop(self, flight: Flight, outcome: Outcome) -> None:
+    def _drop(self, early: SpeculativeCall, outcome: Outcome) -> None:
         with self._lock:
-            if self._flights.get(flight.launch.key) is flight:
-                del self._flights[flight.launch.key]
-            flight.cancel()
-            self._tell(outcome, flight, flight.seconds)
+            if self._started.get(early.start.key) is early:
+                del self._started[early.start.key]
+            early.cancel()
+            self._tell(outcome, early, early.seconds)
 
     # A call.
 
-    def _taken(self, call: ToolCall) -> Flight | None:
-        """The flight whose result a call may use, which nobody else gets then; None if there is none."""
+    def _taken(self, call: ToolCall) -> SpeculativeCall | None:
+        """The early start whose result a call may use, which nobody else gets then; None if there is none."""
         spec = self._tools.get(call.name)
         if not self._policy.may_run_early(spec):
             return None
         with self._lock:
-            flight = self._flights.pop(self._key(call) or "", None)
-        if flight is None:
+            early = self._started.pop(self._key(call) or "", None)
+        if early is None:
             return None
-        age = time.monotonic() - flight.launched_at
-        if flight.launch.epoch != self._epoch.number or age > self._policy.max_age:
-            self._drop(flight, "stale")
+        age = time.monotonic() - early.started_at
+        if early.start.epoch != self._epoch.number or age > self._policy.max_age:
+            self._drop(early, "stale")
             return None
-        return flight
+        return early
 
-    def _hand_over(self, flight: Flight, called_at: float) -> bool:
+    def _hand_over(self, early: SpeculativeCall, called_at: float) -> bool:
         """Whether the result, which has arrived, may be used still; counts it."""
-        if flight.launch.epoch != self._epoch.number:
-            self._drop(flight, "stale")
+        if early.start.epoch != self._epoch.number:
+            self._drop(early, "stale")
             return False
-        self._took(flight.launch.call.name, flight.seconds)
-        saved = min(called_at - flight.launched_at, flight.seconds)
-        self._tell("hit", flight, saved)
+        self._took(early.start.call.name, early.seconds)
+        saved = min(called_at - early.started_at, early.seconds)
+        self._tell("hit", early, saved)
         return True
 
-    def _tell(self, outcome: Outcome, flight: Flight, seconds: float) -> None:
-        call, caller = flight.launch.call, self.caller
+    def _tell(self, outcome: Outcome, early: SpeculativeCall, seconds: float) -> None:
+        call, caller = early.start.call, self.caller
         self._speculator.tell(ToolEvent(outcome, call.name, caller.tenant, caller.agent, caller.session, seconds))
 
     @contextmanager

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from agentspec.tools.events import ToolEvent
 from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
-from agentspec.tools.launching import AT_ONCE
 from agentspec.tools.learned import LearnedCalls
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.session import ToolSession
+from agentspec.tools.speculative_call import ToolEvent
+from agentspec.tools.starts import AT_ONCE
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -30,7 +30,7 @@ class ToolSpeculator:
     """Predicts tool calls, starts those that may run early and pay, and hands over what the model then calls.
 
     `policy` says which tools may run early, by default none. What is learned is kept in the database of `cache`, and
-    in memory without one. `on_event` is called for every launch and its end.
+    in memory without one. `on_event` is called for every start and its end.
     """
 
     def __init__(

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agentspec.tools.launching import AT_ONCE, PER_TURN, worthwhile
 from agentspec.tools.policy import ToolPolicy
 from agentspec.tools.prediction.history import ToolCall
 from agentspec.tools.prediction.model import TURN, CallForecast
+from agentspec.tools.starts import AT_ONCE, PER_TURN, worthwhile
 
 USER = 10.0  # seconds
 AGE = ToolPolicy().max_age
@@ -80,26 +80,26 @@ def tool_seconds(turns: Iterable[ReplayedTurn], share: float) -> float:
 
 
 @dataclass(slots=True)
-class _Flights:
+class _Started:
     """What was started in a session, by identity, with the time of its start."""
 
     tool: float
-    started: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, float] = field(default_factory=dict)
 
     def start(self, wanted: Iterable[str], now: float) -> int:
         """Start what is wanted as far as there are places; returns how many were started."""
-        self.started = {one: at for one, at in self.started.items() if now - at < AGE}
-        places = AT_ONCE - sum(now - at < self.tool for at in self.started.values())
-        fresh = [one for one in wanted if one not in self.started][: max(0, places)]
-        self.started.update(dict.fromkeys(fresh, now))
+        self.calls = {one: at for one, at in self.calls.items() if now - at < AGE}
+        places = AT_ONCE - sum(now - at < self.tool for at in self.calls.values())
+        fresh = [one for one in wanted if one not in self.calls][: max(0, places)]
+        self.calls.update(dict.fromkeys(fresh, now))
         return len(fresh)
 
     def wait(self, call: str, now: float) -> tuple[float, bool]:
         """(seconds until the call has its result, whether that of an early start is used)."""
-        at = self.started.get(call)
+        at = self.calls.get(call)
         if at is None or now - at >= AGE:
             return self.tool, False
-        del self.started[call]
+        del self.calls[call]
         return max(0.0, self.tool - (now - at)), True
 
 
@@ -107,18 +107,18 @@ def session_times(sessions: Iterable[Session], tool: float, choose: Choose) -> S
     """What the sessions take where every tool takes `tool` seconds."""
     times = SessionTimes()
     for session in sessions:
-        _run(session, _Flights(tool), choose, times)
+        _run(session, _Started(tool), choose, times)
     times.wasted = (times.starts - times.used) * tool
     return times
 
 
-def _run(session: Session, flights: _Flights, choose: Choose, times: SessionTimes) -> None:
+def _run(session: Session, started: _Started, choose: Choose, times: SessionTimes) -> None:
     now = 0.0
     for turn in session:
-        times.starts += flights.start(choose(turn, flights.started), now)
+        times.starts += started.start(choose(turn, started.calls), now)
         now += turn.seconds
-        wait = _wait(turn, flights, now, times)
-        plain = flights.tool if turn.calls else 0.0
+        wait = _wait(turn, started, now, times)
+        plain = started.tool if turn.calls else 0.0
         times.turns += 1
         times.plain += turn.plain_seconds + plain
         times.drafting += turn.seconds + plain
@@ -126,11 +126,11 @@ def _run(session: Session, flights: _Flights, choose: Choose, times: SessionTime
         now += wait if turn.calls else USER
 
 
-def _wait(turn: ReplayedTurn, flights: _Flights, now: float, times: SessionTimes) -> float:
+def _wait(turn: ReplayedTurn, started: _Started, now: float, times: SessionTimes) -> float:
     """The seconds for which the agent waits for the tools of a turn."""
     if not turn.only_reads:
-        flights.started.clear()
-    waits = [flights.wait(call.identity, now) for call in turn.calls]
+        started.calls.clear()
+    waits = [started.wait(call.identity, now) for call in turn.calls]
     times.used += sum(used for _, used in waits)
     return max((seconds for seconds, _ in waits), default=0.0)
 

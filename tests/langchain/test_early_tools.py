@@ -63,7 +63,7 @@ def peek(order: str, state: Annotated[dict[str, Any], InjectedState]) -> str:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("agentspec.tools.launching.pays", lambda probability, *_: probability > 0.2)
+    monkeypatch.setattr("agentspec.tools.starts.pays", lambda probability, *_: probability > 0.2)
     ran.clear()
     scopes.clear()
     stock.update({"#W1": 1, "#W2": 2})
@@ -210,7 +210,7 @@ def test_a_tool_that_other_middleware_puts_in_place_of_another_runs() -> None:
     messages = ask(graph, "t9", "look at #W1, please")
     assert [message.content for message in messages if message.name == "look"] == ["another #W1", "another #W2"]
     found = {event.outcome for event in events}
-    assert "launch" in found and "hit" not in found
+    assert "start" in found and "hit" not in found
 
 
 @pytest.mark.parametrize("error", [pytest.param(ValueError("down"), marks=pytest.mark.slow), KeyboardInterrupt()])
@@ -222,7 +222,7 @@ def test_a_model_call_that_fails_drops_what_was_started(error: BaseException) ->
     middleware, events = taught()
     with pytest.raises(type(error)):
         session(middleware, 8, more=[Failing()])
-    assert [event.outcome for event in events] in (["launch", "waste"], ["launch", "waste"] * 2)
+    assert [event.outcome for event in events] in (["start", "waste"], ["start", "waste"] * 2)
 
 
 def test_other_middleware_sees_every_call() -> None:
@@ -268,7 +268,7 @@ def test_a_model_that_an_early_tool_asks_streams_no_words() -> None:
     graph, config = agent(middleware, *SCRIPT, tools=tools), {"configurable": {"thread_id": "streamed"}}
     told = graph.stream({"messages": [HumanMessage("look at #W1, please")]}, config, stream_mode="messages")
     words = [message.content for message, _ in told if isinstance(message, AIMessage)]
-    assert [event.outcome for event in events] == ["launch", "hit"] * 2
+    assert [event.outcome for event in events] == ["start", "hit"] * 2
     assert words == ["", "", "", "done"], "the words of the agent itself alone"
 
 
@@ -303,7 +303,7 @@ def test_a_step_replayed_from_a_checkpoint_starts_nothing() -> None:
     before = next(state for state in first.get_state_history(config) if state.next == ("model",) and state.values)
     events.clear()
     first.invoke(None, before.config)
-    assert "launch" not in {event.outcome for event in events}
+    assert "start" not in {event.outcome for event in events}
 
 
 def test_tools_that_take_state_never_start_early() -> None:
@@ -350,7 +350,7 @@ def test_an_early_run_knows_what_the_caller_configured_and_no_other_caller_gets_
     late = agent(middleware, AIMessage("hello"), *turns, tools=[whose])
     asked(late, user="ann")
     assert asked(late, user="bob")[-2].content == "#W1 of bob"
-    assert "launch" in {event.outcome for event in events}
+    assert "start" in {event.outcome for event in events}
 
 
 def test_nothing_starts_where_two_callers_may_look_the_same() -> None:
@@ -378,7 +378,7 @@ def test_what_the_provider_ran_voids_what_was_read_before(answer: dict[str, Any]
     middleware, events = taught()
     graph = agent(middleware, AIMessage(**answer), asks("look", order="#W1"), AIMessage("done"))
     ask(graph, "t9", "look at #W1, please")
-    assert [event.outcome for event in events if event.tool == "look"][:2] == ["launch", "stale"]
+    assert [event.outcome for event in events if event.tool == "look"][:2] == ["start", "stale"]
     events.clear()
     quiet = agent(middleware, AIMessage([{"type": "text", "text": "wait"}]), *SCRIPT)
     ask(quiet, "t10", "look at #W1, please")
@@ -400,8 +400,8 @@ def test_branches_of_a_session_have_turns_of_their_own_and_void_each_others_resu
     graph.add_node("both", both)
     graph.set_entry_point("both")
     ask(graph.compile(checkpointer=InMemorySaver()), "t9", "go")
-    started = next(event for event in events if event.outcome == "launch" and event.tool == "look")
-    ended = next(event for event in events if event.tool == started.tool and event.outcome != "launch")
+    started = next(event for event in events if event.outcome == "start" and event.tool == "look")
+    ended = next(event for event in events if event.tool == started.tool and event.outcome != "start")
     assert stock["#W1"] == 0 and ended.outcome == "stale"
     sessions = [
         one.caller for one in middleware.early_tools._speculator._sessions.values() if one.caller.session == "t9"

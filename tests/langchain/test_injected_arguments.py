@@ -93,7 +93,7 @@ async def test_a_listed_tool_of_a_server_starts_early_and_runs_once() -> None:
     assert not none and served == [{"order": "#W1"}]
     served.clear()
     early, events = await converse(adapted())
-    assert early == plain and [event.outcome for event in events][:2] == ["launch", "hit"]
+    assert early == plain and [event.outcome for event in events][:2] == ["start", "hit"]
     assert len(served) == 2  # that of the next turn is started too, for nothing
 
 

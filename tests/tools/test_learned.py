@@ -28,7 +28,7 @@ POLICY = ToolPolicy(["user", "order"])
 
 @pytest.fixture(autouse=True)
 def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.tools.launching.pays", lambda probability, *_: probability > 0.3)
+    monkeypatch.setattr("agentspec.tools.starts.pays", lambda probability, *_: probability > 0.3)
 
 
 def run(call: ToolCall) -> str:

@@ -26,10 +26,10 @@ from agentspec.tools import (
     ToolSpec,
     ToolSpeculator,
 )
-from agentspec.tools.flights import ThreadFlight
-from agentspec.tools.launching import AT_ONCE, PER_TURN
 from agentspec.tools.prediction.history import ToolHistory
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.speculative_call import ThreadCall
+from agentspec.tools.starts import AT_ONCE, PER_TURN
 from tests.conftest import costly
 
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}, "detail": {"type": "boolean", "default": False}}}
@@ -125,7 +125,7 @@ def play(session: ToolSession | None, world: World, seed: int, turns: int = 12) 
 @pytest.fixture(autouse=True)
 def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools of these tests take no time, so that no early start would pay."""
-    monkeypatch.setattr("agentspec.tools.launching.pays", lambda *_: True)
+    monkeypatch.setattr("agentspec.tools.starts.pays", lambda *_: True)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_result_is_used_for_the_identical_call_only(expect: Any) -> None:
     session.end_turn([ToolCall("read", {"id": "A1", "detail": True})])
     assert '"more": true' in session.run(ToolCall("read", {"id": "A1", "detail": True}), world.run)
     session.close()
-    assert outcomes(events) == ["launch", "hit", "launch", "waste"]
+    assert outcomes(events) == ["start", "hit", "start", "waste"]
 
 
 def test_a_result_is_used_once(expect: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_result_is_used_once(expect: Any) -> None:
     session.begin_turn(world.run)
     session.end_turn([CALL, CALL])
     assert session.run(CALL, world.run) == session.run(CALL, world.run)
-    assert world.ran == ["read", "read"] and outcomes(events) == ["launch", "hit"]
+    assert world.ran == ["read", "read"] and outcomes(events) == ["start", "hit"]
 
 
 def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words(expect: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words(expect: An
     session.says("and now?")
     session.begin_turn(pytest.fail)
     session.end_turn([CALL])
-    assert session.run(CALL, pytest.fail) == world.run(CALL) and outcomes(events) == ["launch", "hit"]
+    assert session.run(CALL, pytest.fail) == world.run(CALL) and outcomes(events) == ["start", "hit"]
 
 
 def test_what_was_not_used_in_time_is_forgotten_when_another_session_begins(expect: Any) -> None:
@@ -230,7 +230,7 @@ def test_what_was_not_used_in_time_is_forgotten_when_another_session_begins(expe
     session.offers([READ])
     assert session.begin_turn(World().run) == [CALL]
     speculator.session(AgentCaller(session="second"))
-    assert outcomes(events) == ["launch", "waste"] and not session._flights
+    assert outcomes(events) == ["start", "waste"] and not session._started
 
 
 def test_a_start_that_failed_is_tried_again_in_the_next_turn(expect: Any) -> None:
@@ -242,14 +242,14 @@ def test_a_start_that_failed_is_tried_again_in_the_next_turn(expect: Any) -> Non
         raise ValueError("not yet")
 
     session.begin_turn(fails)
-    (flight,) = session._flights.values()
-    while not flight.failed:
+    (early,) = session._started.values()
+    while not early.failed:
         failed.wait(0.001)
     session.end_turn([])
     assert session.begin_turn(lambda _: "now") == [CALL]
     session.end_turn([CALL])
     assert session.run(CALL, pytest.fail) == "now"
-    assert outcomes(events) == ["launch", "failed", "launch", "hit"]
+    assert outcomes(events) == ["start", "failed", "start", "hit"]
 
 
 def test_no_more_than_64_results_of_a_session_wait(expect: Any) -> None:
@@ -294,7 +294,7 @@ def test_a_loop_that_is_closed_too_soon_says_nothing_and_takes_no_place(
     session.close()
     gc.collect()
     assert ended and not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert outcomes(events)[:3] == ["launch", "failed", "launch"]
+    assert outcomes(events)[:3] == ["start", "failed", "start"]
 
 
 def test_what_another_function_of_the_name_started_is_dropped(expect: Any) -> None:
@@ -306,7 +306,7 @@ def test_what_another_function_of_the_name_started_is_dropped(expect: Any) -> No
         session.end_turn([])
     session.offers([READ], {"read": function})
     assert session.begin_turn(pytest.fail) == []
-    assert outcomes(events) == ["launch", "stale", "launch"]
+    assert outcomes(events) == ["start", "stale", "start"]
 
 
 @pytest.mark.parametrize("between", [ToolCall("write", {"id": "A1"}), ToolCall("mystery", {})])
@@ -318,7 +318,7 @@ def test_a_call_that_may_change_something_voids_what_was_read_before(expect: Any
     session.end_turn([between, CALL])
     session.run(between, world.run)
     assert session.run(CALL, world.run) == world.run(CALL)
-    assert outcomes(events) == ["launch", "stale"]
+    assert outcomes(events) == ["start", "stale"]
 
 
 def test_a_writing_agent_of_the_same_session_voids_too(expect: Any) -> None:
@@ -334,7 +334,7 @@ def test_a_writing_agent_of_the_same_session_voids_too(expect: Any) -> None:
     writer.run(ToolCall("write", {"id": "A1"}), world.run)
     reader.end_turn([CALL])
     assert '"value": 11' in reader.run(CALL, world.run)
-    assert outcomes(events) == ["launch", "stale"]
+    assert outcomes(events) == ["start", "stale"]
 
 
 def test_a_writing_agent_of_the_same_session_voids_with_a_speculator_of_its_own_too(expect: Any) -> None:
@@ -366,7 +366,7 @@ def test_a_result_waits_for_its_call_no_longer_than_allowed(expect: Any, monkeyp
     now = time.monotonic()
     monkeypatch.setattr("agentspec.tools.session.time.monotonic", lambda: now + 6.0)
     session.run(CALL, world.run)
-    assert outcomes(events) == ["launch", "stale"] and world.ran == ["read", "read"]
+    assert outcomes(events) == ["start", "stale"] and world.ran == ["read", "read"]
 
 
 def test_a_failed_start_is_never_shown(expect: Any) -> None:
@@ -379,7 +379,7 @@ def test_a_failed_start_is_never_shown(expect: Any) -> None:
     session.begin_turn(fails)
     session.end_turn([CALL])
     assert session.run(CALL, lambda _: "now") == "now"
-    assert outcomes(events) == ["launch", "failed"] and "not yet" not in str(events)
+    assert outcomes(events) == ["start", "failed"] and "not yet" not in str(events)
 
 
 def test_a_call_waits_for_a_tool_that_is_still_running(expect: Any) -> None:
@@ -394,7 +394,7 @@ def test_a_call_waits_for_a_tool_that_is_still_running(expect: Any) -> None:
     session.begin_turn(slow)
     session.end_turn([CALL])
     threading.Timer(0.01, release.set).start()
-    assert session.run(CALL, pytest.fail) == "slow" and outcomes(events) == ["launch", "hit"]
+    assert session.run(CALL, pytest.fail) == "slow" and outcomes(events) == ["start", "hit"]
 
 
 def test_early_starts_in_an_event_loop(expect: Any) -> None:
@@ -423,7 +423,7 @@ def test_early_starts_in_an_event_loop(expect: Any) -> None:
         return str(await session.arun(CALL, endless))
 
     assert asyncio.run(main()) == world.run(CALL)
-    assert outcomes(events) == ["launch", "waste", "launch", "hit"] and cancelled == [True]
+    assert outcomes(events) == ["start", "waste", "start", "hit"] and cancelled == [True]
 
 
 def test_whoever_stops_waiting_stops_the_tool(expect: Any) -> None:
@@ -450,7 +450,7 @@ def test_whoever_stops_waiting_stops_the_tool(expect: Any) -> None:
         await asyncio.sleep(0.01)
 
     asyncio.run(main())
-    assert cancelled == [CALL] and outcomes(events) == ["launch", "waste"]
+    assert cancelled == [CALL] and outcomes(events) == ["start", "waste"]
 
 
 REFUSED = {"not listed": ToolSpec("write"), "takes state": ToolSpec("read", injected=True)}
@@ -477,7 +477,7 @@ def test_a_tool_whose_schema_changed_is_another(expect: Any) -> None:
     session.end_turn([CALL])
     session.run(CALL, world.run)
     session.close()
-    assert outcomes(events) == ["launch", "waste"] and len(world.ran) == 2
+    assert outcomes(events) == ["start", "waste"] and len(world.ran) == 2
 
 
 def begun(session: ToolSession, invoke: Any) -> list[ToolCall]:
@@ -548,7 +548,7 @@ def test_a_failure_after_a_turn_still_voids_what_was_read(expect: Any, monkeypat
     session.begin_turn(world.run)
     session.end_turn([ToolCall("write", {"id": "A1"}), CALL])
     session.run(CALL, world.run)
-    assert outcomes(events) == ["launch", "stale"]
+    assert outcomes(events) == ["start", "stale"]
 
 
 def test_a_listener_that_fails_harms_nothing(expect: Any) -> None:
@@ -584,7 +584,7 @@ def test_nothing_starts_after_a_writing_call_was_cancelled(expect: Any) -> None:
     asyncio.run(main(ToolCall("list", {})))
     assert session.begin_turn(world.run) == [CALL]
     asyncio.run(main(ToolCall("write", {"id": "A1"})))
-    assert session.begin_turn(world.run) == [] and outcomes(events) == ["launch", "stale"]
+    assert session.begin_turn(world.run) == [] and outcomes(events) == ["start", "stale"]
 
 
 def test_a_tool_that_changes_its_arguments_changes_no_other_call(expect: Any) -> None:
@@ -620,7 +620,7 @@ def test_an_abandoned_turn_drops_what_was_started(expect: Any) -> None:
     session.begin_turn(world.run)
     session.abandon_turn()
     session.run(CALL, world.run)
-    assert outcomes(events) == ["launch", "waste"] and world.ran == ["read", "read"]
+    assert outcomes(events) == ["start", "waste"] and world.ran == ["read", "read"]
 
 
 def test_a_dropped_start_takes_no_later_one_along(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,13 +629,13 @@ def test_a_dropped_start_takes_no_later_one_along(expect: Any, monkeypatch: pyte
     world = World()
     release = threading.Event()
     taken = threading.Event()
-    arrived = ThreadFlight.wait
+    arrived = ThreadCall.wait
 
-    def wait(flight: ThreadFlight) -> Any:
+    def wait(early: ThreadCall) -> Any:
         taken.set()
-        return arrived(flight)
+        return arrived(early)
 
-    monkeypatch.setattr(ThreadFlight, "wait", wait)
+    monkeypatch.setattr(ThreadCall, "wait", wait)
     session.begin_turn(lambda _: release.wait(60) and 1 / 0)
     session.end_turn([CALL])
     waiting = threading.Thread(target=session.run, args=(CALL, world.run))
@@ -646,7 +646,7 @@ def test_a_dropped_start_takes_no_later_one_along(expect: Any, monkeypatch: pyte
     release.set()
     waiting.join()
     assert session.run(CALL, pytest.fail) == world.run(CALL)
-    assert sorted(outcomes(events)) == ["failed", "hit", "launch", "launch"]
+    assert sorted(outcomes(events)) == ["failed", "hit", "start", "start"]
 
 
 @pytest.mark.long

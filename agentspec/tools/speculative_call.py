@@ -11,17 +11,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from agentspec.tools.prediction.history import ToolCall
 
+Outcome = Literal["start", "hit", "waste", "stale", "failed"]
 
-class FlightFailedError(Exception):
+
+@dataclass(frozen=True, slots=True)
+class ToolEvent:
+    """One early start, `start`, or how it ended.
+
+    `hit`: its result was used. `waste`: no call came for it. `stale`: another call may have changed something since,
+    or it was too old. `failed`: the tool raised; it ran again. `seconds` is what a hit saved, or how long any other
+    ran. Arguments and results are not in it.
+    """
+
+    outcome: Outcome
+    tool: str
+    tenant: str
+    agent: str
+    session: str
+    seconds: float
+
+
+class CallFailedError(Exception):
     """The tool raised, or was cancelled; nothing of it is to be shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class EarlyStart:
     """A call that is started early, in the epoch that its session had. `ended` is called at its end."""
 
     call: ToolCall
@@ -30,18 +49,18 @@ class Launch:
     ended: Callable[[], None]
 
 
-class Flight(ABC):
-    """A call that was started early. `launched_at` is monotonic, in seconds."""
+class SpeculativeCall(ABC):
+    """A call that was started early. `started_at` is monotonic, in seconds."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        self.launched_at = time.monotonic()
+    def __init__(self, start: EarlyStart) -> None:
+        self.start = start
+        self.started_at = time.monotonic()
         self._finished_at: float | None = None
 
     @property
     def seconds(self) -> float:
         """How long it has run."""
-        return (self._finished_at or time.monotonic()) - self.launched_at
+        return (self._finished_at or time.monotonic()) - self.started_at
 
     @property
     @abstractmethod
@@ -54,18 +73,18 @@ class Flight(ABC):
 
     @abstractmethod
     def wait(self) -> Any:
-        """The result. Raises `FlightFailedError`, also for a task, which only `arrive` can wait for."""
+        """The result. Raises `CallFailedError`, also for a task, which only `arrive` can wait for."""
 
     @abstractmethod
     async def arrive(self) -> Any:
-        """The result. Raises `FlightFailedError`."""
+        """The result. Raises `CallFailedError`."""
 
 
-class ThreadFlight(Flight):
+class ThreadCall(SpeculativeCall):
     """Runs `invoke` in a daemon thread, in a copy of the caller's context."""
 
-    def __init__(self, launch: Launch, invoke: Callable[[ToolCall], Any]) -> None:
-        super().__init__(launch)
+    def __init__(self, start: EarlyStart, invoke: Callable[[ToolCall], Any]) -> None:
+        super().__init__(start)
         self._future = Future[Any]()
         self._future.set_running_or_notify_cancel()  # so that one who stops waiting does not cancel it
         self._dropped = False
@@ -84,34 +103,34 @@ class ThreadFlight(Flight):
         return self._outcome()
 
     async def arrive(self) -> Any:
-        with contextlib.suppress(FlightFailedError):
+        with contextlib.suppress(CallFailedError):
             await asyncio.wrap_future(self._future)
         return self._outcome()
 
     def _outcome(self) -> Any:
         if self.failed:
-            raise FlightFailedError
+            raise CallFailedError
         return self._future.result()
 
     def _run(self, invoke: Callable[[ToolCall], Any]) -> None:
         result, error = None, None
         try:
-            result = invoke(self.launch.call)
+            result = invoke(self.start.call)
         except BaseException as raised:
             error = raised
         self._finished_at = time.monotonic()
-        self.launch.ended()
+        self.start.ended()
         if error is not None or self._dropped:
-            self._future.set_exception(FlightFailedError())
+            self._future.set_exception(CallFailedError())
         else:
             self._future.set_result(result)
 
 
-class TaskFlight(Flight):
+class TaskCall(SpeculativeCall):
     """Runs the coroutine of `invoke` as a task of the running loop, which may end before the task does."""
 
-    def __init__(self, launch: Launch, invoke: Callable[[ToolCall], Awaitable[Any]]) -> None:
-        super().__init__(launch)
+    def __init__(self, start: EarlyStart, invoke: Callable[[ToolCall], Awaitable[Any]]) -> None:
+        super().__init__(start)
         self._loop = asyncio.get_running_loop()
         self._counts = threading.Lock()  # taken by whoever says that it has ended
         self._task = self._loop.create_task(self._run(invoke))
@@ -132,19 +151,19 @@ class TaskFlight(Flight):
             self._give_back()
 
     def wait(self) -> Any:
-        raise FlightFailedError
+        raise CallFailedError
 
     async def arrive(self) -> Any:
         if not self._task.done():
             if asyncio.get_running_loop() is not self._loop:
-                raise FlightFailedError
+                raise CallFailedError
             await asyncio.wait({self._task})
         if self.failed:
-            raise FlightFailedError
+            raise CallFailedError
         return self._task.result()
 
     async def _run(self, invoke: Callable[[ToolCall], Awaitable[Any]]) -> Any:
-        return await invoke(self.launch.call)
+        return await invoke(self.start.call)
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._finished_at = time.monotonic()
@@ -154,4 +173,4 @@ class TaskFlight(Flight):
 
     def _give_back(self) -> None:
         if self._counts.acquire(blocking=False):
-            self.launch.ended()
+            self.start.ended()
