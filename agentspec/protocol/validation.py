@@ -105,6 +105,7 @@ def _finite(value: Any) -> Any:
 REQUIRED: Any = Field(default=None, validate_default=True)  # a missing field counts as null
 NOT_TEXT = " holds half a surrogate pair, which is not text"
 Text = Annotated[str, must(is_text, NOT_TEXT)]
+NonEmpty = Annotated[Text, must(bool, " must not be empty")]
 Content = Annotated[Text, BeforeValidator(text_of)]
 Number = Annotated[float, BeforeValidator(_finite)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -135,6 +136,13 @@ class Model(BaseModel):
             return cls.model_validate(value)
         except ValidationError as error:
             raise _refusal(error, name) from None
+
+    @classmethod
+    def closed(cls, value: Mapping[str, Any], name: str = "", also: Collection[str] = ()) -> Self:
+        """As `parse`, and refuse members of the object `name` that are neither declared nor in `also`."""
+        read = cls.parse(value, name)
+        refuse_unknown(value, {*cls.model_fields, *also}, name)
+        return read
 
 
 class Body(Model):

@@ -14,6 +14,7 @@ from agentspec.protocol.json_values import check_json
 from agentspec.protocol.validation import (
     REQUIRED,
     Model,
+    NonEmpty,
     Text,
     kind_of,
     must,
@@ -29,7 +30,6 @@ ADDITIONAL_TOOLS = "additional_tools"
 CALLS = ("function_call", "custom_tool_call")
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ROLES = ("user", "system", "developer", "assistant")
-_Id = Annotated[Text, must(bool, " must not be empty")]  # of any length: other servers put signatures in theirs
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
 _TEXT: TypeAdapter[str] = TypeAdapter(Text)
 _STORED_ID = re.compile(rf"(?!\.{{1,2}}\Z)[!-~]{{1,{MAX_ID}}}")  # "." and ".." in a path are no names
@@ -60,7 +60,7 @@ class _Refusal(Model):
 class _Item(Model):
     """What an item of one kind may say. Its normal form begins with its id, kind and status."""
 
-    id: _Id | None = None
+    id: NonEmpty | None = None  # of any length: other servers put signatures in theirs
 
     def normal(self, name: str, media: bool) -> Item:
         """The rest of the normal form. Raises `InvalidRequestError`, as `parse_input` does."""
@@ -79,7 +79,7 @@ class _Message(_Item):
 
 
 class _Call(_Item):
-    call_id: _Id = REQUIRED
+    call_id: NonEmpty = REQUIRED
     name: Text = REQUIRED
     namespace: Annotated[Text | None, AfterValidator(lambda name: name or None)] = None
 
@@ -93,7 +93,7 @@ class _CustomCall(_Call):
 
 
 class _CallOutput(_Item):
-    call_id: _Id = REQUIRED
+    call_id: NonEmpty = REQUIRED
     output: Any = REQUIRED
     name: Any = None
     namespace: Any = None
@@ -168,8 +168,7 @@ def _item(value: Any, name: str, media: bool) -> Item:
         known = f"is not supported here; known: {', '.join(_KINDS)}"
         raise InvalidRequestError(f"{name}.type {_shown(kind)} {known}", param=f"{name}.type")
     model, prefix = _KINDS[kind]
-    item = model.parse(value, name)
-    refuse_unknown(value, {*model.model_fields, *_INERT}, name)
+    item = model.closed(value, name, _INERT)
     head = {"id": item.id or new_id(prefix), "type": kind, "status": "completed"}
     return head | item.normal(name, media)
 

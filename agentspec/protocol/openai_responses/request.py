@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -26,9 +26,7 @@ from agentspec.protocol.openai_responses.tools import (
 )
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
-from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, refuse_unknown, wrong_type
-
-B = TypeVar("B", bound=Body)
+from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, wrong_type
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _STRONGEST = "high"
@@ -237,7 +235,7 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
     if fields.input is None and fields.previous_response_id is None:
         raise InvalidRequestError("input is missing", param="input")
     items = parse_input([] if fields.input is None else fields.input, most=max_messages, media=not local)
-    stream_options = _nested(_ResponsesStreamOptions, fields.stream_options, "stream_options")
+    stream_options = _ResponsesStreamOptions.closed(fields.stream_options or {}, "stream_options")
     if fields.stream_options and not fields.stream:
         raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
     logprobs = _LOGPROBS in (fields.include or ())
@@ -270,12 +268,12 @@ def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]
         chat["max_tokens"] = fields.max_output_tokens
     if logprobs:
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
-    text = _nested(_TextConfig, fields.text, "text")
+    text = _TextConfig.closed(fields.text or {}, "text")
     if (form := _response_format(text.format or {})) is not None:
         chat["response_format"] = form
     if text.verbosity is not None:
         chat["verbosity"] = text.verbosity
-    effort = _nested(_Reasoning, fields.reasoning, "reasoning").effort
+    effort = _Reasoning.closed(fields.reasoning or {}, "reasoning").effort
     if effort is not None:
         chat["reasoning_effort"] = _STRONGEST if local and effort not in CHAT_EFFORTS else effort
     return chat
@@ -283,7 +281,7 @@ def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
     schema = given.get("schema")
-    wanted = _nested(_Format, {key: one for key, one in given.items() if key != "schema"}, "text.format")
+    wanted = _Format.closed(given, "text.format", {"schema"})
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -292,14 +290,6 @@ def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
         raise wrong_type("text.format.schema", "an object", schema)
     described = {"name": wanted.name or "answer", "schema": schema}
     return {"type": "json_schema", "json_schema": described | wanted.given("description", "strict")}
-
-
-def _nested(kind: type[B], value: Mapping[str, Any] | None, name: str) -> B:
-    """The object in the field `name`; its errors name the field, and members that it does not have are refused."""
-    given = value or {}
-    read = kind.parse(given, name)
-    refuse_unknown(given, [*kind.model_fields], name)
-    return read
 
 
 def _repeated(fields: _ResponsesBody) -> dict[str, Any]:

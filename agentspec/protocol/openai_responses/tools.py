@@ -15,10 +15,19 @@ from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, Item
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
 from agentspec.protocol.openai_responses.tool_names import CHOICES, Key, ToolNames, key_of
 from agentspec.protocol.requests import MAX_TOOLS
-from agentspec.protocol.validation import REQUIRED, Model, Text, kind_of, must, refuse_unknown, shown_name, wrong_type
+from agentspec.protocol.validation import (
+    REQUIRED,
+    Model,
+    NonEmpty,
+    Text,
+    kind_of,
+    must,
+    shown_name,
+    wrong_type,
+)
 
-_KINDS = ("function", "custom")
 _DESCRIBED = ("description", "parameters", "strict")
+_KINDS = ("function", "custom")
 _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
@@ -43,21 +52,17 @@ class ClientTool:
         return key_of(self.name, self.namespace)
 
 
-_Name = Annotated[Text, must(bool, " must not be empty")]
+class _Tool(Model):
+    type: Any = None
+    name: NonEmpty = REQUIRED
 
 
-class _Namespace(Model):
-    name: _Name = REQUIRED
+class _Namespace(_Tool):
     description: Text | None = None
     tools: list[Any] = REQUIRED
 
 
-class _FunctionTool(Model):
-    name: _Name = REQUIRED
-
-
-class _CustomTool(Model):
-    name: _Name = REQUIRED
+class _CustomTool(_Tool):
     description: Text | None = None
     format: dict[str, Any] | None = None
 
@@ -151,8 +156,7 @@ def _tools(tool: Any, param: str) -> Iterator[ClientTool]:
     if not isinstance(tool, dict) or tool.get("type") != "namespace":
         yield _tool(tool, param)
         return
-    space = _Namespace.parse(tool, param)
-    refuse_unknown(tool, ("type", *_Namespace.model_fields), param)
+    space = _Namespace.closed(tool, param)
     for index, inner in enumerate(space.tools):
         one = _tool(inner, f"{param}.tools[{index}]")
         yield replace(one, namespace=space.name, about=space.description)
@@ -163,8 +167,7 @@ def _tool(tool: Any, param: str) -> ClientTool:
         raise wrong_type(param, "an object", tool)
     kind = tool.get("type")
     if kind == "function":
-        given = _FunctionTool.parse(tool, param)
-        refuse_unknown(tool, ("type", "name", *_DESCRIBED), param)
+        given = _Tool.closed(tool, param, _DESCRIBED)
         return ClientTool(param, given.name, {key: tool[key] for key in _DESCRIBED if tool.get(key) is not None})
     if kind == "custom":
         return _custom(tool, param)
@@ -174,10 +177,8 @@ def _tool(tool: Any, param: str) -> ClientTool:
 
 
 def _custom(tool: dict[str, Any], param: str) -> ClientTool:
-    given = _CustomTool.parse(tool, param)
-    refuse_unknown(tool, ("type", *_CustomTool.model_fields), param)
-    form = _InputFormat.parse(given.format or {"type": "text"}, f"{param}.format")
-    refuse_unknown(given.format or {}, [*_InputFormat.model_fields], f"{param}.format")
+    given = _CustomTool.closed(tool, param)
+    form = _InputFormat.closed(given.format or {"type": "text"}, f"{param}.format")
     free = form.type == "text"
     if not (free or form.definition):
         raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
