@@ -34,7 +34,7 @@ from agentspec.protocol.requests import with_extra
 from agentspec.runtime import Runtime
 from agentspec.runtime.retries import attempts
 from agentspec.step.calls import observe
-from agentspec.step.scope import CallScope, current, current_policy, loading
+from agentspec.step.scope import current_policy
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -313,10 +313,10 @@ class ChatAgentSpec(BaseChatModel):
         return known, {**self.extra_body, **per_call, **others}
 
     def _answer(self, call: GenerateRequest) -> Callable[[], AsyncGenerator[Delta]]:
-        """What yields the answer to `call` on another loop; the steps of the caller's context are those around it."""
-        return partial(self._counted, call, current.get())
+        """What yields the answer to `call` on another loop."""
+        return partial(self._counted, call)
 
-    async def _counted(self, call: GenerateRequest, scope: CallScope) -> AsyncGenerator[Delta]:
+    async def _counted(self, call: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield the answer to `call`; count the call on its step when it finishes, fails or is aborted."""
         began = time.perf_counter()
         usage: Usage | None = None
@@ -324,9 +324,8 @@ class ChatAgentSpec(BaseChatModel):
         failed = False
         try:
             with anyio.fail_after(self.timeout):
-                with loading(scope):
-                    runtime = self._runtime(call.model)
-                    await runtime.start_for(call.model)
+                runtime = self._runtime(call.model)
+                await runtime.start_for(call.model)
                 began = time.perf_counter()  # the time to load a model does not count
                 async with aclosing(attempts(runtime, call, self.max_retries)) as deltas:
                     async for delta in deltas:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from agentspec.protocol.headers import StepPolicy
 from agentspec.step.calls import statistics
-from agentspec.step.scope import CallScope, LoadingClock, current
+from agentspec.step.scope import CallScope, current
 from agentspec.types import Labels
 
 WORKFLOW_KEY = "agentspec_workflow"  # key in a LangChain run's metadata for the workflow of its model calls
 T = TypeVar("T")
-_TOOL_FUNCTIONS = ("func", "coroutine", "on_invoke_tool", "function")  # where LangChain's and others' tools hold them
 
 
 def step(
@@ -33,13 +30,13 @@ def step(
     priority: int | None = None,
     store: bool | None = None,
 ) -> Callable[[T], T]:
-    """Decorate a function, coroutine function, (async) generator function, callable object, or tool; the model calls
+    """Decorate a function, coroutine function, (async) generator function or callable object; the model calls
     inside carry these labels.
 
     Omitted labels are inherited from the step or workflow around the call. The other options are those of
     `StepPolicy`, and inherited likewise: `ChatAgentSpec` follows them, unless a call itself names another model, and
-    other clients send them to a gateway. The function keeps its signature, so LangGraph still accepts it as a node. Of
-    a tool a copy is returned, whose functions are decorated. Raises `InvalidRequestError` for a value outside its
+    other clients send them to a gateway. The function keeps its signature, so LangGraph still accepts it as a node. It
+    stands below `@tool`. Raises `InvalidRequestError` for a value outside its
     range.
     """
     if not isinstance(name, str) or not name:
@@ -59,10 +56,9 @@ def step(
 def _decorated(function: Any, inner: Callable[[], CallScope], name: str) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(function.__func__, inner, name))
-    if _is_tool(function):
-        return _tool(function, inner, name)
     if not callable(function):
-        raise TypeError(f"@step({name!r}) decorates functions, callable objects and tools, not {function!r}")
+        advice = f"not {function!r}; it stands below @tool"
+        raise TypeError(f"@step({name!r}) decorates functions and callable objects, {advice}")
     wrap = _wrapper_of(function)
     if wrap is _function and not inspect.isroutine(function) and not isinstance(function, (type, partial)):
         wrap = _wrapper_of(function.__call__)
@@ -80,29 +76,11 @@ def _wrapper_of(function: Any) -> Callable[[Any, Begin], Any]:
     return _coroutine if inspect.iscoroutinefunction(function) else _function
 
 
-def _is_tool(function: Any) -> bool:
-    """Whether it is a framework's tool object: it has a name and a description, and holds the function that it runs."""
-    if inspect.isroutine(function) or isinstance(function, (type, partial)):
-        return False
-    described = all(isinstance(getattr(function, part, None), str) for part in ("name", "description"))
-    return described and any(callable(getattr(function, part, None)) for part in _TOOL_FUNCTIONS)
-
-
-def _tool(tool: Any, inner: Callable[[], CallScope], name: str) -> Any:
-    """A copy of a tool whose functions are steps; the tool itself stays as it is."""
-    stepped = copy.copy(tool)
-    for part in _TOOL_FUNCTIONS:
-        if callable(function := getattr(tool, part, None)):
-            setattr(stepped, part, _decorated(function, inner, name))
-    return stepped
-
-
 class _StepRun:
     """One run of a step's body. Each `with` enters the scope again: a generator's body runs in its caller's context."""
 
     def __init__(self, scope: CallScope) -> None:
-        self._clock = LoadingClock()
-        self._inner = replace(scope, clocks=(*scope.clocks, self._clock))
+        self._inner = scope
         self._seconds = 0.0
         self._failed = False
 
@@ -117,9 +95,9 @@ class _StepRun:
         current.set(self._around)
 
     def record(self) -> None:
-        """Count the run. The time in which models were loading is not the step's."""
-        labels, seconds = self._inner.labels, max(0.0, self._seconds - self._clock.seconds)
-        statistics.add_run((labels.workflow, labels.step), seconds, failed=self._failed)
+        """Count the run."""
+        labels = self._inner.labels
+        statistics.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed)
 
 
 Begin = Callable[[], _StepRun]

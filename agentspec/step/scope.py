@@ -1,11 +1,10 @@
-"""The scope that model calls are made in: their labels, their policy, and the steps that run around them.
+"""The scope that model calls are made in: their labels, and their policy.
 
 A scope is a context variable, so it follows asyncio tasks, and threads whose work `keep_labels` wraps.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ class CallScope:
     labels: Labels = field(default_factory=Labels)
     policy: StepPolicy = field(default_factory=StepPolicy)
     deadline: float | None = None
-    clocks: tuple[LoadingClock, ...] = ()
 
     def narrowed(self, labels: Labels, policy: StepPolicy) -> CallScope:
         """The scope inside this one: what `labels` and `policy` leave open stays, the earlier deadline counts.
@@ -49,7 +47,6 @@ class CallScope:
             ),
             replace(policy, deadline_s=None).inside(self.policy),
             min(ends, default=None),
-            self.clocks,
         )
 
 
@@ -58,33 +55,6 @@ def require_text(labels: Labels) -> None:
     for name in ("session", "workflow", "step"):
         if not isinstance(value := getattr(labels, name), str | None):
             raise InvalidRequestError(f"{name} must be a text, not {value!r}: write str(...)", param=name)
-
-
-class LoadingClock:
-    """The time within one run of a step in which models were loading for it. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._began = self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The time so far. Loads at the same time count once."""
-        with self._lock:
-            return self._seconds + (time.perf_counter() - self._began if self._waiting else 0.0)
-
-    def start(self) -> None:
-        with self._lock:
-            if not self._waiting:
-                self._began = time.perf_counter()
-            self._waiting += 1
-
-    def stop(self) -> None:
-        with self._lock:
-            self._waiting -= 1
-            if not self._waiting:
-                self._seconds += time.perf_counter() - self._began
 
 
 current: ContextVar[CallScope] = ContextVar("agentspec_scope", default=CallScope())  # noqa: B039  (a CallScope is frozen)
@@ -159,15 +129,3 @@ def keep_labels(function: Callable[P, R]) -> Callable[P, R]:
         return context.copy().run(function, *args, **kwargs)  # a copy: several threads may call it at once
 
     return in_context
-
-
-@contextmanager
-def loading(scope: CallScope) -> Iterator[None]:
-    """The time inside the block goes to loading a model: it does not count for the steps of `scope`."""
-    for clock in scope.clocks:
-        clock.start()
-    try:
-        yield
-    finally:
-        for clock in scope.clocks:
-            clock.stop()

@@ -11,9 +11,7 @@ from typing import Any
 import httpx
 import httpx2
 import pytest
-from agents import FunctionTool, function_tool
-from agents.tool_context import ToolContext
-from langchain_core.tools import BaseTool, tool
+from langchain_core.tools import tool
 
 from agentspec.step import async_httpx_hooks, current_labels, headers, httpx_hooks, report, step, workflow
 from agentspec.step.calls import observe
@@ -298,37 +296,14 @@ async def test_functions_that_return_generators() -> None:
     assert current_labels() == Labels()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-async def test_a_tool_stays_a_tool_above_and_below(asynchronous: bool) -> None:
+def test_a_step_stands_below_a_tool() -> None:
     def look(city: str) -> str:
         """Look a city up."""
         return f"{city} {current_labels().step}"
 
-    async def alook(city: str) -> str:
-        """Look a city up."""
-        await asyncio.sleep(0)
-        return f"{city} {current_labels().step}"
-
-    function = alook if asynchronous else look
-    plain = tool(function)
-    for stepped in (step("above")(plain), tool(step("above")(function))):
-        assert isinstance(stepped, BaseTool) and stepped.args == plain.args
-        assert (stepped.name, stepped.description) == (plain.name, plain.description)
-        answer = await stepped.ainvoke({"city": "Rome"}) if asynchronous else stepped.invoke({"city": "Rome"})
-        assert answer == "Rome above"
-    assert (await plain.ainvoke({"city": "Rome"})) == "Rome None"
-    assert row("above").runs == 2
-
-
-async def test_a_tool_of_the_agents_sdk_stays_one() -> None:
-    def look(city: str) -> str:
-        """Look a city up."""
-        return f"{city} {current_labels().step}"
-
-    stepped = step("sdk")(function_tool(look))
-    assert isinstance(stepped, FunctionTool)
-    context: Any = ToolContext(None, tool_name="look", tool_call_id="1", tool_arguments='{"city": "Rome"}')
-    assert await stepped.on_invoke_tool(context, '{"city": "Rome"}') == "Rome sdk"
+    assert tool(step("look")(look)).invoke({"city": "Rome"}) == "Rome look"
+    with pytest.raises(TypeError, match="it stands below @tool"):
+        step("look")(tool(look))
 
 
 def test_static_and_class_methods_stay_such() -> None:

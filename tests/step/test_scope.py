@@ -1,4 +1,4 @@
-"""What is asked of model calls: inherited, narrowed, carried into threads, and timed without loading."""
+"""What is asked of model calls: inherited, narrowed, and carried into threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from agentspec.step import scope
 from agentspec.step.calls import headers
 from agentspec.step.decorator import step
 from agentspec.step.scope import (
-    LoadingClock,
     StepPolicy,
     current_labels,
     current_policy,
@@ -114,18 +113,3 @@ async def test_event_loops_of_other_threads_keep_the_labels() -> None:
         run: Any = keep_labels(asyncio.run)
         with ThreadPoolExecutor(1) as pool:
             assert await asyncio.wrap_future(pool.submit(run, inside())) == Labels(workflow="w")
-
-
-def test_loads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(scope, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    clock = LoadingClock()
-    clock.start()
-    now[0] = 2.0
-    clock.start()
-    now[0] = 5.0
-    clock.stop()
-    assert clock.seconds == 5.0
-    clock.stop()
-    now[0] = 9.0
-    assert clock.seconds == 5.0
