@@ -12,13 +12,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import islice
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from agentspec.cache.deletion import Scope
 from agentspec.cache.memory.learned import KeptLearned
 from agentspec.cache.memory.totals import Totals
 from agentspec.cache.partition import Partition
 from agentspec.types import Namespace
+
+if TYPE_CHECKING:
+    from agentspec.cache.sync import StoreSync
 
 _RESERVE = 16  # this part of the budget is left free, for merges and for what comes until others were evicted
 _LEARNED = 64  # this part of it may hold what namespaces learned that are in memory no more
@@ -27,21 +30,6 @@ _AT_ONCE = 16  # so many namespaces are loaded before they are used
 _PATIENCE = 1.0  # seconds that loading waits, at most, for memory that others have given up but not merged away
 _READING = 0.001  # seconds until merges are tried again that drafts held up, or that have come up meanwhile
 _TRIED = 16  # namespaces that are looked at, at most, for one that can give something
-
-
-class NamespaceSource(Protocol):
-    """Loads namespaces into memory that a store holds."""
-
-    def load(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
-        """Fill a partition with at most `room` bytes, and set `loaded`. The caller holds its lock. Raises nothing.
-
-        `reserve(size)` makes room for so many more bytes and tells how many are free: fewer where others use theirs.
-        """
-        ...
-
-    def can_reload(self) -> bool:
-        """Whether what leaves memory now would be found again."""
-        ...
 
 
 class _Tenant:
@@ -65,7 +53,7 @@ class NamespaceTable:
     def __init__(self, memory_bytes: int, tenant_memory_bytes: int | None, tenant_namespaces: int | None) -> None:
         self.limit = memory_bytes
         self.tenant_limit = memory_bytes if tenant_memory_bytes is None else min(memory_bytes, tenant_memory_bytes)
-        self.source: NamespaceSource | None = None
+        self.source: StoreSync | None = None
         self.on_pressure: Callable[[], None] = lambda: None
         """Called by a request that leaves work to `relieve`; must return at once."""
         self.evicted = 0  # sequences, sessions and namespaces, for good
@@ -88,10 +76,6 @@ class NamespaceTable:
             self._due = {}
             self._used = {reader: {} for reader in self._used}
         tenants.clear()  # what takes time is freed without the lock
-
-    def leave_behind(self) -> None:
-        """Replace the lock, which another thread may have held when this process was forked."""
-        self._lock = threading.Lock()
 
     # Partitions.
 

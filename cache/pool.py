@@ -103,7 +103,6 @@ class CachePool:
         """Close a copy that a forked process got. Another thread may have held any lock when it was made."""
         self._closed_because = reason
         self._lock = threading.Lock()
-        self.namespaces.leave_behind()
 
     # Sessions and outputs of requests.
 

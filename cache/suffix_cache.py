@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -17,7 +20,6 @@ from agentspec.cache.deletion import Decode, PartlyForgottenError, seconds_of, s
 from agentspec.cache.memory.limits import CacheLimits
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
-from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest
 from agentspec.cache.responses import ResponseLimits
 from agentspec.cache.tokens import TokensLike, as_tokens
@@ -130,7 +132,7 @@ class SuffixCache:
         def started(store: SequenceStore | None, why_not: str | None = None) -> SuffixCache:
             cache = cls(store, default, limits, kept, content_filter, why_not, answers)
             try:
-                lifetime.register(cache)
+                _open.add(cache)
                 cache._start()
             except BaseException:
                 with contextlib.suppress(CacheError):
@@ -310,7 +312,7 @@ class SuffixCache:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
         if self._left_behind:
             return
-        lifetime.unregister(self)
+        _open.discard(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
@@ -326,7 +328,10 @@ class SuffixCache:
                 self._sync.report_learned()
 
     def leave_behind(self, reason: str) -> None:
-        """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""
+        """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open.
+
+        Waits for nothing: a thread that was not copied may hold any lock.
+        """
         self._left_behind = True
         self._maintenance = None
         if self._state:
@@ -391,3 +396,28 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
+
+
+_open: weakref.WeakSet[SuffixCache] = weakref.WeakSet()
+_process = os.getpid()
+
+
+def _close_all() -> None:
+    """Daemon threads may be drafting still: they find their cache closed, and then none stays inside native code."""
+    for cache in list(_open):
+        try:
+            cache.close()
+        except Exception as error:
+            _log.warning("a cache could not be closed at exit: %s", error)
+
+
+def _leave_all_behind() -> None:
+    global _open, _process
+    caches, _open, parent, _process = list(_open), weakref.WeakSet(), _process, os.getpid()
+    reason = f"this cache was opened by process {parent}; a forked process cannot use it: open it again in this one"
+    for cache in caches:
+        cache.leave_behind(reason)
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_leave_all_behind)

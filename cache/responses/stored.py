@@ -111,7 +111,7 @@ def unpacked(body: bytes, id: str) -> dict[str, Any]:
         unpacker = zlib.decompressobj()
         content = json.loads(unpacker.decompress(body, MOST_UNPACKED))
         return {"response": dict(content["response"]), "items": list(content["items"])}
-    except (zlib.error, ValueError, LookupError, TypeError, RecursionError):
+    except (zlib.error, ValueError, LookupError, TypeError):
         raise CacheFormatError(f"the stored response {id} is damaged") from None
 
 
