@@ -59,8 +59,8 @@ def _is_untrusted(error: BaseException) -> bool:
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
     """The exception for an upstream's error answer: it keeps the whole answer and quotes its message, if any."""
     try:
-        message = error_message(json.loads(body)) if len(body) <= MAX_ERROR_BYTES else None
-    except (ValueError, RecursionError):
+        message = error_message(decode_json(body, name)) if len(body) <= MAX_ERROR_BYTES else None
+    except UpstreamError:
         message = None
     text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if message else "")
     return UpstreamStatusError(text, status=status, body=body, headers=headers)

@@ -79,10 +79,7 @@ class EventInspector(Inspector):
             return
         with suppress(UpstreamError):
             for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
-                with suppress(ValueError, RecursionError):
-                    event = json.loads(data)
-                    if isinstance(event, dict):
-                        self.read_event(event)
+                self.read_event(_object(data))
 
     @abstractmethod
     def read_event(self, event: Mapping[str, Any]) -> None:
