@@ -124,7 +124,9 @@ class OpenAISettings(SettingsModel):
         ge=0,
         description="Seconds an idle connection is kept; less than the upstream's own time, which is 5 for vLLM",
     )
-    vllm: KindChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
+    server_kind: Literal["auto", "vllm", "sglang", "dynamo", "other"] = Field(
+        default="auto", description="What it is; auto recognises vLLM and SGLang by asking"
+    )
     vllm_labels: bool = Field(
         default=True,
         description="Tell a vLLM server session, workflow and step names, predictions and latency goals, as vllm_xargs",
@@ -138,7 +140,6 @@ class OpenAISettings(SettingsModel):
     allow_template_arguments: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,127}$")], ...] = Field(
         default=(), description="Names in chat_template_kwargs to pass on besides the known ones"
     )
-    sglang: KindChoice = Field(default="auto", description="Whether it is an SGLang server; auto asks it")
     shared_upstream: bool = Field(
         default=False,
         description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
@@ -153,9 +154,6 @@ class OpenAISettings(SettingsModel):
     )
     session_headers: tuple[Annotated[str, Field(pattern=r"^x-[a-z0-9-]{1,62}$")], ...] = Field(
         default=(), description="Headers in which a router in front of it looks for the session's name"
-    )
-    dynamo: bool = Field(
-        default=False, description="Whether it is NVIDIA Dynamo, which is sent sessions and priorities"
     )
     priority: Literal["off", "auto", "lowest_first", "highest_first"] = Field(
         default="off",
@@ -195,12 +193,6 @@ class OpenAISettings(SettingsModel):
         places = [(url.scheme, url.host, url.port, url.path) for url in self.base_urls or ()]  # whoever the user is
         for _, host, port, path in (place for place in places if places.count(place) > 1):
             raise ValueError(f"base_urls names {host}:{port}{path} twice; give a server more by weight")
-        return self
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if self.vllm == self.sglang == "on":
-            raise ValueError('vllm and sglang are both "on": an upstream is one of them')
         return self
 
 

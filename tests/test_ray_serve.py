@@ -120,7 +120,7 @@ def test_two_vllm_replicas_behind_our_gateway_lose_no_call(repository: Path, tmp
     file = tmp_path / "servers"
     with two_replicas(repository, file, engine, variables) as urls:
         before = urls()
-        backend = OpenAISettings.model_validate({"base_urls_file": str(file), "vllm": "on"})
+        backend = OpenAISettings.model_validate({"base_urls_file": str(file), "server_kind": "vllm"})
         settings = Settings(
             backends={"ray": backend}, models={"m": ModelSettings(backend="ray", upstream_model="model")}
         )

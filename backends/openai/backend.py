@@ -185,8 +185,8 @@ class OpenAIBackend:
         if kind == "other":
             raise ConfigurationError(
                 f"upstream {self._endpoint.name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
-                ' tenants apart: set shared_upstream = true for it if they may share them, or vllm or sglang = "on" if'
-                " it is one that hides it"
+                ' tenants apart: set shared_upstream = true for it if they may share them, or server_kind = "vllm" or'
+                ' "sglang" if it is one that hides it'
             )
 
     async def body_fields(

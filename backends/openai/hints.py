@@ -59,7 +59,7 @@ def priority_fields(settings: OpenAISettings, kind: ServerKind | None, given: Ma
         return {}
     if type(value) is not int or not 0 <= value < 2**31:
         raise InvalidRequestError("priority must be a whole number from 0, served first", param=PRIORITY)
-    if settings.dynamo:
+    if settings.server_kind == "dynamo":
         return {PRIORITY: None, **hint_fields({"priority": -value}, given)}
     order = ORDERS.get(kind or "") if settings.priority == "auto" else settings.priority
     if order is None:
@@ -89,7 +89,7 @@ def session_headers(
     told = dict.fromkeys(settings.session_headers, name)
     if kind == "sglang":
         told["x-smg-routing-key"] = name
-    if settings.dynamo:
+    if settings.server_kind == "dynamo":
         told |= {"x-dynamo-session-id": name} | ({SESSION_PARENT: _as_header(parent)} if parent else {})
         told |= {SESSION_FINAL: final} if final in ("true", "false") else {}
     return told

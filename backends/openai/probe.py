@@ -59,7 +59,7 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
     if model is None:
         return ProbeReport(reachable=True, error="the upstream lists no model; set `model` for this backend")
     prober = _Prober(endpoint, model, timeout)
-    is_vllm = settings.vllm != "off" and "vllm" in (configured_kind(settings), owner_of(listed))
+    is_vllm = (configured_kind(settings) or owner_of(listed)) == "vllm"
     try:
         plain = await prober.ask(_BEGUN)
     except UpstreamError as error:

@@ -16,7 +16,6 @@ ServerKind = Literal["vllm", "sglang", "other"]
 FRESH_SECONDS = 60.0  # how long a detection result holds: another server may replace the upstream
 RETRY_SECONDS = 5.0
 LOOK_SECONDS = 2.0
-_OWNERS: tuple[ServerKind, ...] = ("vllm", "sglang")
 _DRAFTER = ("agentspec", "suffix")  # the drafter, and the method whose chains serve a latency goal first
 
 
@@ -28,7 +27,6 @@ class ServerDetector:
 
     def __init__(self, endpoint: Endpoint, settings: OpenAISettings) -> None:
         self._endpoint = endpoint
-        self._looked_for = tuple(kind for kind in _OWNERS if getattr(settings, kind) != "off")
         self._kind: ServerKind | None = configured_kind(settings)
         self._until = 0.0 if self._kind is None else math.inf
         self._keeps_latency: bool | None = None
@@ -52,13 +50,13 @@ class ServerDetector:
         except (UpstreamError, TimeoutError):
             self._until = time.monotonic() + RETRY_SECONDS
             return self._kind
-        self._kind = found if found in self._looked_for else "other"
+        self._kind = found
         self._until = now + FRESH_SECONDS
         return self._kind
 
     async def is_vllm(self) -> bool:
         """Whether it is vLLM. One that has never answered counts as another, and gets no field it might refuse."""
-        return "vllm" in self._looked_for and await self.kind() == "vllm"
+        return await self.kind() == "vllm"
 
     async def keeps_latency(self) -> bool:
         """Whether its drafts serve latency goals first: our plug-in drafts in vLLM, as its metrics say. False for one
@@ -79,10 +77,9 @@ class ServerDetector:
 
 def configured_kind(settings: OpenAISettings) -> ServerKind | None:
     """What the settings say that the server is; None if it shall be asked."""
-    for kind in _OWNERS:
-        if getattr(settings, kind) == "on":
-            return kind
-    return "other" if all(getattr(settings, kind) == "off" for kind in _OWNERS) else None
+    if settings.server_kind == "auto":
+        return None
+    return "other" if settings.server_kind == "dynamo" else settings.server_kind
 
 
 async def look(endpoint: Endpoint) -> ServerKind:

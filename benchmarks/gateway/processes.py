@@ -201,7 +201,12 @@ def _configuration(folder: Path, keys: tuple[str, ...], upstream: int, streams: 
         lines += [f"max_connections = {4 * streams}"]
     for tenant in TENANTS:
         lines += ["[[server.api_keys]]", f'tenant = "{tenant}"', f'key_file = "{folder / tenant}"']
-    lines += ["[backends.upstream]", 'kind = "openai"', 'vllm = "on"', f'base_url = "http://127.0.0.1:{upstream}/v1"']
+    lines += [
+        "[backends.upstream]",
+        'kind = "openai"',
+        'server_kind = "vllm"',
+        f'base_url = "http://127.0.0.1:{upstream}/v1"',
+    ]
     return "\n".join([*lines, ""])
 
 

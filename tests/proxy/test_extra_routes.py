@@ -69,7 +69,7 @@ def test_several_tenants_need_a_shared_upstream(gateway: Any, upstream: Any, mon
     monkeypatch.setenv("KEY_B", "bbb")
     keys = {"api_keys": (ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B"))}
     server = upstream(lambda request: request.answer(b"{}"))
-    apart, shared = (settings(server.url, keys, vllm="on"), settings(server.url, keys, shared_upstream=True))
+    apart, shared = (settings(server.url, keys, server_kind="vllm"), settings(server.url, keys, shared_upstream=True))
     refused = post(f"{gateway({}, apart).url}/v1/rerank", b"{}", authorization="Bearer aaa")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "upstream_isolation")
     url = f"{gateway({}, shared).url}/v1/rerank"
@@ -84,7 +84,7 @@ def test_what_tenants_may_not_ask_a_pool_closes_no_server(
     monkeypatch.setenv("KEY_B", "bbb")
     keys = (ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B"))
     servers = [upstream(lambda request: request.answer(b"{}")) for _ in range(2)]
-    running = gateway({}, pooled([one.url for one in servers], {"api_keys": keys}, vllm="on"))
+    running = gateway({}, pooled([one.url for one in servers], {"api_keys": keys}, server_kind="vllm"))
     for _ in range(6):
         refused = post(f"{running.url}/v1/rerank", b"{}", authorization="Bearer aaa")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "upstream_isolation")
@@ -94,7 +94,7 @@ def test_what_tenants_may_not_ask_a_pool_closes_no_server(
 
 def test_models_with_several_servers_are_served_under_their_names(gateway: Any, upstream: Any) -> None:
     server = upstream(lambda request: request.answer(b"{}"))
-    own = {"probe": False, "vllm": "off", "sglang": "off"}
+    own = {"probe": False, "server_kind": "other"}
     several = pooled([server.url], upstream_model="org/m", **own)
     alone = OpenAISettings(base_url=server.url, **own)  # type: ignore[arg-type]
     listed = ModelSettings(backends=("up",), upstream_model="org/m")

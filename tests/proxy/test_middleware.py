@@ -195,7 +195,7 @@ def test_no_body_and_no_key_is_ever_logged(gateway: Any, upstream: Any, log: io.
     answers = ["canary answer", EngineError("canary prompt"), ValueError("canary prompt")]
     answers += [Answer("canary answer", error=KeyError("canary"), error_after=1)]  # type: ignore[list-item]
     key_file = str(tmp_path / "upstream")
-    up = OpenAISettings(base_url=server.url, api_key_file=key_file, vllm="off", sglang="off")  # type: ignore[arg-type]
+    up = OpenAISettings(base_url=server.url, api_key_file=key_file, server_kind="other")  # type: ignore[arg-type]
     settings = Settings(
         server=ServerSettings(api_keys=(ApiKey(tenant="alice", key_file=tmp_path / "key"),)),
         backends={"up": up, "local": up},

@@ -95,7 +95,7 @@ def test_upstreams_are_asked_for_no_more_than_the_gateway_allows(gateway: Any) -
     known = Capabilities(continue_final=True, logprobs=True)
     behind = models(capabilities=known)
     backends = {
-        name: OpenAISettings(base_url=f"{gateway({'m': model}).url}/v1", model="m", vllm="off")  # type: ignore[arg-type]
+        name: OpenAISettings(base_url=f"{gateway({'m': model}).url}/v1", model="m", server_kind="other")  # type: ignore[arg-type]
         for name, model in behind.items()
     }
     fast = SpecReasonSettings(base="large", small="tiny")

@@ -236,7 +236,7 @@ def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
 
 
 def upstream_settings(server: Any, **options: Any) -> Settings:
-    backends = {"up": OpenAISettings(base_url=server.url, vllm="off")}  # type: ignore[arg-type]
+    backends = {"up": OpenAISettings(base_url=server.url, server_kind="other")}  # type: ignore[arg-type]
     return Settings(server=ServerSettings(**options), backends=backends)
 
 

@@ -391,7 +391,7 @@ def secretive(url: str, folder: Path) -> Settings:
     """Keys from the environment and from files, of clients and of upstreams; a strategy; traces on."""
     (folder / "operator").write_text(f"{SECRET}operator")
     (folder / "upstream").write_text(f"{SECRET}upstream")
-    up = OpenAISettings(base_url=url, api_key_file=str(folder / "upstream"), vllm="off")  # type: ignore[arg-type]
+    up = OpenAISettings(base_url=url, api_key_file=str(folder / "upstream"), server_kind="other")  # type: ignore[arg-type]
     operator = ApiKey(tenant="t", role="operator", key_file=folder / "operator")
     return Settings(
         server=ServerSettings(api_keys=(ApiKey(tenant="t", key_env="PLANTED_CLIENT_KEY"), operator)),

@@ -215,7 +215,7 @@ def test_c7_an_upstream_never_gets_more_than_it_has_places_for(
     places = FewPlaces()
     settings = Settings(
         server=ServerSettings(max_concurrent=PLACES, queue_timeout=queue_timeout),
-        backends={"up": OpenAISettings(base_url=upstream(places).url, vllm="off")},  # type: ignore[arg-type]
+        backends={"up": OpenAISettings(base_url=upstream(places).url, server_kind="other")},  # type: ignore[arg-type]
     )
     url = f"{gateway({}, settings).url}/v1/chat/completions"
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -250,7 +250,7 @@ def test_c7_a_list_of_an_upstreams_models_takes_a_place(
     server = upstream(script)
     settings = Settings(
         server=ServerSettings(max_concurrent=2, queue_timeout=0),
-        backends={"up": OpenAISettings(base_url=server.url, vllm="off", sglang="off")},  # type: ignore[arg-type]
+        backends={"up": OpenAISettings(base_url=server.url, server_kind="other")},  # type: ignore[arg-type]
     )
     running = gateway({}, settings)
     host, port = running.url.removeprefix("http://").split(":")

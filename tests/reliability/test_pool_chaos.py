@@ -226,7 +226,7 @@ def told(fault: str, clients: Clients, running: Any = None, back: float | None =
 
 
 def settings(**backend: Any) -> Settings:
-    up = OpenAISettings(vllm="off", sglang="off", **backend)
+    up = OpenAISettings(server_kind="other", **backend)
     models = {"m": ModelSettings(backend="up", placement="round_robin")}
     return Settings(server=ServerSettings(max_concurrent=1000), backends={"up": up}, models=models, fleet=FLEET)
 
@@ -396,7 +396,7 @@ def gateway_process(folder: Path, urls: list[str], path: str, **environment: str
     file = folder / "agentspec.toml"
     file.write_text(
         f"[server]\nport = {port}\nmax_concurrent = 1000\n[cache]\npath = {json.dumps(path)}\n"
-        f'[backends.up]\nkind = "openai"\nbase_urls = {json.dumps(urls)}\nvllm = "off"\nsglang = "off"\n'
+        f'[backends.up]\nkind = "openai"\nbase_urls = {json.dumps(urls)}\nserver = "other"\n'
         'responses = "off"\n[models.m]\nbackend = "up"\n'
     )
     command = [sys.executable, "-c", "from agentspec.cli import app; app()", "serve", "--config", str(file)]

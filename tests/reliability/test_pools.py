@@ -24,7 +24,7 @@ TRUST = ssl.create_default_context()  # to make one takes long
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ANSWER = json.dumps({"choices": [{"index": 0, "message": {"content": "hello"}, "finish_reason": "stop"}]}).encode()
 ENDED = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
-QUIET = {"vllm": "off", "sglang": "off", "probe": False}
+QUIET = {"server_kind": "other", "probe": False}
 Script = Callable[[Any], None]
 
 

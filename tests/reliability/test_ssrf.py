@@ -138,7 +138,7 @@ def served(shared_gateway: Any, shared_upstream: Any) -> Iterator[Served]:
     server, bystander = (shared_upstream(lambda request: request.answer(b'{"choices":[]}')) for _ in range(2))
     settings = Settings(
         server=ServerSettings(),
-        backends={"up": OpenAISettings(base_url=server.url, vllm="off")},  # type: ignore[arg-type]
+        backends={"up": OpenAISettings(base_url=server.url, server_kind="other")},  # type: ignore[arg-type]
         models={"up": ModelSettings(backend="up")},
     )
     running = shared_gateway({"local": FakeBackend("fine")}, settings)

@@ -120,7 +120,7 @@ def test_u3_a_server_that_cannot_be_reached(gateway: Any, upstream: Any, why: st
         "dns": "http://no-such-host.invalid/v1",
         "tls": f"https://127.0.0.1:{closing.getsockname()[1]}/v1",
     }.get(why, plain)
-    response = post(gateway({}, settings(url, vllm="off")))
+    response = post(gateway({}, settings(url, server_kind="other")))
     socket.create_connection(closing.getsockname()).close()
     closing.close()
     error = error_of(response)
@@ -150,11 +150,11 @@ def test_u3_and_u4_in_time(gateway: Any, upstream: Any) -> None:
         assert post(running).status_code == status
         return time.perf_counter() - began
 
-    assert seconds(gateway({}, settings("http://127.0.0.1:9/v1", vllm="off")), 502) <= 1.0
+    assert seconds(gateway({}, settings("http://127.0.0.1:9/v1", server_kind="other")), 502) <= 1.0
     server = upstream(lambda request: request.client_left(60) and None)
     limits: list[dict[str, Any]] = [{"read_timeout": 3.0}, {"server": {"request_timeout": 3.0}}]
     for limit in limits:
-        assert 2.7 <= seconds(gateway({}, settings(server.url, vllm="off", **limit)), 504) <= 3.3
+        assert 2.7 <= seconds(gateway({}, settings(server.url, server_kind="other", **limit)), 504) <= 3.3
 
 
 @pytest.mark.parametrize("limit", [{"read_timeout": 0.3}, {"server": {"request_timeout": 0.5}}])
@@ -276,7 +276,7 @@ async def test_u6_a_cut_answer_never_looks_complete_to_a_strategy(upstream: Any)
             request.chunk(piece)
         request.chunk(b"")
 
-    backend = upstream(script).backend(vllm="off")
+    backend = upstream(script).backend(server_kind="other")
     for cut in (0, 1, 25, 50):
         pieces[:] = TOKENS[:cut]
         finished = []
@@ -439,7 +439,7 @@ def drip(stop: threading.Event, pause: float, begun: threading.Semaphore) -> Cal
 def test_u9_slow_upstreams_keep_nobody_else_waiting(gateway: Any, upstream: Any) -> None:
     stop, begun = threading.Event(), threading.Semaphore(0)
     server = upstream(drip(stop, 1.0, begun))
-    running = gateway({}, settings(server.url, vllm="off", sglang="off", allow_fields=("slow",)))
+    running = gateway({}, settings(server.url, server_kind="other", allow_fields=("slow",)))
     try:
         with slow_streams(running, 200):
             assert all(begun.acquire(timeout=60) for _ in range(200))
@@ -522,7 +522,7 @@ def test_an_error_in_a_translated_answer_names_no_account(
         else:
             request.answer(TELLS)
 
-    running = gateway({}, settings(upstream(script).url, api_key=KEY, vllm="off", sglang="off"))
+    running = gateway({}, settings(upstream(script).url, api_key=KEY, server_kind="other"))
     body = {"model": MODEL, "stream": stream, **fields}
     route = "/v1/messages" if "messages" in fields else "/v1/responses"
     response = httpx.post(f"{running.url}{route}", json=body, timeout=60)
@@ -536,7 +536,7 @@ def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, ups
         request.head()
         request.send(TOKENS[0] + b"data: " + TELLS + end)
 
-    response = post(gateway({}, settings(upstream(script).url, api_key=KEY, vllm="off")))
+    response = post(gateway({}, settings(upstream(script).url, api_key=KEY, server_kind="other")))
     assert (
         response.content
         == TOKENS[0]

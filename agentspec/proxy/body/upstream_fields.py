@@ -120,8 +120,7 @@ class UpstreamFields:
 
     def __init__(self, settings: OpenAISettings) -> None:
         self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
-        kinds = {"vllm": settings.vllm != "off", "sglang": settings.sglang != "off", "dynamo": settings.dynamo}
-        self._kinds = {kind for kind, may_be in kinds.items() if may_be}
+        self._kinds = {"vllm", "sglang"} if settings.server_kind == "auto" else {settings.server_kind} - {"other"}
         self._added = frozenset(settings.allow_fields) | ({"priority"} if settings.priority != "off" else set())
         self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_template_arguments)
 

@@ -102,5 +102,5 @@ def _http_settings(settings: RemoteSettings) -> OpenAISettings:
         api_key_file=settings.api_key_file,
         connect_timeout=settings.connect_timeout,
         read_timeout=settings.timeout,
-        vllm="off",
+        server_kind="other",
     )

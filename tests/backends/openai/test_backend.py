@@ -69,7 +69,7 @@ def backend(
         stream = body if isinstance(body, Chunks) else Chunks(body)
         return httpx.Response(status, headers={"content-type": content_type, **(headers or {})}, stream=stream)
 
-    settings = OpenAISettings(base_url="http://upstream.test/v1", model="own", vllm="off", sglang="off")  # type: ignore[arg-type]
+    settings = OpenAISettings(base_url="http://upstream.test/v1", model="own", server_kind="other")  # type: ignore[arg-type]
     return OpenAIBackend(settings, transport=httpx.MockTransport(answer))
 
 

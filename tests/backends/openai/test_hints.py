@@ -22,7 +22,11 @@ def settings(**given: Any) -> OpenAISettings:
         ("sglang", {"priority": "auto"}, {"priority": -3}),
         ("sglang", {"priority": "lowest_first"}, {"priority": 3}),
         ("other", {"priority": "highest_first"}, {"priority": -3}),
-        ("other", {"priority": "auto", "dynamo": True}, {"priority": None, "nvext": {"agent_hints": {"priority": -3}}}),
+        (
+            "other",
+            {"priority": "auto", "server_kind": "dynamo"},
+            {"priority": None, "nvext": {"agent_hints": {"priority": -3}}},
+        ),
         ("vllm", {"priority": "off"}, {}),
     ],
 )
@@ -45,7 +49,7 @@ def test_an_unknown_scale_is_not_guessed() -> None:
 
 def test_hints_of_the_clients_own_stay() -> None:
     own = {"nvext": {"use_raw_prompt": True, "agent_hints": {"osl": 5}}, "priority": 2}
-    told = priority_fields(settings(priority="auto", dynamo=True), "other", own)
+    told = priority_fields(settings(priority="auto", server_kind="dynamo"), "other", own)
     assert told["nvext"] == {"use_raw_prompt": True, "agent_hints": {"priority": -2, "osl": 5}}
 
 
@@ -55,7 +59,7 @@ def test_servers_that_know_sessions_get_their_names() -> None:
 
 
 def test_headers_of_routers() -> None:
-    plain, both = settings(), settings(session_headers=("x-user-id",), dynamo=True)
+    plain, both = settings(), settings(session_headers=("x-user-id",), server_kind="dynamo")
     assert session_headers(plain, "vllm", "s", None, "") == session_headers(plain, "other", "s", None, "") == {}
     assert session_headers(plain, "sglang", "s é", None, "") == {"x-smg-routing-key": "s %C3%A9"}
     assert session_headers(both, "other", "s", "p", "true") == {
@@ -65,7 +69,7 @@ def test_headers_of_routers() -> None:
         "x-dynamo-session-final": "true",
     }
     assert session_headers(both, "other", None, "p", "true") == {}
-    assert session_headers(settings(dynamo=True, session_names=False), "other", "s", None, "") == {}
+    assert session_headers(settings(server_kind="dynamo", session_names=False), "other", "s", None, "") == {}
 
 
 def test_a_header_for_sessions_is_none_that_means_something_else() -> None:

@@ -124,7 +124,7 @@ async def test_one_tenant_needs_no_salt_and_may_choose_one() -> None:
     assert await fields(backend(Server("vllm"), None), cache_salt="a/b") == {}
 
 
-@pytest.mark.parametrize("settings", [{}, {"vllm": "off", "sglang": "off"}])
+@pytest.mark.parametrize("settings", [{}, {"server_kind": "other"}])
 async def test_an_upstream_that_takes_no_salt_is_refused(settings: dict[str, Any]) -> None:
     server = Server("somebody")
     upstream = backend(server, **settings)
@@ -165,7 +165,7 @@ async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics(
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_server_behind_a_router_is_named_by_the_settings(kind: str) -> None:
     server = Server("router")
-    assert "cache_salt" in await fields(backend(server, **{kind: "on"}))
+    assert "cache_salt" in await fields(backend(server, server_kind=kind))
 
 
 async def collect(upstream: OpenAIBackend, **request: Any) -> None:

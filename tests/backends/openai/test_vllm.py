@@ -107,8 +107,7 @@ async def test_a_vllm_server_is_told_the_labels_and_asked_for_token_ids() -> Non
     ("owner", "settings", "asked"),
     [
         ("somebody", {}, ["/v1/models", "/v1/completions"]),
-        ("vllm", {"vllm": "off"}, ["/v1/models", "/v1/completions"]),  # it may be SGLang
-        ("vllm", {"vllm": "off", "sglang": "off"}, ["/v1/completions"]),
+        ("vllm", {"server_kind": "other"}, ["/v1/completions"]),
     ],
 )
 async def test_others_get_the_body_that_they_always_got(owner: str, settings: dict[str, Any], asked: list[str]) -> None:
@@ -120,7 +119,7 @@ async def test_others_get_the_body_that_they_always_got(owner: str, settings: di
 
 async def test_a_server_behind_a_router_is_named_by_the_settings() -> None:
     server = VllmServer("router")
-    await collect(backend(server, vllm="on"))
+    await collect(backend(server, server_kind="vllm"))
     assert server.body["vllm_xargs"] == OURS and server.paths == ["/v1/completions"]
 
 
@@ -216,7 +215,7 @@ async def test_our_drafter_is_told_the_latency_goal() -> None:
         (VllmServer(metrics=DRAFTER.replace("suffix", "ngram_gpu")), {}),  # whose drafts have one length
         (VllmServer(metrics=DRAFTER.replace('drafter="agentspec"', 'drafter="arctic"')), {}),
         (VllmServer("somebody"), {}),
-        (VllmServer(), {"vllm": "off"}),
+        (VllmServer(), {"server_kind": "other"}),
         (VllmServer(), {"vllm_labels": False}),
     ],
 )
@@ -288,7 +287,7 @@ async def test_the_probe_tells_what_the_server_tells() -> None:
     report = await backend(server).probe()
     assert report.token_ids and report.vllm == VllmReport("0.32.0", True, parse_metrics(COUNTERS + DRAFTER))
     assert (await backend(VllmServer("somebody")).probe()).vllm is None
-    assert (await backend(server, vllm="off").probe()).vllm is None
+    assert (await backend(server, server_kind="other").probe()).vllm is None
 
 
 async def test_an_older_server_ignores_labels_and_says_little() -> None:

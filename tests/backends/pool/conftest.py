@@ -58,7 +58,7 @@ class Made:
 def make(
     *servers: Server,
     policy: PlacementPolicy | None = None,
-    kind: str = "off",
+    kind: str = "other",
     probe: bool = False,
     fallbacks: tuple[Pool, ...] = (),
     **fleet: Any,
@@ -66,7 +66,7 @@ def make(
     """A pool of these servers, to be made and used in one loop, by whose clock it goes."""
     settings, targets = FleetSettings(**fleet), []
     for server in servers:
-        own = OpenAISettings(base_url=f"http://{server.name}/v1", vllm=kind, sglang="off", probe=probe)  # type: ignore[arg-type]
+        own = OpenAISettings(base_url=f"http://{server.name}/v1", server_kind=kind, probe=probe)  # type: ignore[arg-type]
         backend = OpenAIBackend(own, name=server.name, transport=httpx.MockTransport(server))
         targets.append(Servers(server.name, own, settings, backend))
     clock = asyncio.get_running_loop().time

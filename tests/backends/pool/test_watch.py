@@ -38,7 +38,7 @@ def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
 ) -> None:
     async def work() -> None:
         one = server("a", paths={"/metrics": lambda: answering(METRICS)})
-        made = make_pool(one, kind="on", probe=True)
+        made = make_pool(one, kind="vllm", probe=True)
         watch = watching(made)
         watch.ensure()
         watch.ensure()  # it runs already
@@ -83,7 +83,7 @@ def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_on
             return httpx.Response(200)
 
         one = server("a", paths={"/metrics": hanging})
-        made = make_pool(one, kind="on", probe=True)
+        made = make_pool(one, kind="vllm", probe=True)
         watch = watching(made)
         watch.ensure()
         await asyncio.sleep(30)
@@ -98,7 +98,7 @@ def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_on
 def test_a_server_without_metrics_is_seldom_asked_for_them(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
         one = server("a", paths={"/metrics": lambda: answering(b"", 404)})
-        watch = watching(make_pool(one, kind="on", probe=True))
+        watch = watching(make_pool(one, kind="vllm", probe=True))
         watch.ensure()
         await asyncio.sleep(59)
         assert len(one.times("/metrics")) == 1
@@ -111,7 +111,7 @@ def test_servers_that_are_gone_leave_nothing_behind(in_virtual_time: Any, make_p
     """Pods come and go under new addresses for months."""
 
     async def work() -> None:
-        made = make_pool(server("a", paths={"/metrics": lambda: answering(METRICS)}), kind="on", probe=True)
+        made = make_pool(server("a", paths={"/metrics": lambda: answering(METRICS)}), kind="vllm", probe=True)
         watch, [servers] = watching(made), made.servers
         watch.ensure()
         members = servers.members
@@ -129,7 +129,7 @@ def test_servers_that_are_gone_leave_nothing_behind(in_virtual_time: Any, make_p
 def test_hosted_apis_are_left_alone(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
         one = server("a")
-        watch = watching(make_pool(one, kind="on", probe=False))
+        watch = watching(make_pool(one, kind="vllm", probe=False))
         watch.ensure()
         await asyncio.sleep(30)
         assert one.seen == []

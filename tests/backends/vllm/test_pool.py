@@ -112,7 +112,7 @@ class Clients:
 
 @contextmanager
 def asking(*urls: str) -> Iterator[Clients]:
-    backend = OpenAISettings.model_validate({"base_urls": [f"{url}/v1" for url in urls], "vllm": "on"})
+    backend = OpenAISettings.model_validate({"base_urls": [f"{url}/v1" for url in urls], "server_kind": "vllm"})
     models = {"m": ModelSettings(backend="pair", upstream_model="model")}
     settings = Settings(backends={"pair": backend}, models=models, fleet=FleetSettings(probe_interval=1.0))
     runtime = Runtime(settings)

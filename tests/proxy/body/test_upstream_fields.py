@@ -60,14 +60,13 @@ def test_fields_of_the_clients_libraries_pass() -> None:
         assert {*kind.__annotations__} - BY_API[path] <= {*refused.split(), "user_profile_id", "workspace_id"}
 
 
-@pytest.mark.parametrize(("kind", "passes"), [("auto", True), ("on", True), ("off", False)])
+@pytest.mark.parametrize(("kind", "passes"), [("auto", True), ("vllm", True), ("sglang", False), ("other", False)])
 def test_a_server_gets_the_fields_of_its_kind(kind: str, passes: bool) -> None:
-    settings = {"vllm": kind, "sglang": "off"}
     if passes:
-        check({"vllm_xargs": {"agentspec_step": "s"}}, CHAT, **settings)
+        check({"vllm_xargs": {"agentspec_step": "s"}}, CHAT, server_kind=kind)
     else:
         with pytest.raises(InvalidRequestError):
-            check({"vllm_xargs": {}}, CHAT, **settings)
+            check({"vllm_xargs": {}}, CHAT, server_kind=kind)
 
 
 @pytest.mark.parametrize(

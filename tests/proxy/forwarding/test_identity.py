@@ -66,7 +66,7 @@ def test_a_local_model_is_told_the_labels(gateway: Any, path: str) -> None:
         ("sglang", {}, {"session_id": "s1"}, {"x-smg-routing-key": "s1"}),
         ("somebody", {}, {}, {}),
         ("somebody", {"session_headers": ["x-user-id"]}, {}, {"x-user-id": "s1"}),
-        ("somebody", {"dynamo": True}, {}, {"x-dynamo-session-id": "s1"}),
+        ("somebody", {"server_kind": "dynamo"}, {}, {"x-dynamo-session-id": "s1"}),
         ("sglang", {"session_names": False}, {}, {}),
     ],
 )
@@ -84,7 +84,7 @@ def test_an_upstream_is_told_in_its_words(
 
 def test_dynamo_is_told_of_parents_and_ends(gateway: Any, upstream: Any) -> None:
     server = upstream(serve("somebody"))
-    running = gateway({}, through(server.url, dynamo=True, priority="auto"))
+    running = gateway({}, through(server.url, server_kind="dynamo", priority="auto"))
     said = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p", "x-dynamo-session-final": "true"}
     post(running, body={**BODY, "priority": 4}, **said)
     request = asked(server)
@@ -111,7 +111,7 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: py
     monkeypatch.setenv("KEY_B", "bbb")
     keys = ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B")
     server = upstream(serve("sglang"))
-    settings = through(server.url, ServerSettings(api_keys=keys), session_headers=["x-user-id"], dynamo=True)
+    settings = through(server.url, ServerSettings(api_keys=keys), session_headers=["x-user-id"])
     running = gateway({}, settings)
     parents = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p"}
     told = []
@@ -120,7 +120,7 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: py
             for given, headers in ((BODY, parents), ({**BODY, "session_id": "s"}, {})):
                 assert post(running, path, given, authorization=f"Bearer {key}", **headers).status_code == 200
                 request = asked(server)
-                names = [request.headers[name] for name in ("x-smg-routing-key", "x-user-id", "x-dynamo-session-id")]
+                names = [request.headers[name] for name in ("x-smg-routing-key", "x-user-id")]
                 assert set(names) == {request.json["session_id"]} and names[0] != "s"
                 assert request.headers.get("x-dynamo-parent-session-id", "") not in ("s", "p")
                 told.append((key, names[0]))

@@ -232,7 +232,7 @@ def test_a_client_that_leaves_while_its_call_waits_for_a_server_ends_the_call(
     gateway: Any, upstream: Any, hanging_up: Any, until: Any
 ) -> None:
     busy = upstream(lambda request: request.answer(REFUSED, 429, retry_after="60"))
-    running = gateway({}, pooled(busy.url, vllm="off", sglang="off"))
+    running = gateway({}, pooled(busy.url, server_kind="other"))
     with hanging_up(running.url, BODY):
         until(lambda: running.runtime.fleet.samples()[0].state == "busy")
     cancelled = {"route": CHAT, "model": "m", "outcome": "cancelled"}

@@ -60,7 +60,7 @@ def test_a_gateway_does_not_start_before_an_upstream_that_takes_no_salt(upstream
     with pytest.raises(ConfigurationError, match="shared_upstream"):
         Runtime(settings(server.url, tmp_path)).start()
     with pytest.raises(ValueError, match=r"backends\.up\.shared_upstream"):
-        settings(server.url, tmp_path, vllm="off", sglang="off")
+        settings(server.url, tmp_path, server_kind="other")
 
 
 def test_it_starts_if_the_operator_lets_them_share(gateway: Any, upstream: Any, tmp_path: Path) -> None:

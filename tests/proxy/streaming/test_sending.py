@@ -79,7 +79,7 @@ def test_a_translated_answer_stays_within_the_memory(
                 request.send(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
             request.send(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
 
-    up = OpenAISettings(base_url=upstream(script).url, vllm="off", sglang="off")  # type: ignore[arg-type]
+    up = OpenAISettings(base_url=upstream(script).url, server_kind="other")  # type: ignore[arg-type]
     models: Any = {"m": ModelSettings(backend="up")}
     running = gateway({}, Settings(server=ServerSettings(max_body_memory=MEMORY), backends={"up": up}, models=models))  # type: ignore[arg-type]
     asked = {**ASKED, "stream": streamed}
