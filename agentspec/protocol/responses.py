@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,9 @@ from agentspec.protocol.usage import speculation_object, usage_object
 from agentspec.types import Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
 CUT_OFF = ("length", "content_filter", "cancelled")  # finish reasons of answers that were not written to their end
+BLOCK = 512
+"""The JSON of an obfuscated event is filled up to a multiple of this many bytes."""
+_OBFUSCATION = b',"obfuscation":"'
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 
 
@@ -189,6 +194,17 @@ def _ranked(token: TokenLogprob) -> dict[str, Any]:
 def encode(value: Any) -> bytes:
     """Compact JSON in UTF-8; half a surrogate pair, which UTF-8 cannot encode, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def obfuscated(chunk: dict[str, Any]) -> bytes:
+    """The JSON of `chunk` with as many random characters in OpenAI's field `obfuscation` as fill the block."""
+    plain = encode(chunk)
+    return plain[:-1] + _OBFUSCATION + _random(-(len(plain) + len(_OBFUSCATION) + 1) % BLOCK) + b'"}'
+
+
+def _random(size: int) -> bytes:
+    """Random characters, which no compression on the way can take out again."""
+    return base64.b64encode(os.urandom(size * 3 // 4 + 3), b"-_")[:size]
 
 
 def clamped(logprob: float) -> float:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from agentspec.protocol.obfuscation import BLOCK, obfuscated
+from agentspec.protocol.responses import BLOCK, obfuscated
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, BLOCK - 30, BLOCK - 29, BLOCK - 28, BLOCK, 3 * BLOCK])

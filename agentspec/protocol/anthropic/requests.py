@@ -15,8 +15,8 @@ from pydantic import Field, TypeAdapter
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.content import chat_messages, system_text
 from agentspec.protocol.anthropic.tools import chat_tool_choice, chat_tools, limited_names
-from agentspec.protocol.openai_responses.tool_names import ToolNames
 from agentspec.protocol.requests import MAX_TOOLS
+from agentspec.protocol.tool_names import ToolNames
 from agentspec.protocol.validation import (
     Body,
     Count,

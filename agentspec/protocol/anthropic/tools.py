@@ -7,7 +7,7 @@ from typing import Any
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import check_json
-from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
+from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import refuse_unknown, shown_name, wrong_type
 
 # `defer_loading` saves tokens of a prompt by a search that only Anthropic's servers do: here all tools are shown.

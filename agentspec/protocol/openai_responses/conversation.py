@@ -9,7 +9,7 @@ from typing import Any
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, CALL_OUTPUTS, CALLS, Item
 from agentspec.protocol.openai_responses.tool_input import as_arguments
-from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
+from agentspec.protocol.tool_names import ToolNames, key_of
 
 _SYSTEM = ("system", "developer")
 

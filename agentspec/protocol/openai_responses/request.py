@@ -15,7 +15,6 @@ from pydantic import AfterValidator, Field
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
-from agentspec.protocol.openai_responses.tool_names import ToolNames
 from agentspec.protocol.openai_responses.tools import (
     ClientTool,
     added_tools,
@@ -26,6 +25,7 @@ from agentspec.protocol.openai_responses.tools import (
 )
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
+from agentspec.protocol.tool_names import ToolNames
 from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, wrong_type
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

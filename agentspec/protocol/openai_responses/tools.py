@@ -1,7 +1,7 @@
 """The tools of a Responses request, and the functions that stand for them in a chat.
 
 A custom tool takes text instead of JSON: in a chat it is a function with one argument, the text. The model is told a
-grammar of the text, and not held to it. A namespace groups tools; `tool_names.py` says what they are called in a chat.
+grammar of the text, and not held to it. A namespace groups tools; `ToolNames` says what they are called in a chat.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, Item
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
-from agentspec.protocol.openai_responses.tool_names import CHOICES, Key, ToolNames, key_of
 from agentspec.protocol.requests import MAX_TOOLS
+from agentspec.protocol.tool_names import CHOICES, Key, ToolNames, key_of
 from agentspec.protocol.validation import (
     REQUIRED,
     Model,

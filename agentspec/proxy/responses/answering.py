@@ -10,9 +10,8 @@ from typing import Any
 from starlette.types import Send
 
 from agentspec.errors import InvalidRequestError, OverloadedError
-from agentspec.protocol.obfuscation import obfuscated
 from agentspec.protocol.openai_responses.events import EventWriter
-from agentspec.protocol.responses import encode
+from agentspec.protocol.responses import encode, obfuscated
 from agentspec.protocol.sse import named_event
 from agentspec.protocol.upstream_errors import without_account
 from agentspec.proxy.body.budget import BodyAccount

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.protocol.obfuscation import obfuscated
-from agentspec.protocol.responses import encode
+from agentspec.protocol.responses import encode, obfuscated
 from agentspec.protocol.sse import DONE, event, named_event
 from agentspec.proxy.errors import anthropic_error_event, error_event
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.protocol.openai_responses.tool_input import ARGUMENT
-from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
+from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.recordings.agents.turns import Turn, answer, text_of, tool_call, tool_result
 from agentspec.recordings.calls import RecordedCall, seconds_in
 from agentspec.types import Labels, Message

@@ -16,7 +16,7 @@ from agentspec.protocol.messages import parse_message
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import Item, parse_input
 from agentspec.protocol.openai_responses.request import parse_responses
-from agentspec.protocol.openai_responses.tool_names import ToolNames, key_of
+from agentspec.protocol.tool_names import ToolNames, key_of
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

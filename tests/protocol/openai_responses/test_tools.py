@@ -8,9 +8,9 @@ import pytest
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.request import parse_responses
-from agentspec.protocol.openai_responses.tool_names import ToolNames
 from agentspec.protocol.openai_responses.tools import ClientTool, allowed_tools, chat_tools, client_tools
 from agentspec.protocol.requests import MAX_TOOLS
+from agentspec.protocol.tool_names import ToolNames
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 CUSTOM = {"type": "custom", "name": "write", "description": "Writes."}
