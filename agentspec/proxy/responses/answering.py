@@ -60,7 +60,8 @@ async def send_events(
     encoded = obfuscated if obfuscate else encode
 
     async def out(one: dict[str, Any]) -> None:
-        await _send(send, named_event(one["type"], encoded(one)))
+        body = named_event(one["type"], encoded(one))
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async with aclosing(deltas):
         first: Delta | None = await anext(deltas, Delta(finish_reason="stop"))
@@ -92,7 +93,3 @@ def failure(error: Exception, request_id: str) -> tuple[str, str]:
         code = "invalid_prompt"
     body = json.loads(without_account(error_response(error, request_id).body))
     return code, str(body["error"]["message"])
-
-
-async def _send(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
