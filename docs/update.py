@@ -17,7 +17,6 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Remo
 from agentspec.reasoning.settings import STRATEGIES, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.models import ModelSettings
-from agentspec.settings.rate_limits import RateLimits
 from agentspec.settings.server import ServerSettings, TenantLimits
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -25,7 +24,6 @@ BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings:
 TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("[server]", ServerSettings),
     ("[[server.api_keys]]", ApiKey),
-    ("[server.key_limits]", RateLimits),
     ("[server.tenants.NAME]", TenantLimits),
     ("[cache]", CacheSettings),
     ('[backends.NAME] with kind = "torch"', TorchSettings),

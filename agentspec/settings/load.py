@@ -34,7 +34,6 @@ from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
 from agentspec.settings.models import ModelSettings
 from agentspec.settings.pools import fallback_cycle
-from agentspec.settings.rate_limits import RateLimits
 from agentspec.settings.server import ServerSettings, TenantLimits
 
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
@@ -367,8 +366,6 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
             table = RemoteSettings if merged["knowledge"][name].get("kind") == "remote" else IndexSettings
         case ["server", "api_keys", *_]:
             table = ApiKey
-        case ["server", "key_limits"]:
-            table = RateLimits
         case ["server", "tenants", _]:
             table = TenantLimits
         case ["models", name]:

