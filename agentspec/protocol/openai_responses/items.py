@@ -58,7 +58,7 @@ class _Refusal(Model):
 
 
 class _Item(Model):
-    """What an item of one kind may say. Its normal form begins with its id, kind and status."""
+    """What an item of one kind may say. Its normal form begins with its id and kind."""
 
     id: NonEmpty | None = None  # of any length: other servers put signatures in theirs
 
@@ -169,8 +169,8 @@ def _item(value: Any, name: str, media: bool) -> Item:
         raise InvalidRequestError(f"{name}.type {_shown(kind)} {known}", param=f"{name}.type")
     model, prefix = _KINDS[kind]
     item = model.closed(value, name, _INERT)
-    head = {"id": item.id or new_id(prefix), "type": kind, "status": "completed"}
-    return head | item.normal(name, media)
+    status = {} if kind == ADDITIONAL_TOOLS else {"status": "completed"}  # OpenAI's type has none
+    return {"id": item.id or new_id(prefix), "type": kind, **status, **item.normal(name, media)}
 
 
 def _shown(kind: Any) -> str:
