@@ -68,12 +68,6 @@ class Calibration:
             seen[1] += hit
             seen[2] += self._believed(probability, source)
 
-    def correct(self, probability: float, source: int) -> None:
-        """One that was observed as not accepted was accepted after all."""
-        seen = self._bins.get((source, bisect_right(EDGES, probability)))
-        if seen is not None:
-            seen[1] += 1.0
-
     def fade(self) -> None:
         """Decay all counts by one round."""
         for seen in self._bins.values():

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from agentspec.cache import SuffixCache
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
-from agentspec.tools import ToolPolicy, ToolSpeculator
+from agentspec.tools import ToolPolicy, ToolSpeculator, starts
 
 FOLDER = Path(os.environ["DEV_AGENT_FOLDER"])
 
@@ -32,10 +32,11 @@ QueueListener(lines, logging.FileHandler(FOLDER / "audit")).start()
 @tool
 def look(order: str) -> str:
     """Read an order."""
-    time.sleep(0.05)  # a tool that takes no time would not be started early
+    time.sleep(0.05)
     return f"{order} is on its way"
 
 
+starts.pays = lambda probability, *_: probability > 0.2  # the scripted model answers at once: little would pay
 speculator = ToolSpeculator(ToolPolicy(["look"]), cache=SuffixCache.open(FOLDER / "cache"))
 model: Any = ChatOpenAI(model="some", base_url=os.environ["DEV_AGENT_URL"], api_key=SecretStr("k"), streaming=True)
 graph = create_agent(model, [look], middleware=[AgentSpecMiddleware(early_tools=EarlyTools(speculator))], name="shop")

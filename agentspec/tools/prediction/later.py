@@ -42,7 +42,6 @@ class OpenForecast(NamedTuple):
 
     identity: str
     outlook: Outlook
-    probability: float
     ends: float
 
 
@@ -62,16 +61,16 @@ class OpenForecasts:
         """
         earlier, self._open = self._open, deque(maxlen=_MOST_OPEN)
         came = [one for one in earlier if one.identity in made and now < one.ends and not voids]
-        scores = [LaterScore(one.outlook, one.probability, True) for one in came]
+        scores = [LaterScore(one.outlook, True) for one in came]
         if not voids:
             self._open.extend(one for one in earlier if one.identity not in made and now < one.ends)
         for one in forecast.predictions:
             if one.outlook is None:
                 continue
-            scores.append(LaterScore(one.outlook, one.later_estimate, False))
+            scores.append(LaterScore(one.outlook, False))
             if not voids and one.call.identity not in made:
                 ends = began + self._age
-                self._open.append(OpenForecast(one.call.identity, one.outlook, one.later_estimate, ends))
+                self._open.append(OpenForecast(one.call.identity, one.outlook, ends))
         return tuple(scores)
 
 

@@ -13,7 +13,6 @@ from agentspec.tools.prediction.later import LaterRates
 from agentspec.tools.prediction.observation import (
     ANSWER,
     FIRST,
-    LATER,
     REPEATED,
     ArgumentRule,
     LaterScore,
@@ -46,8 +45,8 @@ Candidate = tuple[float, ToolCall, tuple[ArgumentRule, ...]]
 class CallPrediction:
     """A call that may come, with its calibrated probability; `estimate` is that before calibration.
 
-    `later` is the probability that it comes not in the next turn but after it, while a result would still be of use;
-    `later_estimate` is that before calibration, and `outlook` what it was told from.
+    `later` is the probability that it comes not in the next turn but after it, while a result would still be of use,
+    and `outlook` what that was estimated from.
     """
 
     call: ToolCall
@@ -55,7 +54,6 @@ class CallPrediction:
     estimate: float
     kind: int
     later: float = 0.0
-    later_estimate: float = 0.0
     outlook: Outlook | None = None
 
 
@@ -144,10 +142,6 @@ class CallModel:
             self._calibration.observe([score.probability], [score.kind], [score.hit])
         for one in observation.later:
             self._later.add(one.outlook, one.hit)
-            if one.hit:
-                self._calibration.correct(one.probability, LATER)
-            else:
-                self._calibration.observe([one.probability], [LATER], [False])
         self._calibration.fade()
         for tool, taken in observation.seconds:
             known = self.seconds.get(tool, taken)
@@ -175,9 +169,8 @@ class CallModel:
         kind = REPEATED if call.identity in history.made else FIRST
         estimate *= _AGAIN if kind == REPEATED else 1.0
         outlook = Outlook(call.name, history.last_event, kind == REPEATED, rules)
-        later = self._later.rate(outlook)
-        now, then = self._calibration.corrected(estimate, kind), self._calibration.corrected(later, LATER)
-        return CallPrediction(call, now, estimate, kind, then, later, outlook)
+        probability = self._calibration.corrected(estimate, kind)
+        return CallPrediction(call, probability, estimate, kind, self._later.rate(outlook), outlook)
 
     def _candidates(self, history: ToolHistory, tool: str) -> list[Candidate]:
         """Calls of the tool, each with its probability if the tool is called."""

@@ -10,7 +10,7 @@ from agentspec.errors import CacheFormatError
 from agentspec.tools.prediction.history import Selector
 
 ANSWER = ""  # in place of a tool's name where the model made no call
-FIRST, REPEATED, LATER = range(3)  # kinds of predictions, calibrated apart
+FIRST, REPEATED = range(2)  # kinds of predictions, calibrated apart
 _VERSION = 3
 
 
@@ -47,13 +47,12 @@ class Outlook(NamedTuple):
 
 
 class LaterScore(NamedTuple):
-    """An outlook and the probability, before calibration, that its call comes later.
+    """Whether the call of an outlook came later.
 
     Each prediction is told once when it is made, as if the call never came, and once more, with `hit`, if it comes.
     """
 
     outlook: Outlook
-    probability: float
     hit: bool
 
 

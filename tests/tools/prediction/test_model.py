@@ -137,7 +137,7 @@ def test_all_of_a_list_is_foreseen_that_is_read_item_by_item() -> None:
 
 def test_a_call_comes_later_only_while_a_result_would_be_of_use() -> None:
     call = ToolCall("order", {})
-    one = CallPrediction(call, 0.5, 0.5, 0, 0.25, 0.25, Outlook("order", "user", False, ()))
+    one = CallPrediction(call, 0.5, 0.5, 0, 0.25, Outlook("order", "user", False, ()))
     forecast, nothing = CallForecast((one,), ()), CallForecast((), ())
     for now, voids, hits in ((20.0, False, 1), (31.0, False, 0), (20.0, True, 0)):
         open_ = OpenForecasts(30.0)
