@@ -119,11 +119,6 @@ class OpenAISettings(SettingsModel):
     api_key_file: str | None = Field(default=None, description="File holding the API key")
     connect_timeout: float = Field(default=5.0, gt=0, description="Seconds to connect")
     read_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte from the upstream")
-    keepalive_expiry: float = Field(
-        default=4.0,
-        ge=0,
-        description="Seconds an idle connection is kept; less than the upstream's own time, which is 5 for vLLM",
-    )
     server_kind: Literal["auto", "vllm", "sglang", "dynamo", "other"] = Field(
         default="auto", description="What it is; auto recognises vLLM and SGLang by asking"
     )

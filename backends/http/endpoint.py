@@ -27,6 +27,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
 
 logger = logging.getLogger(__name__)
+KEEPALIVE_SECONDS = 4.0  # that an idle connection is kept: vLLM closes one after 5
 MOST_URLS = 64  # that are kept: stored responses have one each
 
 
@@ -50,7 +51,6 @@ class Endpoint:
         self._address = address
         self._authorization = _authorization(settings, self._url)
         self._timeouts = (settings.connect_timeout, settings.read_timeout)
-        self._keepalive_expiry = settings.keepalive_expiry
         self._transport = transport
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServerConnections]
         self._pools = weakref.WeakKeyDictionary()
@@ -164,9 +164,7 @@ class Endpoint:
         if pool is None:
             for ended in [other for other in self._pools if other.is_closed()]:
                 del self._pools[ended]  # a pool refers to its loop, so that it would never be freed
-            pool = self._pools[loop] = open_connections(
-                self._url, self._keepalive_expiry, self._transport, self._address
-            )
+            pool = self._pools[loop] = open_connections(self._url, KEEPALIVE_SECONDS, self._transport, self._address)
         return pool
 
     def _url_of(self, path: str, query: str, *, above: bool) -> httpx.URL:

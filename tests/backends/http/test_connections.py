@@ -169,8 +169,11 @@ async def test_what_a_call_costs_does_not_grow_with_the_open_connections() -> No
         assert 500 < beside < 1.05 * alone
 
 
-async def test_idle_connections_are_closed_in_time_and_not_kept_for_the_next_call() -> None:
-    async with serving(answer_all, keepalive_expiry=0.05) as (server, endpoint):
+async def test_idle_connections_are_closed_in_time_and_not_kept_for_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentspec.backends.http.endpoint.KEEPALIVE_SECONDS", 0.05)
+    async with serving(answer_all) as (server, endpoint):
         await asyncio.gather(*(endpoint.fetch("GET", "/x") for _ in range(5)))
         await until(lambda: server.open == 0)
         assert await endpoint.fetch("GET", "/x") == b"{}"
