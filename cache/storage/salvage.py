@@ -8,6 +8,7 @@ import os
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -66,13 +67,23 @@ def copy_readable(old: sqlite3.Connection, new: sa.Connection) -> int:
 def _copy(old: sqlite3.Connection, new: sa.Connection, table: sa.Table) -> int:
     names = ", ".join(f'"{column.name}"' for column in table.columns)
     insert = f"INSERT OR IGNORE INTO {table.name} ({names}) VALUES ({', '.join('?' * len(table.columns))})"
+    select = f"SELECT rowid, {names} FROM {table.name} NOT INDEXED"
     copied = 0
-    for order in ("", " DESC"):
+    for order, beyond, last in (("", ">", -(1 << 63)), (" DESC", "<", (1 << 63) - 1)):
         try:
-            for row in old.execute(f"SELECT {names} FROM {table.name} NOT INDEXED ORDER BY rowid{order}"):
-                with contextlib.suppress(ValueError):  # damaged text
-                    copied += max(0, new.exec_driver_sql(insert, row).rowcount)
+            for id_, *row in old.execute(f"{select} ORDER BY rowid{order}"):
+                copied += _inserted(new, insert, row)
+                last = id_
             return copied
         except sqlite3.DatabaseError as error:
             _log.info("of %s not all can be read: %s", table.name, error)
+        with contextlib.suppress(sqlite3.DatabaseError):  # a cursor that fails drops the row that it read before
+            for _, *row in old.execute(f"{select} WHERE rowid {beyond} ? ORDER BY rowid{order} LIMIT 1", (last,)):
+                copied += _inserted(new, insert, row)
     return copied
+
+
+def _inserted(new: sa.Connection, insert: str, row: list[Any]) -> int:
+    with contextlib.suppress(ValueError):  # damaged text
+        return max(0, new.exec_driver_sql(insert, tuple(row)).rowcount)
+    return 0

@@ -25,7 +25,7 @@ from agentspec.cache.storage.salvage import replace_damaged
 from agentspec.cache.storage.schema import damaged, learned, sequences
 from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
 from agentspec.cache.storage.tables import prepare
-from agentspec.errors import CacheError
+from agentspec.errors import CacheDamagedError, CacheError
 from agentspec.types import Namespace
 
 _REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
@@ -215,8 +215,10 @@ class SequenceStore(SequenceReader):
                 self._own[deleted.number] = selection
                 for forget in self.also_forgets:
                     deleted.others += forget(connection, selection)
-        except BaseException:  # another deletion will get the number
+        except BaseException as error:  # another deletion will get the number
             self._own.pop(deleted.number, None)
+            if isinstance(error, CacheDamagedError):
+                self._database.mark_damage()
             raise
         return deleted
 

@@ -396,7 +396,7 @@ def gateway_process(folder: Path, urls: list[str], path: str, **environment: str
     file = folder / "agentspec.toml"
     file.write_text(
         f"[server]\nport = {port}\nmax_concurrent = 1000\n[cache]\npath = {json.dumps(path)}\n"
-        f'[backends.up]\nkind = "openai"\nbase_urls = {json.dumps(urls)}\nserver = "other"\n'
+        f'[backends.up]\nkind = "openai"\nbase_urls = {json.dumps(urls)}\nserver_kind = "other"\n'
         'responses = "off"\n[models.m]\nbackend = "up"\n'
     )
     command = [sys.executable, "-c", "from agentspec.cli import app; app()", "serve", "--config", str(file)]

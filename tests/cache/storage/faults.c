@@ -19,7 +19,7 @@ static int exists(const char *variable) {
     return path && access(path, F_OK) == 0;
 }
 
-static int ours(const char *path) { return strstr(path, "sequences.sqlite3") != NULL; }
+static int ours(const char *path) { return strstr(path, ".sqlite3") != NULL; }
 
 static int ours_open(int file) {
     char link[64], path[4096];
