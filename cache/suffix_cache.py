@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, PartlyForgottenError, seconds_of, select
+from agentspec.cache.memory import open_caches
 from agentspec.cache.memory.limits import CacheLimits
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
@@ -132,7 +130,7 @@ class SuffixCache:
         def started(store: SequenceStore | None, why_not: str | None = None) -> SuffixCache:
             cache = cls(store, default, limits, kept, content_filter, why_not, answers)
             try:
-                _open.add(cache)
+                open_caches.add(cache)
                 cache._start()
             except BaseException:
                 with contextlib.suppress(CacheError):
@@ -312,7 +310,7 @@ class SuffixCache:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
         if self._left_behind:
             return
-        _open.discard(self)
+        open_caches.discard(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
@@ -396,28 +394,3 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
-
-
-_open: weakref.WeakSet[SuffixCache] = weakref.WeakSet()
-_process = os.getpid()
-
-
-def _close_all() -> None:
-    """Daemon threads may be drafting still: they find their cache closed, and then none stays inside native code."""
-    for cache in list(_open):
-        try:
-            cache.close()
-        except Exception as error:
-            _log.warning("a cache could not be closed at exit: %s", error)
-
-
-def _leave_all_behind() -> None:
-    global _open, _process
-    caches, _open, parent, _process = list(_open), weakref.WeakSet(), _process, os.getpid()
-    reason = f"this cache was opened by process {parent}; a forked process cannot use it: open it again in this one"
-    for cache in caches:
-        cache.leave_behind(reason)
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_leave_all_behind)

@@ -57,7 +57,7 @@ class _Refusal(Model):
     refusal: Text = REQUIRED
 
 
-class _Item(Model):
+class _InputItem(Model):
     """What an item of one kind may say. Its normal form begins with its id and kind."""
 
     id: NonEmpty | None = None  # of any length: other servers put signatures in theirs
@@ -67,7 +67,7 @@ class _Item(Model):
         return self.model_dump(exclude={"id"}, exclude_none=True)
 
 
-class _Message(_Item):
+class _MessageItem(_InputItem):
     role: Annotated[Any, must(lambda one: one in ROLES, f" must be one of {', '.join(ROLES)}")] = REQUIRED
     content: Any = None
     phase: Any = None
@@ -78,7 +78,7 @@ class _Message(_Item):
         return {"role": self.role, "content": [_written(one) for one in _parts(self.content, f"{name}.content", False)]}
 
 
-class _Call(_Item):
+class _Call(_InputItem):
     call_id: NonEmpty = REQUIRED
     name: Text = REQUIRED
     namespace: Annotated[Text | None, AfterValidator(lambda name: name or None)] = None
@@ -92,7 +92,7 @@ class _CustomCall(_Call):
     input: Text = REQUIRED
 
 
-class _CallOutput(_Item):
+class _CallOutput(_InputItem):
     call_id: NonEmpty = REQUIRED
     output: Any = REQUIRED
     name: Any = None
@@ -106,7 +106,7 @@ class _CallOutput(_Item):
         return {"call_id": self.call_id, "output": output}
 
 
-class _AdditionalTools(_Item):
+class _AdditionalTools(_InputItem):
     role: Annotated[Text, must(lambda one: one == "developer", " must be developer")] = REQUIRED
     tools: list[Any] = REQUIRED
 
@@ -119,7 +119,7 @@ class _Thought(Model):
     text: Text = REQUIRED
 
 
-class _Reasoning(_Item):
+class _ReasoningItem(_InputItem):
     summary: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
     content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
     encrypted_content: Any = None
@@ -134,14 +134,14 @@ class _Reasoning(_Item):
         }
 
 
-_KINDS: dict[str, tuple[type[_Item], str]] = {  # with the beginning of their ids
-    "message": (_Message, "msg"),
+_KINDS: dict[str, tuple[type[_InputItem], str]] = {  # with the beginning of their ids
+    "message": (_MessageItem, "msg"),
     "function_call": (_FunctionCall, "fc"),
     "custom_tool_call": (_CustomCall, "ctc"),
     "function_call_output": (_CallOutput, "fco"),
     "custom_tool_call_output": (_CallOutput, "ctco"),
     ADDITIONAL_TOOLS: (_AdditionalTools, "at"),
-    "reasoning": (_Reasoning, "rs"),
+    "reasoning": (_ReasoningItem, "rs"),
 }
 
 

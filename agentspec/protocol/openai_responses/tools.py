@@ -52,17 +52,17 @@ class ClientTool:
         return key_of(self.name, self.namespace)
 
 
-class _Tool(Model):
+class _ToolObject(Model):
     type: Any = None
     name: NonEmpty = REQUIRED
 
 
-class _Namespace(_Tool):
+class _Namespace(_ToolObject):
     description: Text | None = None
     tools: list[Any] = REQUIRED
 
 
-class _CustomTool(_Tool):
+class _CustomTool(_ToolObject):
     description: Text | None = None
     format: dict[str, Any] | None = None
 
@@ -167,7 +167,7 @@ def _tool(tool: Any, param: str) -> ClientTool:
         raise wrong_type(param, "an object", tool)
     kind = tool.get("type")
     if kind == "function":
-        given = _Tool.closed(tool, param, _DESCRIBED)
+        given = _ToolObject.closed(tool, param, _DESCRIBED)
         return ClientTool(param, given.name, {key: tool[key] for key in _DESCRIBED if tool.get(key) is not None})
     if kind == "custom":
         return _custom(tool, param)

@@ -19,7 +19,14 @@ static int exists(const char *variable) {
     return path && access(path, F_OK) == 0;
 }
 
-static int ours(const char *path) { return strstr(path, ".sqlite3") != NULL; }
+static int ours(const char *path) { return strstr(path, "sequences.sqlite3") != NULL; }
+
+static int is_state(int file) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    return length > 0 && (path[length] = 0, strstr(path, "state.sqlite3") != NULL);
+}
 
 static int ours_open(int file) {
     char link[64], path[4096];
@@ -40,6 +47,7 @@ static int nth(void) {
 
 static ssize_t write_at(const char *name, int file, const void *data, size_t size, off_t at) {
     ssize_t (*next)(int, const void *, size_t, off_t) = dlsym(RTLD_NEXT, name);
+    if (exists("FAULT_FULL") && is_state(file)) return errno = ENOSPC, -1;
     if (ours_open(file)) {
         if (exists("FAULT_FULL")) return errno = ENOSPC, -1;
         if (nth()) return errno = EIO, -1;
