@@ -123,10 +123,11 @@ def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[str | Clien
     """The tool choice, of a single tool that one, and the tools that it allows. Raises `InvalidRequestError`."""
     if isinstance(choice, str) and choice in CHOICES:
         return choice, [*tools]
-    kind = choice.get("type") if isinstance(choice, dict) else None
+    asked: Mapping[str, Any] = choice if isinstance(choice, dict) else {}
+    kind = asked.get("type")
     if kind in _KINDS:
-        return _named(choice, tools), [*tools]
-    mode, listed = (choice.get("mode", "auto"), choice.get("tools")) if kind == "allowed_tools" else (None, None)
+        return _named(asked, tools), [*tools]
+    mode, listed = (asked.get("mode", "auto"), asked.get("tools")) if kind == "allowed_tools" else (None, None)
     if mode not in ("auto", "required") or not isinstance(listed, list):
         raise _wrong_choice(f"must be {', '.join(CHOICES)}, a function or custom tool by name, or allowed_tools")
     if any(not isinstance(one, dict) or one.get("type") not in _KINDS for one in listed):

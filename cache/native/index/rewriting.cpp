@@ -100,10 +100,10 @@ void SuffixIndex::exchange(std::shared_ptr<TokenLog> log, Relocation& relocation
     ++generation_;
 }
 
-/// Let pieces, listed in `pieces`, and sequences name the places in the new log. The first `known` pieces are those of `moved`, in order,
-/// and pieces that were forgotten before.
-void SuffixIndex::move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved,
-                              std::size_t known, std::vector<Piece> pieces) {
+/// Let pieces, listed in `pieces`, and sequences name the places in the new log. The first `known` pieces are those of
+/// `moved`, in order, and pieces that were forgotten before.
+void SuffixIndex::move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved, std::size_t known,
+                              std::vector<Piece> pieces) {
     for (const Piece& piece : pieces_) {
         if (piece.sequence) piece.sequence->spans.clear();
     }

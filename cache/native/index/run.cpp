@@ -75,9 +75,7 @@ RunPart RunPart::until(std::size_t last, std::shared_ptr<const RunTable> table) 
     return other;
 }
 
-RunPart RunPart::behind(std::size_t count) const {
-    return RunPart(storage_, first_ + count, last_, table_);
-}
+RunPart RunPart::behind(std::size_t count) const { return RunPart(storage_, first_ + count, last_, table_); }
 
 void RunPart::precede(const RunPart& rest) const {
     beginning_->behind = rest.first_;

@@ -5,8 +5,8 @@
 // Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once.
 //
 // Readers take a snapshot, whose parts never change below what it shows; no change to the index keeps them waiting.
-// Removed text is marked at once and left out by every reader; merges drop it later. A change first takes the memory that
-// it needs: where there is not enough, std::bad_alloc is thrown and nothing was changed.
+// Removed text is marked at once and left out by every reader; merges drop it later. A change first takes the memory
+// that it needs: where there is not enough, std::bad_alloc is thrown and nothing was changed.
 #pragma once
 
 #include <algorithm>
