@@ -55,7 +55,7 @@ def conditions(*packages: str, **subject: str) -> dict[str, Any]:
         "load": os.getloadavg(),
         "machine": platform.machine(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("agentspec", *packages)},
+        **{name: version(name) for name in ("agentspec-inference", *packages)},
     }
 
 

@@ -65,7 +65,7 @@ startup, port = GatewayServer.startup, [0]
 
 async def started(server, sockets=None):
     await startup(server, sockets)
-    port[0] = sockets[0].getsockname()[1]
+    port[0] = server.servers[0].sockets[0].getsockname()[1]
 
 
 def client():

@@ -44,7 +44,11 @@ class Replicas:
             text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
         configuration.write_text(text)
         self.url = f"http://127.0.0.1:{front}"
-        self.environment = {**os.environ, "AGENTSPEC_SERVER__SECRET": "s" * 32, "AGENTSPEC_BACKENDS__VLLM__VLLM": "off"}
+        self.environment = {
+            **os.environ,
+            "AGENTSPEC_SERVER__SECRET": "s" * 32,
+            "AGENTSPEC_BACKENDS__VLLM__PROBE": "off",
+        }
         self.environment["AGENTSPEC_BACKENDS__VLLM__BASE_URL"] = upstream
         self.gateways = {port: self._serve(port) for port in ports}
         self.nginx = subprocess.Popen(["nginx", "-p", folder, "-c", "nginx.conf", "-g", "daemon off;"], cwd=folder)
