@@ -16,8 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from agentspec.speculation.cost_curve import Counts, Floats
-from agentspec.speculation.cost_model import CostModel
+from agentspec.speculation.cost import CostModel, Counts, Floats
 from agentspec.types import DEFAULT_TENANT
 
 K = TypeVar("K")
@@ -111,6 +110,27 @@ class RequestStats:
         self.balance = self.balance * REQUEST_FADE + saved - cost
         self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE) if self.balance < 0 else 0
         self.skip = self.pause
+
+
+@dataclass(slots=True)
+class LatencyGoal:
+    """One answer's goal: from its first token on, a token every `seconds_per_token`."""
+
+    seconds_per_token: float
+    first_at: float | None = None
+
+    def begin(self, now: float) -> None:
+        """The answer's first token is there; later calls change nothing."""
+        if self.first_at is None:
+            self.first_at = now
+
+    def required_tokens(self, tokens: int, now: float, step_seconds: float) -> float:
+        """The tokens that a step of `step_seconds`, begun `now`, must add to an answer of `tokens` tokens to be on
+        time at its end; 0 before the first token. All times are seconds of one clock.
+        """
+        if self.first_at is None:
+            return 0.0
+        return (now - self.first_at + step_seconds) / self.seconds_per_token - (tokens - 1)
 
 
 @dataclass(slots=True)

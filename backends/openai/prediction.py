@@ -10,7 +10,7 @@ from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import XARGS
 from agentspec.errors import InvalidRequestError, UpstreamError
 from agentspec.protocol.messages import parse_prediction
-from agentspec.speculation.predicted_text import TOKEN_CHARACTERS
+from agentspec.text import TOKEN_CHARACTERS
 
 FIELD = "agentspec_prediction"
 """The name in `vllm_xargs` of the prediction's token ids, which `backends/vllm/proposer.py` reads."""

@@ -50,8 +50,8 @@ from agentspec.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from agentspec.speculation.predicted_text import TOKEN_CHARACTERS
 from agentspec.telemetry.samples import EngineSample
+from agentspec.text import TOKEN_CHARACTERS
 from agentspec.types import Delta, GenerateRequest, LossyAcceptance
 
 if TYPE_CHECKING:

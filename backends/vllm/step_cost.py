@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.drafting.chains import StepCurve
-from agentspec.speculation.cost_curve import KNOTS
-from agentspec.speculation.cost_model import CostModel
+from agentspec.speculation.cost import KNOTS, CostModel
 
 _FINEST = (KNOTS[-1] - 1).bit_length()
 _FAR = 16384  # tokens up to which the cost of a step is extrapolated

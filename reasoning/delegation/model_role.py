@@ -14,7 +14,7 @@ from agentspec.reasoning.delegation.context import Context, MessageContext, Text
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
 from agentspec.reasoning.delegation.templates import Template
 from agentspec.reasoning.delegation.timing import Stopwatch
-from agentspec.text.detokenizer import REPLACEMENT
+from agentspec.text import REPLACEMENT
 from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
 Spend = Callable[[int], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from agentspec.text.stop_strings import partial_end
+from agentspec.text import partial_end
 
 BOUNDARY = "\n\n"
 Author = Literal["small", "base"]

@@ -15,7 +15,7 @@ from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimi
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.event_sink import EventSink
 from agentspec.reasoning.settings import DelegationSettings
-from agentspec.text.stop_strings import partial_end
+from agentspec.text import partial_end
 from agentspec.types import GenerateRequest, Message, SamplingParams
 
 RESERVED = 4  # a quarter of a model's context is left for the answer

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agentspec.text.detokenizer import CONTEXT_TOKENS, REPLACEMENT, added_text
-from agentspec.text.stop_strings import StopScanner
+from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
 from agentspec.types import FinishReason, TokenLogprob
 
 

@@ -22,7 +22,7 @@ from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.partial_answer import Detokenizes, PartialAnswer, RoundOutput
 from agentspec.reasoning.retrieval.prompt import DocumentPrompt
 from agentspec.reasoning.settings import RetrievalSettings
-from agentspec.text.detokenizer import REPLACEMENT
+from agentspec.text import REPLACEMENT
 from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 
 # Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.

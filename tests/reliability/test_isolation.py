@@ -41,7 +41,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
-from agentspec.speculation.cost_model import CostModel
+from agentspec.speculation.cost import CostModel
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 def placement(
     files: Files,
-    policy: Annotated[
-        str, typer.Option(help="Policies, separated by commas")
-    ] = "round_robin,least_loaded,prefix,workflow",
+    policy: Annotated[str, typer.Option(help="Policies, separated by commas")] = "round_robin,least_loaded,workflow",
     order: Annotated[
         str, typer.Option(help="Orders of waiting calls, separated by commas: arrival, deadline")
     ] = "arrival",

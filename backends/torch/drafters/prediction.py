@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft
-from agentspec.speculation.predicted_text import PredictedText
+from agentspec.text import PredictedText
 from agentspec.types import Draft, Source
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from agentspec.backends.torch.engine.logprobs import PromptScorer
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.text.detokenizer import Detokenizer
-from agentspec.text.stop_strings import StopScanner
+from agentspec.text import Detokenizer, StopScanner
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, SamplingParams
 
 

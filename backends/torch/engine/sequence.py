@@ -26,8 +26,7 @@ from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.sampling.substitutes import Substitutes
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.speculation.governor import Governor
-from agentspec.speculation.latency_goal import LatencyGoal
+from agentspec.speculation.governor import Governor, LatencyGoal
 from agentspec.types import Delta, FinishReason, GenerateRequest, LossyAcceptance, Speculation, TokenLogprob, Usage
 
 

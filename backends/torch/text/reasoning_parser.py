@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from agentspec.text.stop_strings import partial_end
+from agentspec.text import partial_end
 
 BEGIN, END = "<think>", "</think>"
 Expectation = Literal["never", "maybe", "begun"]

@@ -16,7 +16,7 @@ from agentspec.backends.base import NONE
 from agentspec.backends.torch.text.chat_template import render
 from agentspec.errors import ContextLengthError, InvalidRequestError, ModelUnavailableError
 from agentspec.protocol.validation import NOT_TEXT, is_text
-from agentspec.text.detokenizer import Decode
+from agentspec.text import Decode
 from agentspec.types import GenerateRequest, Message
 
 LONG_TEXT = 4096  # characters

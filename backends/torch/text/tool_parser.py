@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
 from agentspec.backends.torch.text.json_reader import JsonObjectParser
-from agentspec.text.stop_strings import partial_end
+from agentspec.text import partial_end
 
 Tool = Mapping[str, Any]
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

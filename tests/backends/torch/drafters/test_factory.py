@@ -15,7 +15,7 @@ from agentspec.backends.torch.drafters import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import ModelDrafter
 from agentspec.backends.torch.drafters.factory import DraftModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.speculation.cost_model import CostModel
+from agentspec.speculation.cost import CostModel
 from agentspec.types import SamplingParams
 
 PROMPT = [72, 101, 108, 108, 111, 32, 72, 101, 108, 108, 111, 32, 72, 101]

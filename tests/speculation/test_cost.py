@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.speculation.cost_curve import CostCurve
+from agentspec.speculation.cost import CostCurve
 
 SIZES = np.arange(1, 1000)
 forwards = st.tuples(st.integers(1, 30) | st.integers(1, 700), st.floats(-12, 3).map(math.exp))

@@ -1,9 +1,10 @@
-"""The policies that know prefixes and sessions: bounded loads, affinity while it pays, and little work a choice."""
+"""Which server takes a call: bounded loads, affinity while it pays, the longest known prefix in bounded memory."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from math import ceil
 
@@ -11,8 +12,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.placement import POLICIES, Call, Member, PrefixAffinity, WorkflowAffinity
-from agentspec.placement.affinity import FEW, rank
+from agentspec.placement import (
+    CROWDED,
+    ENTRY_BYTES,
+    FEW,
+    HOLDER_BYTES,
+    MOST_HOLDERS,
+    POLICIES,
+    Call,
+    LeastLoaded,
+    Member,
+    PrefixTable,
+    Roster,
+    RoundRobin,
+    WorkflowAffinity,
+    freest,
+    rank,
+)
+
+
+def test_round_robin_follows_the_weights():
+    members = [Member("a", weight=3), Member("b")]
+    policy = RoundRobin()
+    chosen = [policy.choose(Call(), members).name for _ in range(40)]
+    assert Counter(chosen) == {"a": 30, "b": 10}
+    assert "aaaa" not in "".join(chosen)
+
+
+def test_round_robin_goes_on_without_a_member_that_left():
+    policy = RoundRobin()
+    both = [Member("a"), Member("b")]
+    for _ in range(3):
+        policy.choose(Call(), both)
+    policy.removed("a")
+    assert {policy.choose(Call(), both[1:]).name for _ in range(3)} == {"b"}
+
+
+def test_the_least_loaded_for_its_weight_is_chosen_and_the_freer_of_equals():
+    members = [
+        Member("a", in_flight=4),
+        Member("b", weight=4, in_flight=8, kv_use=0.5),
+        Member("c", waiting=2, kv_use=0.1),
+    ]
+    assert LeastLoaded().choose(Call(), members).name == "c"
+    assert LeastLoaded().choose(Call(), members[:2]).name == "b"
+
 
 CALLS = st.lists(
     st.builds(
@@ -37,13 +81,11 @@ def _play(policy, calls, members):
 
 @given(CALLS, st.lists(st.sampled_from([1.0, 2.0]), min_size=1, max_size=5))
 def test_no_member_gets_more_than_its_bounded_share(calls, weights):
-    bound = 2.5  # the largest of any rule: where sessions stay
     members = [Member(f"m{number}", weight) for number, weight in enumerate(weights)]
-    for policy, few in ((WorkflowAffinity(crowded=bound), FEW), (PrefixAffinity(bound=bound), 0)):
-        _, loaded = _play(policy, calls, members)
-        for member in loaded.values():
-            share = ceil(bound * len(calls) * member.weight / sum(weights))
-            assert member.in_flight <= max(few * member.weight, share)
+    _, loaded = _play(WorkflowAffinity(), calls, members)
+    for member in loaded.values():
+        share = ceil(CROWDED * len(calls) * member.weight / sum(weights))
+        assert member.in_flight <= max(FEW * member.weight, share)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -148,15 +190,15 @@ def test_a_busy_home_is_passed_over_unless_other_gateways_may_have_used_it():
 
 def test_what_shares_nothing_goes_to_the_freest():
     members = [Member("a", in_flight=4), Member("b", in_flight=1), Member("c", in_flight=2)]
-    for policy in (PrefixAffinity(), WorkflowAffinity()):
-        policy.placed(Call(blocks=(1, 2)), members[0])
-        assert policy.choose(Call(blocks=(1, 7, 8)), members).name == "b"
-        assert policy.choose(Call(), members).name == "b"
+    policy = WorkflowAffinity()
+    policy.placed(Call(blocks=(1, 2)), members[0])
+    assert policy.choose(Call(blocks=(1, 7, 8)), members).name == "b"
+    assert policy.choose(Call(), members).name == "b"
 
 
 def test_new_sessions_are_placed_alike_in_every_process():
     program = (
-        "from agentspec.placement import *\n"
+        "from agentspec.placement import Call, Member, WorkflowAffinity\n"
         "policy, members = WorkflowAffinity(), [Member(f'm{n}', in_flight=n % 3) for n in range(10)]\n"
         "print(*(policy.choose(Call(session=str(n)), members).name for n in range(30)))"
     )
@@ -166,3 +208,80 @@ def test_new_sessions_are_placed_alike_in_every_process():
     ]
     assert said[0] == said[1]
     assert len(set(said[0].split())) > 3
+
+
+LOADS = st.lists(
+    st.tuples(st.integers(0, 30), st.sampled_from([0.5, 1.0, 2.0]), st.floats(0, 1)), min_size=1, max_size=12
+)
+
+
+def _members(loads):
+    return [Member(f"m{n}", weight, calls, kv_use=use) for n, (calls, weight, use) in enumerate(loads)]
+
+
+def test_room_is_measured_by_what_the_others_carry():
+    """Of two servers one may hold two thirds, else twice the average would be all there is."""
+    held = [Roster([Member("a", in_flight=calls), Member("b", others=12 - calls)]) for calls in range(13)]
+    assert [roster.has_room(roster.members[0], 2.0) for roster in held] == [True] * 9 + [False] * 4
+    assert held[3].others_share == 0.75
+
+
+@given(LOADS, st.floats(1, 3))
+def test_the_freest_always_has_room(loads, factor):
+    roster = Roster(_members(loads))
+    assert roster.has_room(freest(roster.members), factor)
+
+
+PROMPTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=6), st.sampled_from("xyz")), max_size=40)
+
+
+def _blocks(prompt):
+    """A hash for each prefix, as gateways send them."""
+    return [hash(prompt[: end + 1]) for end in range(len(prompt))]
+
+
+@given(PROMPTS, st.text("ab", max_size=6))
+def test_the_match_is_the_longest_prefix_that_was_sent(sent, prompt):
+    table = PrefixTable()
+    for text, name in sent:
+        table.sent(_blocks(text), name)
+    match = table.match(_blocks(prompt))
+    longest = max(
+        (n for n in range(len(prompt) + 1) if n and any(t.startswith(prompt[:n]) for t, _ in sent)), default=0
+    )
+    assert match.blocks == longest
+    if longest:
+        assert set(match.holders) == {name for text, name in sent if text.startswith(prompt[:longest])}
+
+
+@given(PROMPTS, st.integers(1, 6))
+def test_what_is_kept_is_bounded_and_always_a_prefix(sent, room):
+    table = PrefixTable(room * (ENTRY_BYTES + HOLDER_BYTES))
+    for text, name in sent:
+        table.sent(_blocks(text), name)
+        assert table.bytes <= room * (ENTRY_BYTES + HOLDER_BYTES)
+        assert len(table) <= room
+    for text, _ in sent:
+        known = [table.match([block]).blocks for block in _blocks(text)]
+        assert known == sorted(known, reverse=True)
+
+
+@given(PROMPTS)
+def test_a_member_that_lost_its_cache_holds_nothing(sent):
+    table, without = PrefixTable(), PrefixTable()
+    for text, name in sent:
+        table.sent(_blocks(text), name)
+        if name != "x":
+            without.sent(_blocks(text), name)
+    table.forget("x")
+    assert len(table) == len(without)
+    assert table.bytes == without.bytes
+    assert all("x" not in table.match(_blocks(text)).holders for text, _ in sent)
+
+
+def test_of_many_holders_the_latest_are_known():
+    table = PrefixTable()
+    for number in range(MOST_HOLDERS + 3):
+        table.sent([7], f"m{number}")
+    assert table.match([7]).holders[0] == f"m{MOST_HOLDERS + 2}"
+    assert len(table.match([7]).holders) == MOST_HOLDERS
