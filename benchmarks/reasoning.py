@@ -19,7 +19,8 @@ from agentspec.benchmarks.report import Figure, Progress
 from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.judge import SCORE_PREFILL, SCORE_QUESTION
+from agentspec.reasoning.delegation.spec_reason import PREFILL
+from agentspec.reasoning.delegation.spec_reason import QUESTION as SCORE_QUESTION
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.recordings.calls import json_objects
@@ -149,14 +150,13 @@ async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
     ratios = []
     for number in range(rounds + 1):
         await context.extend(f"Step {number}: the sum of 15 and 7 is 22, since 15 + 5 is 20 and 2 more make 22.\n\n")
-        question = SCORE_QUESTION.format(step=f"Step {number}: the sum is 22")
         await _seconds(judge, context.request(SamplingParams(temperature=0.0, max_tokens=1)))  # its KV slots are cached
         began = time.perf_counter()
-        await judge.ask(context, question, SCORE_PREFILL, 60.0, lambda tokens: None)
+        await judge.ask(context, SCORE_QUESTION, PREFILL, 60.0, lambda tokens: None)
         scored = time.perf_counter() - began
         plain = context.fork()
-        await plain.extend(question[::-1])
-        asked = await context.ask(question, SCORE_PREFILL, SamplingParams())
+        await plain.extend(SCORE_QUESTION[::-1])
+        asked = await context.ask(SCORE_QUESTION, PREFILL, SamplingParams())
         length = len(asked.token_ids or ())
         bare = plain.request(SamplingParams(temperature=0.0, max_tokens=1))
         ids = list(bare.token_ids or ())[:length]

@@ -14,13 +14,14 @@ from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
-from agentspec.reasoning.settings import STRATEGIES, TraceSettings
+from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.models import ModelSettings
 from agentspec.settings.server import ServerSettings, TenantLimits
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings: end -->"
+DELEGATING = {name: settings for name, settings in STRATEGIES.items() if issubclass(settings, DelegationSettings)}
 TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("[server]", ServerSettings),
     ("[[server.api_keys]]", ApiKey),
@@ -30,6 +31,7 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ('[backends.NAME] with kind = "openai"', OpenAISettings),
     ('[backends.NAME] with kind = "encoder"', EncoderSettings),
     ("[models.NAME]", ModelSettings),
+    ("[models.NAME] with a strategy that delegates thinking", DelegationSettings),
     *((f'[models.NAME] with strategy = "{name}"', settings) for name, settings in STRATEGIES.items()),
     ('[knowledge.NAME] with kind = "index"', IndexSettings),
     ('[knowledge.NAME] with kind = "remote"', RemoteSettings),
@@ -39,15 +41,25 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
 
 
 def tables() -> str:
-    """Every settings class as one Markdown table."""
+    """Every settings class as one Markdown table; what all delegating strategies share stands in one of its own."""
     return "\n\n".join("\n".join(_table(title, model)) for title, model in TABLES)
 
 
 def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
     yield f"### `{title}`\n\n| key | default | meaning |\n|---|---|---|"
+    shared = DelegationSettings.model_fields if model in DELEGATING.values() else ()
     for name, field in model.model_fields.items():
-        if name not in ("kind", "strategy"):
-            yield f"| `{name}` | {_default(field)} | {field.description} |"
+        if name not in ("kind", "strategy", *shared):
+            default = _defaults(name) if model is DelegationSettings else _default(field)
+            yield f"| `{name}` | {default} | {field.description} |"
+
+
+def _defaults(name: str) -> str:
+    """The default of a setting of all delegating strategies, or those of each."""
+    each = {strategy: _default(settings.model_fields[name]) for strategy, settings in DELEGATING.items()}
+    if len(set(each.values())) == 1:
+        return next(iter(each.values()))
+    return ", ".join(f"{strategy}: {default}" for strategy, default in each.items())
 
 
 def _default(field: FieldInfo) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ByteSize, Field, field_validator, model_validator
+from pydantic import AfterValidator, ByteSize, Field, model_validator
 
 from agentspec.settings_model import SettingsModel
 from agentspec.types import LossyAcceptance
@@ -59,18 +59,12 @@ class DelegationSettings(StrategySettings):
     """The module whose `ALGORITHM` runs the thinking."""
 
     small: str = Field(description="The small model, likewise")
-    base_template: str | None = Field(
-        default=None, description="Chat template applied here: plain, chatml, or a Jinja file; unset: the model's own"
-    )
-    small_template: str | None = Field(default=None, description="Likewise for the small model")
     think_start: str = Field(default="<think>\n", description="Opens the thinking, unless the prompt ends with it")
     think_end: str = Field(default="</think>", description="The mark with which a model closes its thinking")
     answer_by: Literal["base", "small"] = Field(default="base", description="Who writes the answer after the thinking")
-    answer_marks: Words = Field(
-        default=("boxed", "Answer:", "ANSWER:"), description="A step that holds one of these is the last"
-    )
+    answer_marks: Words = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
-    budget_tokens: int = Field(default=8192, ge=1, description="Most tokens of thinking that are kept")
+    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
     spend_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -79,8 +73,10 @@ class DelegationSettings(StrategySettings):
     )
     temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
     top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
-    call_timeout: float = Field(default=120.0, gt=0, description="Seconds that one step of a model may take")
-    end_on_repeat: bool = Field(default=True, description="Two equal steps in a row end the thinking")
+    call_timeout: float = Field(default=120.0, gt=0, description="Seconds that a step or a verdict of a model may take")
+
+    ends_on_repeat: ClassVar[bool] = False
+    """Whether two equal steps in a row end the thinking."""
 
     @property
     def most_spent(self) -> int:
@@ -97,55 +93,25 @@ class DelegationSettings(StrategySettings):
         return ()
 
 
-JUDGE_PROMPTS = ("published", "quoted")
-NO_JUDGE = "judge_template is the template of a judge of its own: set judge, or base_template for the base model"
-
-
 class SpecReasonSettings(DelegationSettings):
     """`[models.NAME] strategy = "specreason"`: SpecReason (arXiv 2504.07891)."""
 
     algorithm = "agentspec.reasoning.delegation.spec_reason"
+    ends_on_repeat = True
     strategy: Literal["specreason"] = "specreason"
+    answer_marks: Words = ("boxed", "Answer:", "ANSWER:")
+    budget_tokens: int = Field(default=8192, ge=1)
     judge: str | None = Field(default=None, description="Who scores the steps; unset: the base model")
-    judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
     threshold: float = Field(default=7.0, ge=0, description="Score from 0 to 9 that accepts a step; above 9: none")
     score: Literal["greedy", "average"] = Field(
         default="greedy", description="The likeliest digit, or the mean of all digits by their probability"
     )
     first_steps: int = Field(default=0, ge=0, description="Steps that the base model writes at the beginning")
     pipelined: bool = Field(default=True, description="Draft the next step while the last one is scored")
-    score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one score may take")
-    judge_prompt: str = Field(
-        default="published",
-        description="How the judge is asked: published, quoted (the step is repeated between marks), or a text of your"
-        " own; {step} in it stands for the quoted step",
-    )
-    judge_prefill: str | None = Field(
-        default=None, description="What the judge's answer begins with; unset: what belongs to judge_prompt"
-    )
-
-    @field_validator("judge_prompt")
-    @classmethod
-    def _known_prompt(cls, given: str) -> str:
-        if given not in JUDGE_PROMPTS and len(given.split()) < 2:
-            raise ValueError(f"must be one of {', '.join(JUDGE_PROMPTS)}, or the question itself in words")
-        return given
-
-    @model_validator(mode="after")
-    def _template_has_its_judge(self) -> Self:
-        if self.judge_template is not None and self.judge is None:
-            raise ValueError(NO_JUDGE)
-        return self
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        asked = self.judge_prompt if self.judge_prompt in JUDGE_PROMPTS and self.judge_prefill is None else "own"
-        return {
-            "threshold": self.threshold,
-            "score": self.score,
-            "first_steps": self.first_steps,
-            "judge_prompt": asked,
-        }
+        return {name: getattr(self, name) for name in ("threshold", "score", "first_steps")}
 
 
 class SpeculativeThinkingSettings(DelegationSettings):
@@ -153,10 +119,7 @@ class SpeculativeThinkingSettings(DelegationSettings):
 
     algorithm = "agentspec.reasoning.delegation.speculative_thinking"
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
-    answer_marks: Words = Field(default=(), description="A step that holds one of these is the last")
-    step_tokens: int = Field(default=1024, ge=1, description="Most tokens of one paragraph of the small model")
-    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
-    end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
+    step_tokens: int = Field(default=1024, ge=1)
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
     begin_tokens: int = Field(default=100, ge=0, description="Tokens the base model begins with if not small_reasons")
     peek_tokens: int = Field(
@@ -164,38 +127,14 @@ class SpeculativeThinkingSettings(DelegationSettings):
     )
     verify_tokens: int = Field(default=125, ge=1, description="Tokens the base model writes where words verify")
     overload: int = Field(default=15, ge=1, description="Doubts after which the base model checks the whole")
-    overload_most: int = Field(default=30, ge=1, description="Most doubts that are waited for")
     rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check")
-    rescue_most: int = Field(default=200, ge=1, description="Most tokens of that check")
-    rule: Literal["published", "economical"] = Field(
-        default="published",
-        description="published counts words anywhere and draws neutral words again; economical counts whole words and"
-        " keeps neutral ones",
-    )
-    positive_words: Words = Field(
-        default=("yeah", "yes", "final answer", "confident"), description="Words that affirm, in any case"
-    )
-    negative_words: Words = Field(
-        default=("wait", "alternatively", "hold on", "another"),
-        description="Words that doubt; those of verify_words do too",
-    )
-    verify_words: Words = Field(
-        default=("verify", "think again", "recap", "check"), description="Words that begin a verification"
-    )
-    help_think_word: str = Field(default="", description="Text put before the words that are looked at")
-    help_recap_words: str = Field(
-        default="Let me check whether there are some wrong steps:", description="Text with which the check begins"
-    )
     choose_large: bool = Field(
         default=True, description="Keep the base model's words always; false: only where the two models' moods differ"
     )
-    overload_more: int = Field(default=5, ge=0, description="By how much overload grows each time")
-    rescue_more: int = Field(default=25, ge=0, description="By how much rescue_tokens grows each time")
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        named = ("rule", "small_reasons", "choose_large")
-        return {name: getattr(self, name) for name in named}
+        return {"small_reasons": self.small_reasons, "choose_large": self.choose_large}
 
 
 class LookaheadSettings(DelegationSettings):
@@ -203,33 +142,19 @@ class LookaheadSettings(DelegationSettings):
 
     algorithm = "agentspec.reasoning.delegation.lookahead"
     strategy: Literal["lookahead"] = "lookahead"
-    answer_marks: Words = Field(default=(), description="A step that holds one of these is the last")
-    step_tokens: int = Field(default=100, ge=1, description="Most tokens of one step")
-    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
-    end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
+    step_tokens: int = Field(default=100, ge=1)
     judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
-    judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
     compare: Literal["judge", "embedding", "equal"] = Field(
         default="judge", description="By a model's word, by embeddings of the judge's endpoint, or by the letter"
     )
     similarity: float = Field(default=0.95, gt=0, le=1, description="Cosine that accepts, for compare = embedding")
     depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that was kept")
-    score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one comparison may take")
-    rule: Literal["published", "strict"] = Field(
-        default="published",
-        description="published may keep a draft that was cut at step_tokens, but none behind a cut step; strict keeps"
-        " no cut draft",
-    )
 
     @model_validator(mode="after")
     def _says_how_it_compares(self) -> Self:
         """Refuses settings that the chosen comparison would ignore. Those at their defaults may be written out."""
         if self.judge is not None and self.compare == "equal":
             raise ValueError('judge concerns compare = "judge" and "embedding": leave it out, or set compare')
-        if self.compare != "judge" and self.judge_template is not None:
-            raise ValueError('judge_template concerns compare = "judge": leave it out, or set compare')
-        if self.judge_template is not None and self.judge is None:
-            raise ValueError(NO_JUDGE)
         if self.compare != "embedding" and self.similarity != type(self).model_fields["similarity"].default:
             raise ValueError('similarity concerns compare = "embedding": leave it out, or set compare')
         return self
@@ -245,7 +170,7 @@ class LookaheadSettings(DelegationSettings):
     @property
     def answer_settings(self) -> dict[str, Any]:
         compared = ["similarity"] if self.compare == "embedding" else []
-        return {name: getattr(self, name) for name in ("rule", "compare", "depth", *compared)}
+        return {name: getattr(self, name) for name in ("compare", "depth", *compared)}
 
 
 class RetrievalSettings(SettingsModel):

@@ -11,18 +11,14 @@ from typing import Any
 
 from agentspec.backends.base import CHAT, Backend, Capabilities
 from agentspec.backends.chat_templates import escape_markers
-from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
-from agentspec.reasoning.delegation.model_role import ModelRole, is_model_failure
-from agentspec.reasoning.delegation.preparation import find_keeps_thinking, prepare_roles
-from agentspec.reasoning.delegation.steps import Step
-from agentspec.reasoning.delegation.templates import Template
+from agentspec.errors import AgentSpecError, InvalidRequestError
+from agentspec.reasoning.delegation.model_role import ModelRole, Stopwatch, is_model_failure
+from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Proposed, Rewritten, Step, ThinkingText
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
-from agentspec.reasoning.delegation.timing import BaseThroughput, Stopwatch
 from agentspec.reasoning.delegation.trace import TraceFolder, Tracer
 from agentspec.reasoning.settings import DelegationSettings
-from agentspec.reasoning.strategy import Dependencies, Strategy
-from agentspec.types import Delta, GenerateRequest, Message, StepSpeculation, Usage
+from agentspec.reasoning.strategy import PROBE_SECONDS, Dependencies, Strategy, answers
+from agentspec.types import Delta, GenerateRequest, Message, SamplingParams, StepSpeculation, Usage
 
 
 @dataclass(slots=True)
@@ -62,6 +58,27 @@ class StepCounters:
         self.proposed_tokens += step.tokens
 
 
+FADING = 0.9  # factor by which each answer reduces the weight of older figures
+
+
+@dataclass(slots=True)
+class BaseThroughput:
+    """How fast the base model writes, measured on its own steps and answers; newer figures count more."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Record that the base model wrote `tokens` of one answer in `seconds`."""
+        if tokens:
+            self.tokens = FADING * self.tokens + tokens
+            self.seconds = FADING * self.seconds + seconds
+
+    def seconds_saved(self, tokens: int, seconds: float) -> float:
+        """How many more seconds than `seconds` the base model would need for `tokens`; 0 before it wrote anything."""
+        return tokens * self.seconds / self.tokens - seconds if self.tokens else 0.0
+
+
 @dataclass(slots=True)
 class DelegationBackend(Strategy[DelegationSettings]):
     """A model that thinks by a strategy. `roles` holds base and small, and judge if the strategy asks a judge.
@@ -80,13 +97,9 @@ class DelegationBackend(Strategy[DelegationSettings]):
 
     @classmethod
     def open(cls, name: str, settings: DelegationSettings, dependencies: Dependencies) -> DelegationBackend:
-        """Open the strategy and read its chat templates. Raises `ConfigurationError`."""
-
-        def named(role: str) -> ModelRole:
-            found, template = dependencies.find(getattr(settings, role)), getattr(settings, f"{role}_template")
-            return ModelRole(role, found.backend, found.model, Template(template) if template else None)
-
-        roles = {role: named(role) for role in settings.models}
+        """Open the strategy. Raises `ConfigurationError`."""
+        found = {role: dependencies.find(named) for role, named in settings.models.items()}
+        roles = {role: ModelRole(role, model.backend, model.model) for role, model in found.items()}
         if "judge" in type(settings).model_fields:
             roles.setdefault("judge", roles["base"])
         opened = cls(name, settings, roles, dependencies.traces)
@@ -115,7 +128,20 @@ class DelegationBackend(Strategy[DelegationSettings]):
         return algorithm
 
     async def prepare(self) -> list[str]:
-        return await prepare_roles(self.name, self.settings, self.roles, self.algorithm)
+        """As `Strategy.prepare`. Raises `ConfigurationError` for a model that neither continues messages nor takes
+        token ids, and for one that lacks what the algorithm needs.
+        """
+        answering: dict[int, bool] = {}
+        for role, model in self.roles.items():
+            if id(model) not in answering:  # a judge may be the base model
+                answering[id(model)] = await answers(model.backend)
+                if answering[id(model)]:
+                    await model.check(self.settings.think_start)
+                    if model.continues_messages:
+                        await find_keeps_thinking(model, self.settings)
+            if answering[id(model)]:
+                self.algorithm.check_answering(self.name, self.settings, role, model)
+        return [role for role, model in self.roles.items() if not answering[id(model)]]
 
     def describe(self, role: str) -> str:
         model = self.roles[role]
@@ -311,3 +337,38 @@ def _usage(thinking: Thinking, answer: Usage) -> Usage:
         cached_tokens=0,
         reasoning_tokens=kept + (answer.reasoning_tokens or 0),
     )
+
+
+_REFUSED = (400, 422)
+_LONG = "One and one is two, and two and one is three. " * 4
+
+
+async def find_keeps_thinking(model: ModelRole, settings: DelegationSettings) -> None:
+    """Find out, unless that is known, whether the endpoint's template keeps closed thinking in a message that the
+    endpoint continues. It stays unknown where the endpoint does not answer; one that counts no tokens may not.
+
+    Templates of reasoning models delete closed thinking: with the closing mark the prompt then gets shorter, or the
+    endpoint refuses to continue what its template does not show.
+    """
+    start, end = settings.think_start, settings.think_end
+    if model.keeps_thinking is not None or not end:
+        return
+    try:
+        opened = await _prompt_tokens(model, f"{start}{_LONG}\n\nHello")
+    except AgentSpecError:
+        return
+    try:
+        closed = await _prompt_tokens(model, f"{start}{_LONG}\n{end}\n\nHello")
+        model.keeps_thinking = 0 < opened <= closed
+    except AgentSpecError as error:
+        model.keeps_thinking = False if error.status in _REFUSED else None
+
+
+async def _prompt_tokens(model: ModelRole, begun: str) -> int:
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": begun}]
+    request = GenerateRequest(model.model, messages=messages, continue_final=True, store=False)
+    request = replace(request, sampling=SamplingParams(max_tokens=1))
+    counted = 0
+    async for delta in model.deltas(request, PROBE_SECONDS):
+        counted = delta.usage.prompt_tokens if delta.usage is not None else counted
+    return counted

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass, field
 
 from agentspec.backends.base import Embeds
+from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import ConfigurationError, UpstreamError
-from agentspec.reasoning.delegation.context import Context
-from agentspec.reasoning.delegation.events import Proposed, Scored
-from agentspec.reasoning.delegation.judge import aligned, equal
-from agentspec.reasoning.delegation.model_role import ModelRole, StepLimits
-from agentspec.reasoning.delegation.steps import Step
+from agentspec.reasoning.delegation.model_role import Context, ModelRole, StepLimits
+from agentspec.reasoning.delegation.steps import Proposed, Scored, Step
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.reasoning.speculative_task import cancel_tasks, task_result
+
+# The wording of the paper's program (lr.py), for a judge that sees the two steps alone.
+QUESTION = """\
+Evaluate whether the following two reasoning steps (s1 and s2) convey exactly the same meaning. Focus on semantic \
+similarity rather than exact wording.\x20
+
+Compare the main ideas, key points, overall message, logical structure, and numerical calculations/results of both \
+reasoning steps.
+
+If the reasoning steps convey essentially the same meaning and generate same calculation results, respond with \
+[aligned].
+If the reasoning steps express different meanings, respond with [unaligned]. If it is too hard to determine, respond \
+with [unaligned]
+
+Please directly provide the final result in [aligned] or [unaligned].
+
+Reasoning step 1 (s1):
+<start_s1>
+{own}
+<end_s1>
+
+Reasoning step 2 (s2):
+<start_s2>
+{draft}
+<end_s2>"""
+PREFILL = "["
+
+_QUOTES = re.compile(r"<{3,}|>{3,}")  # whole runs: of five marks three would be left
+_STEP_MARKS = re.compile(r"<(?=(?:start|end)_s[12]>)")
 
 
 @dataclass(slots=True)
@@ -126,18 +154,13 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
 
 
 def may_draft(thinking: Thinking, settings: LookaheadSettings) -> bool:
-    """Whether a draft could be kept as the next step."""
-    judged = settings.compare == "equal" or thinking.has("judge")
-    behind_cut = keeps_cut_drafts(settings) and thinking.inside_paragraph
-    return judged and not behind_cut and thinking.has("small") and thinking.room("small") > 0
+    """Whether a draft could be kept as the next step: behind a cut step none is.
 
-
-def keeps_cut_drafts(settings: LookaheadSettings) -> bool:
-    """Whether a draft that was cut may be kept, and none behind a cut step: the published rule.
-
-    By the letter the thinking has to remain the base model's own, which goes on differently behind a cut step.
+    By the letter the thinking has to remain the base model's own: there a cut draft is not kept, but one behind it may.
     """
-    return settings.rule == "published" and settings.compare != "equal"
+    by_letter = settings.compare == "equal"
+    judged = by_letter or (thinking.has("judge") and not thinking.inside_paragraph)
+    return judged and thinking.has("small") and thinking.room("small") > 0
 
 
 async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftChain) -> None:
@@ -179,20 +202,47 @@ async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, ow
         return await aligned(thinking, draft, own, settings)
     judge = thinking.roles["judge"]
     assert isinstance(judge.backend, Embeds)
-    async with asyncio.timeout(settings.score_timeout):
+    async with asyncio.timeout(settings.call_timeout):
         one, other = await judge.backend.embed([draft.text, own.text], judge.model, thinking.request.tenant)
     return _cosine(one, other) >= settings.similarity
+
+
+async def aligned(thinking: Thinking, draft: Step, own: Step, settings: LookaheadSettings) -> bool:
+    """Whether the judge says that `draft` and `own`, two next steps of the thinking so far, mean the same.
+
+    The judge generates one token behind "[", which accepts if it holds "ali" and not "un".
+    """
+    question = QUESTION.format(draft=quoted(draft.text), own=quoted(own.text))
+    alone = thinking.request_for([{"role": "user", "content": question}])
+    spend = thinking.spend("judge")
+    text, _ = await thinking.roles["judge"].ask_alone(
+        alone, PREFILL, settings.think_start, settings.call_timeout, spend
+    )
+    return "ali" in text.lower() and "un" not in text.lower()
+
+
+def equal(draft: Step, own: Step) -> bool:
+    """Whether two steps differ in case, spaces and line ends only, which needs no judge."""
+    return _letters(draft) == _letters(own)
+
+
+def quoted(text: str) -> str:
+    """Escape `text` so that it can neither close the quotation marks of a question nor open a chat turn."""
+    text = _QUOTES.sub(lambda marks: " ".join(marks.group()), escape_markers(text.strip()))
+    return _STEP_MARKS.sub("< ", text)
+
+
+def _letters(step: Step) -> str:
+    return step.text.replace(" ", "").replace("\n", "").lower()
 
 
 def _may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
     """Whether the ways in which the two steps ended allow it, whatever they say."""
     if own.ending == "stop" or (draft.ending == "closed") != (own.ending == "closed"):
         return False  # the base model's own end of the thinking counts
-    if keeps_cut_drafts(settings):
-        return not thinking.inside_paragraph
     if settings.compare == "equal":
         return draft.ending == own.ending != "length"
-    return draft.ending != "length"
+    return not thinking.inside_paragraph
 
 
 def _cosine(one: list[float], other: list[float]) -> float:

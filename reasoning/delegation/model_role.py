@@ -1,27 +1,166 @@
-"""A model in its role: it opens contexts, continues them step by step and answers questions about them."""
+"""A model in its role: it opens contexts, continues them step by step and answers questions about them.
+
+A context is the problem and the thinking so far as one model was shown them. It only grows at its end, for caches.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, TypeVar, cast
 
 from agentspec.backends.base import NONE, Backend, Tokenization, closing_items, tokenization_of
+from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
-from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TokenContext, TurnMarkup
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
-from agentspec.reasoning.delegation.templates import Template
-from agentspec.reasoning.delegation.timing import Stopwatch
 from agentspec.text import REPLACEMENT
 from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
+T = TypeVar("T")
 Spend = Callable[[int], None]
 OnText = Callable[[str], Awaitable[None]]
+ENCODED = 4  # texts: one is enough for a question, and one for the step
 _ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True, top_logprobs=10)
 _CUT_BYTES = 3  # of a character of four
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Runs while a model's work is awaited, and stops while its results are passed on."""
+
+    seconds: float = 0.0
+
+    async def limited(self, limit: float, work: Awaitable[T]) -> T:
+        """Await `work` and return its result. Raises `TimeoutError` once the watch has run `limit` seconds in all."""
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(limit - self.seconds):
+                return await work
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    async def timed(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yield the items; the stopwatch runs while each item is awaited."""
+        async with aclosing(items):
+            while True:
+                began = time.perf_counter()
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    self.seconds += time.perf_counter() - began
+                yield item
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarkup:
+    """The template's text around a question: `before` closes an open answer, `after` opens the question's answer."""
+
+    before: str
+    after: str
+
+    def wrap(self, question: str, prefill: str) -> str:
+        return f"{self.before}{question}{self.after}{prefill}"
+
+
+class Context(ABC):
+    """An answer that a model can continue. Only `fork` copies it; copies are cheap and independent."""
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that still fit into the model's context; None if unknown."""
+        return None
+
+    @abstractmethod
+    async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
+        """Append `text`; `token_ids` are its ids in this model, if they are known."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """A copy of this context that can be extended independently."""
+
+    @abstractmethod
+    def request(self, sampling: SamplingParams) -> GenerateRequest:
+        """The request that makes the model continue this context."""
+
+    @abstractmethod
+    async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
+        """The request that asks `question` about this context; the model's answer begins with `prefill`."""
+
+
+@dataclass(slots=True)
+class TokenContext(Context):
+    """A context of token ids. Text of other models is encoded piece by piece and appended: earlier ids never change.
+
+    Forks share the ids of the last texts, since a step is judged and kept, and a question is asked again.
+    """
+
+    base: GenerateRequest
+    tokenization: Tokenization
+    turn: TurnMarkup
+    token_ids: list[int]
+    length: int | None = None  # of the model's context
+    _encoded: dict[str, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int | None:
+        return None if self.length is None else self.length - len(self.token_ids)
+
+    async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
+        self.token_ids.extend(token_ids or (await self._encode(escape_markers(text)) if text else ()))
+
+    def fork(self) -> TokenContext:
+        return replace(self, token_ids=list(self.token_ids))
+
+    def request(self, sampling: SamplingParams) -> GenerateRequest:
+        return replace(self.base, messages=None, token_ids=tuple(self.token_ids), sampling=sampling)
+
+    async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
+        asked = self.fork()
+        asked.token_ids.extend(await self._encode(self.turn.wrap(question, prefill)))
+        return asked.request(sampling)
+
+    async def _encode(self, text: str) -> Sequence[int]:
+        ids = self._encoded.pop(text, None) or await self.tokenization.tokenize(text)
+        self._encoded[text] = ids
+        if len(self._encoded) > ENCODED:
+            del self._encoded[next(iter(self._encoded))]
+        return ids
+
+
+@dataclass(slots=True)
+class MessageContext(Context):
+    """A conversation whose last message is the assistant's; the endpoint leaves it open and continues it."""
+
+    base: GenerateRequest
+    text: str
+
+    async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
+        self.text += escape_markers(text, self.text)
+
+    def fork(self) -> MessageContext:
+        return replace(self)
+
+    def request(self, sampling: SamplingParams) -> GenerateRequest:
+        return self._continued([_assistant(self.text)], sampling)
+
+    async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
+        asked = {"role": "user", "content": question}
+        return self._continued([_assistant(self.text), asked, _assistant(prefill)], sampling)
+
+    def _continued(self, added: list[Message], sampling: SamplingParams) -> GenerateRequest:
+        messages = [*(self.base.messages or ()), *added]
+        return replace(self.base, messages=messages, sampling=sampling, continue_final=True)
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +191,14 @@ class StepLimits:
 class ModelRole:
     """A backend's model that continues its own text or another model's.
 
-    It sends token ids if the backend exposes its tokenization, else raw text if it has a `template`, else messages
-    whose last one the endpoint continues. Errors and settings call the model `role`. `keeps_thinking`: whether the
-    endpoint's own template keeps closed thinking; None until that is found out.
+    It sends token ids if the backend exposes its tokenization, else messages whose last one the endpoint continues.
+    Errors and settings call the model `role`. `keeps_thinking`: whether the endpoint's template keeps closed thinking;
+    None until that is found out.
     """
 
     role: str
     backend: Backend
     model: str
-    template: Template | None = None
     keeps_thinking: bool | None = None
     _turn: TurnMarkup | None = field(default=None, init=False)
     _names_stops: bool = field(default=False, init=False)
@@ -72,7 +210,7 @@ class ModelRole:
 
     @property
     def continues_messages(self) -> bool:
-        return self.tokenization is None and self.template is None
+        return self.tokenization is None
 
     @property
     def tells_ends(self) -> bool:
@@ -84,17 +222,14 @@ class ModelRole:
     @property
     def description(self) -> str:
         """Describes in words how this model continues an answer."""
-        if self.continues_messages:
-            return "continues messages"
-        how = "token ids" if self.tokenization is not None else "raw completions"
-        return how if self.template is None else f"{how} under {self.template.name}"
+        return "continues messages" if self.continues_messages else "token ids"
 
     async def check(self, think_start: str) -> None:
         """Raises `ConfigurationError` if this model cannot continue an open answer."""
-        advice = f"give {self.role}_template (plain, chatml or a Jinja file), or another model as {self.role}"
+        advice = f"name another model as {self.role}: a local one, or one of vLLM, SGLang or llama.cpp"
         if self.continues_messages:
             if not self.backend.capabilities.continue_final:
-                raise ConfigurationError(f"the {self.role} model {self.model!r} cannot continue an answer: {advice}")
+                raise ConfigurationError(f"the {self.role} model {self.model!r} cannot continue an answer; {advice}")
             return
         try:
             await self.turn_markup(think_start)
@@ -112,10 +247,9 @@ class ModelRole:
             prompt += think_start
         return await self._rendered(base, await self.turn_markup(think_start), prompt)
 
-    async def _rendered(self, base: GenerateRequest, turn: TurnMarkup, prompt: str) -> TextContext | TokenContext:
-        if self.tokenization is None:
-            return TextContext(base, turn, prompt)
-        ids = await self.tokenization.tokenize(prompt, begins=self.template is not None)
+    async def _rendered(self, base: GenerateRequest, turn: TurnMarkup, prompt: str) -> TokenContext:
+        assert self.tokenization is not None
+        ids = await self.tokenization.tokenize(prompt)
         return TokenContext(base, self.tokenization, turn, ids, self.backend.capabilities.context_length)
 
     async def turn_markup(self, think_start: str) -> TurnMarkup:
@@ -127,7 +261,7 @@ class ModelRole:
             if not (found and asked):
                 raise ConfigurationError(
                     f"the chat template of the {self.role} model {self.model!r} changes the messages it is given:"
-                    f" set {self.role}_template to one that does not"
+                    f" name another model as {self.role}, or give that one another template"
                 )
             self._turn = TurnMarkup(before, _unopened(after, think_start))
         return self._turn
@@ -261,8 +395,6 @@ class ModelRole:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        if self.template is not None:
-            return await asyncio.to_thread(self.template.render, messages, tools, template_arguments)
         assert self.tokenization is not None
         return await self.tokenization.render(messages, tools, template_arguments)
 

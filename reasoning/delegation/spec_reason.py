@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.delegation.events import Proposed, Scored
-from agentspec.reasoning.delegation.judge import Score, score
 from agentspec.reasoning.delegation.model_role import ModelRole
-from agentspec.reasoning.delegation.steps import Step
+from agentspec.reasoning.delegation.steps import Proposed, Scored, Step
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.reasoning.speculative_task import SpeculativeTask
 
 HIGHEST = 9  # above it the base model thinks alone: no step is accepted, not even where a judge answers "10"
+
+# The wording of the paper's program (spec_reason.py): scores depend on it, and with it the threshold.
+QUESTION = """\
+Evaluate the last reasoning step solely based on factual correctness and logical validity. Ignore style, phrasing, or \
+overall usefulness\u2014only judge whether the step is objectively correct and logically follows from prior steps. \
+Assign a score from 0 to 9."""
+PREFILL = "I think the quality score is: "
 
 
 async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
@@ -58,6 +68,41 @@ async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) 
     accepted = thinking.has("judge") and verdict.value >= settings.threshold
     await thinking.emit(Scored(verdict.value, accepted, verdict.seconds, verdict.reason))
     return accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A score from 0 to 9. `reason` says why a step got 0 unjudged, or why the judge's answer counts as 0."""
+
+    value: float
+    seconds: float = 0.0
+    reason: str = ""
+
+
+async def score(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> Score:
+    """Ask the judge to score `step` as the next step of the thinking. Raises what the judge's backend raises."""
+    if step.blank:
+        return Score(0.0, reason="blank")
+    began, role = time.perf_counter(), "judge"
+    judge, context = thinking.roles[role], thinking.context(role).fork()
+    await context.extend(step.text, step.token_ids if judge is thinking.roles[step.author] else ())
+    prefill = settings.think_start.strip() + PREFILL  # the published answer opens a thinking, too
+    text, tops = await judge.ask(context, QUESTION, prefill, settings.call_timeout, thinking.spend(role))
+    value = read_score(text) if settings.score == "greedy" else mean_score(tops)
+    reason = "" if value is not None else f"no digit: {text[:20]!r}"
+    return Score(value or 0.0, time.perf_counter() - began, reason)
+
+
+def read_score(token: str) -> float | None:
+    """The score that `token` gives: a number that is the whole token, as published (" 7" is none)."""
+    return float(token) if token.isdecimal() else None
+
+
+def mean_score(tops: Mapping[str, float]) -> float | None:
+    """The mean score, weighted by probability, of the tokens in `tops` that give one; None without any."""
+    found = [(value, math.exp(logprob)) for token, logprob in tops.items() if (value := read_score(token)) is not None]
+    total = sum(share for _, share in found)
+    return sum(value * share for value, share in found) / total if total else None
 
 
 def may_draft(thinking: Thinking, settings: SpecReasonSettings) -> bool:

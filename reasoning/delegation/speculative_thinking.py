@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentspec.reasoning.delegation.events import Proposed, Triggered
-from agentspec.reasoning.delegation.steps import Step
+from agentspec.reasoning.delegation.steps import Proposed, Step, Triggered
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 
+# The words and lengths of the paper's program. Words are counted anywhere in a text, also inside other words.
+AFFIRMING = ("yeah", "yes", "final answer", "confident")
+VERIFYING = ("verify", "think again", "recap", "check")
+DOUBTING = ("wait", "alternatively", "hold on", "another", *VERIFYING)
+RECAP = "Let me check whether there are some wrong steps:"
+OVERLOAD_MORE, OVERLOAD_MOST = 5, 30  # by how much the doubts that are waited for grow, and their most
+RESCUE_MORE, RESCUE_MOST = 25, 200  # likewise for the tokens of the check
 MOODS = {1: "affirmation", -1: "doubt", 0: "paragraph"}
 
 
@@ -24,43 +29,25 @@ class Overload:
 
     @property
     def due(self) -> bool:
-        limit = self.settings.overload + self.settings.overload_more * self.times
-        return self.doubts >= (min(limit, self.settings.overload_most) if self.times else limit)
+        limit = self.settings.overload + OVERLOAD_MORE * self.times
+        return self.doubts >= (min(limit, OVERLOAD_MOST) if self.times else limit)
 
     def take(self) -> int:
         """Begin the check that is due, and return how many tokens it may take."""
-        tokens = self.settings.rescue_tokens + self.settings.rescue_more * self.times
-        tokens = min(tokens, self.settings.rescue_most) if self.times else tokens
+        tokens = self.settings.rescue_tokens + RESCUE_MORE * self.times
+        tokens = min(tokens, RESCUE_MOST) if self.times else tokens
         self.doubts, self.times = 0, self.times + 1
         return tokens
 
 
-class Lexicon:
-    """The words that tell the mood of a text. As published they are counted anywhere, also inside other words; under
-    the rule `economical` as whole words.
-    """
-
-    def __init__(self, settings: SpeculativeThinkingSettings) -> None:
-        edges = (r"(?<!\w)", r"(?!\w)") if settings.rule == "economical" else ("", "")
-        doubting = (*settings.negative_words, *settings.verify_words)
-        self._positive, self._negative, self._verify = (
-            [re.compile(re.escape(word.lower()).join(edges)) for word in words]
-            for words in (settings.positive_words, doubting, settings.verify_words)
-        )
-
-    def mood(self, text: str) -> int:
-        """1 if most mood words in `text` affirm, -1 if they doubt or are balanced, 0 without mood words."""
-        positive, negative = _count(self._positive, text), _count(self._negative, text)
-        return (positive > negative) - (negative >= positive > 0 or negative > positive)
-
-    def verifies(self, text: str) -> bool:
-        """Whether `text` holds a word that begins a verification."""
-        return _count(self._verify, text) > 0
+def mood(text: str) -> int:
+    """1 if most mood words in `text` affirm, -1 if they doubt or are balanced, 0 without mood words."""
+    positive, negative = _count(AFFIRMING, text), _count(DOUBTING, text)
+    return (positive > negative) - (negative >= positive > 0 or negative > positive)
 
 
-def _count(words: Iterable[re.Pattern[str]], text: str) -> int:
-    lower = text.lower()
-    return sum(len(word.findall(lower)) for word in words)
+def _count(words: Sequence[str], text: str) -> int:
+    return sum(map(text.lower().count, words))
 
 
 async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinkingSettings) -> None:
@@ -70,7 +57,7 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
     verification in what was kept instead. If the small model fails, or once `spend_tokens` are generated, the base
     model continues alone.
     """
-    lexicon, overload = Lexicon(settings), Overload(settings)
+    overload = Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
         await thinking.emit(Triggered("begin"))
         await hand_over(thinking, settings.begin_tokens)
@@ -79,24 +66,19 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
             await thinking.write("base")
             continue
         async with thinking.degrading("small"):
-            helped = thinking.steps and thinking.steps[-1].text == settings.help_think_word
-            await thinking.write("small", thinking.limits("small", within=False if helped else None))
+            await thinking.write("small")
         delegates = thinking.over is None and thinking.has("small") and thinking.room("small") > 0
         if delegates and thinking.steps[-1].ending == "boundary":
-            await look_ahead(thinking, settings, lexicon, overload)
+            await look_ahead(thinking, settings, overload)
 
 
-async def look_ahead(
-    thinking: Thinking, settings: SpeculativeThinkingSettings, lexicon: Lexicon, overload: Overload
-) -> None:
+async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload) -> None:
     """Check the triggers at a blank line."""
     if overload.due:
         await thinking.emit(Triggered("overload", f"{overload.doubts} doubts"))
-        await thinking.keep(Step(settings.help_recap_words, "base", "length"))
+        await thinking.keep(Step(RECAP, "base", "length"))
         await hand_over(thinking, overload.take())
         return
-    if settings.help_think_word:
-        await thinking.keep(Step(settings.help_think_word, "base", "length"))
     peek = None
     async with thinking.degrading("small"):
         limits = thinking.limits("small", settings.peek_tokens, across=True)
@@ -107,32 +89,27 @@ async def look_ahead(
     if peek.blank and peek.ending == "stop" and not thinking.roles["small"].tells_ends:
         await thinking.keep(peek)  # what was taken for a blank line was the small model's end
         return
-    mood = lexicon.mood(peek.text)
-    if mood != 0 or not settings.small_reasons:
-        await reflect(thinking, settings, lexicon, overload, peek)
-    elif settings.rule == "economical":  # as published, the small model draws these words again
-        await thinking.keep(peek)
+    if mood(peek.text) != 0 or not settings.small_reasons:  # else the small model draws these words again
+        await reflect(thinking, settings, overload, peek)
 
 
-async def reflect(
-    thinking: Thinking, settings: SpeculativeThinkingSettings, lexicon: Lexicon, overload: Overload, peek: Step
-) -> None:
+async def reflect(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload, peek: Step) -> None:
     """Let the base model write its words in place of `peek`, and more of them where what is kept verifies something."""
-    mood = lexicon.mood(peek.text)
-    await thinking.emit(Triggered("reflection", MOODS[mood]))
+    peeked = mood(peek.text)
+    await thinking.emit(Triggered("reflection", MOODS[peeked]))
     limits = thinking.limits("base", settings.peek_tokens, across=True)
     if settings.choose_large:
         await thinking.write("base", limits, rejected=peek)
     else:
         own = await thinking.draft(thinking.context("base"), limits, "base")
-        other = lexicon.mood(own.text)
-        if (mood < 0 <= other) or (other < 0 < mood):
+        other = mood(own.text)
+        if (peeked < 0 <= other) or (other < 0 < peeked):
             await thinking.keep(own, rejected=peek)
         else:
             await thinking.keep(peek)
     kept = thinking.steps[-1].text
-    overload.doubts += lexicon.mood(kept) < 0
-    if thinking.over is None and lexicon.verifies(kept):
+    overload.doubts += mood(kept) < 0
+    if thinking.over is None and _count(VERIFYING, kept):
         await thinking.emit(Triggered("verification"))
         await hand_over(thinking, settings.verify_tokens)
 

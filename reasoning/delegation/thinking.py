@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -9,17 +10,52 @@ from typing import Any
 
 from agentspec.errors import AgentSpecError
 from agentspec.protocol.requests import FORM_FIELDS
-from agentspec.reasoning.delegation.context import Context
-from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, ThinkingText
-from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimits, is_model_failure
-from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
-from agentspec.reasoning.event_sink import EventSink
+from agentspec.reasoning.delegation.model_role import Context, ModelRole, Spend, StepLimits, is_model_failure
+from agentspec.reasoning.delegation.steps import (
+    BOUNDARY,
+    Accepted,
+    Author,
+    Event,
+    Failed,
+    Rewritten,
+    Step,
+    ThinkingText,
+)
 from agentspec.reasoning.settings import DelegationSettings
+from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.text import partial_end
 from agentspec.types import GenerateRequest, Message, SamplingParams
 
 RESERVED = 4  # a quarter of a model's context is left for the answer
 _DEFAULTS = SamplingParams()
+
+
+class EventSink:
+    """Takes a coroutine's events. `emit` returns once the reader asks for the next event, at the reader's pace."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+
+    async def emit(self, event: Event) -> None:
+        self._events.put_nowait(event)
+        await self._events.join()
+
+    async def stream(self, run: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[Event]:
+        """Call `run` and yield the events it emits. Closing the iterator cancels `run`. Raises what `run` raises."""
+        task = asyncio.create_task(self._run(run))
+        try:
+            while (event := await self._events.get()) is not None:
+                yield event
+                self._events.task_done()
+            await task
+        finally:
+            await cancel_tasks(task)
+
+    async def _run(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await run()
+        finally:
+            self._events.put_nowait(None)
 
 
 @dataclass(slots=True)
@@ -52,7 +88,7 @@ class Thinking:
         self.request = request
         self.settings = settings
         self.roles = roles
-        self.events = EventSink[Event]()
+        self.events = EventSink()
         self.steps: list[Step] = []
         self.counts = Counts()
         self.failed: dict[str, str] = {}
@@ -167,7 +203,7 @@ class Thinking:
 
     async def draft(self, context: Context, limits: StepLimits | None = None, role: Author = "small") -> Step:
         """Let `role` write a step after `context` without keeping it. Raises what its backend raises."""
-        return await self.roles[role].write(context, role, limits or self.limits(role), self._spend(role))
+        return await self.roles[role].write(context, role, limits or self.limits(role), self.spend(role))
 
     async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
         """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises.
@@ -187,7 +223,7 @@ class Thinking:
 
         limits = limits or self.limits(author)
         try:
-            step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), on_text)
+            step = await self.roles[author].write(self.context(author), author, limits, self.spend(author), on_text)
         except Exception as error:
             if author == "base" or not sent or not is_model_failure(error):
                 raise
@@ -223,7 +259,7 @@ class Thinking:
         """`inside_paragraph` before the last step."""
         return len(self.steps) > 1 and not self.steps[-2].text.endswith(BOUNDARY)
 
-    def _spend(self, role: str) -> Spend:
+    def spend(self, role: str) -> Spend:
         return lambda tokens: self.counts.spend(role, tokens)
 
     def _why_over(self) -> str | None:
@@ -235,7 +271,7 @@ class Thinking:
             return "silent"
         if any(mark in last.text for mark in self.settings.answer_marks):
             return "answered"
-        if self.settings.end_on_repeat and len(self.steps) > 2 and _words(last) == _words(self.steps[-2]):
+        if self.settings.ends_on_repeat and len(self.steps) > 2 and _words(last) == _words(self.steps[-2]):
             return "repeated"
         return None if self.room("base") else "budget"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.delegation.events import Event, ThinkingText
+from agentspec.reasoning.delegation.steps import Event, ThinkingText
 from agentspec.reasoning.settings import StrategySettings, TraceSettings
 from agentspec.types import GenerateRequest
 

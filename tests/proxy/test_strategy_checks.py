@@ -23,7 +23,6 @@ from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
 from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
 from agentspec.reasoning.settings import (
     KnnLmSettings,
-    LookaheadSettings,
     LossyAcceptanceSettings,
     RaLMSpecSettings,
     SpecReasonSettings,
@@ -63,12 +62,11 @@ def serving(gateway: Any) -> Any:
 
 def test_each_role_says_how_it_goes_on(serving: Any) -> None:
     endpoint = serving()
-    configured = settings(endpoint, endpoint, small_template="plain", judge="plain")
+    configured = settings(endpoint, endpoint, judge="plain")
     (check,) = check_strategies(configured)
     assert (check.name, check.state) == ("fast: specreason", "ok")
     assert check.detail == (
-        "base = large (continues messages); small = tiny (raw completions under plain);"
-        " judge = plain (continues messages)"
+        "base = large (continues messages); small = tiny (continues messages); judge = plain (continues messages)"
     )
     (alone,) = check_strategies(settings(endpoint, endpoint))
     assert alone.detail.endswith("judge = base")
@@ -76,9 +74,9 @@ def test_each_role_says_how_it_goes_on(serving: Any) -> None:
 
 def test_what_cannot_go_on_says_what_to_change(serving: Any) -> None:
     (check,) = check_strategies(settings(serving(Deaf), serving()))
-    assert check.state == "fail" and "give base_template" in check.detail and check.advice == "correct models.fast"
-    (check,) = check_strategies(settings(serving(), serving(), base_template="nowhere"))
-    assert check.state == "fail" and "no file" in check.detail
+    assert (
+        check.state == "fail" and "name another model as base" in check.detail and check.advice == "correct models.fast"
+    )
 
 
 def test_an_endpoint_that_is_down_is_named(serving: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,9 +95,6 @@ def test_local_models_are_known_without_their_weights(tiny_model: Path, tmp_path
     local = TorchSettings(model=str(tiny_model))
     (check,) = check_strategies(settings(local, local))
     assert check.state == "ok" and check.detail.startswith("base = large (token ids); small = tiny (token ids)")
-    ahead = LookaheadSettings(base="large", small="tiny", base_template="chatml")
-    (check,) = check_strategies(Settings(backends={"large": local, "tiny": local}, models={"ahead": ahead}))
-    assert (check.name, check.detail.partition(";")[0]) == ("ahead: lookahead", "base = large (token ids under chatml)")
     absent = TorchSettings(model="nobody/nothing")
     (check,) = check_strategies(settings(absent, absent))
     assert (check.state, check.advice) == ("note", "agentspec model fetch nobody/nothing")
@@ -209,4 +204,4 @@ def test_a_local_model_without_a_chat_template_is_told_to_name_one(
     monkeypatch.setattr(strategy_checks, "Unloaded", Untaught)
     local = TorchSettings(model=str(tiny_model))
     (check,) = check_strategies(settings(local, local))
-    assert check.state == "fail" and "no chat template" in check.detail and "give base_template" in check.detail
+    assert check.state == "fail" and "no chat template" in check.detail and "name another model as base" in check.detail

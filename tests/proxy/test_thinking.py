@@ -52,10 +52,7 @@ BODY = {"model": "fast", "messages": [{"role": "user", "content": "Two plus two?
 def test_the_gateway_streams_thinking_then_the_answer(gateway: Any) -> None:
     running = gateway(models(), settings(threshold=6))
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True})
-    assert (
-        answer.headers["x-agentspec-lossy"]
-        == "specreason; threshold=6.0; score=greedy; first_steps=0; judge_prompt=published"
-    )
+    assert answer.headers["x-agentspec-lossy"] == "specreason; threshold=6.0; score=greedy; first_steps=0"
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     assert "".join(delta.get("reasoning", "") for delta in deltas) == THINKING
@@ -258,25 +255,11 @@ def test_tools_reach_the_base_model_behind_the_thinking() -> None:
 
 def test_a_model_that_cannot_continue_is_an_error_at_the_start() -> None:
     fakes = models(capabilities=Capabilities(logprobs=True))
-    with pytest.raises(ConfigurationError, match=r"base model 'l' cannot continue an answer: give base_template"):
+    with pytest.raises(ConfigurationError, match="cannot continue an answer; name another model as base"):
         Runtime(settings(), backends=fakes).start()
-    Runtime(settings(base_template="plain", small_template="chatml"), backends=fakes).start()
     average = models(capabilities=Capabilities(continue_final=True))
     with pytest.raises(ConfigurationError, match="log-probabilities"):
         Runtime(settings(score="average"), backends=average).start()
-    with pytest.raises(ConfigurationError, match="not one of plain, chatml, and no file"):
-        Runtime(settings(base_template="nothing"), backends=models()).start()
-
-
-def test_raw_completions_with_a_template_of_ours() -> None:
-    fakes = models(capabilities=Capabilities(logprobs=True))
-    runtime = Runtime(settings(base_template="chatml", small_template="plain"), backends=fakes)
-    message = ChatAgentSpec(model="fast", runtime=runtime).invoke("Two plus two?")
-    assert message.additional_kwargs["reasoning_content"] == THINKING
-    prompts = [str(request.text) for request in fakes["large"].requests]
-    assert prompts[0].startswith("<|im_start|>user\nTwo plus two?<|im_end|>\n<|im_start|>assistant\n<think>\nsmall 1.")
-    assert prompts[0].endswith("<|im_start|>assistant\n<think>I think the quality score is: ")
-    assert str(fakes["tiny"].requests[0].text).startswith("User: Two plus two?\n\nAssistant: <think>\n")
 
 
 def test_an_endpoint_that_is_down_at_the_start_is_left_for_later(gateway: Any) -> None:

@@ -134,14 +134,20 @@ def test_one_backend_with_several_servers_takes_any_model_and_lists_its_own(gate
 
 
 def test_a_strategy_asks_a_pool_as_it_asks_a_server(gateway: Any, upstream: Any) -> None:
+    def continuing(request: Any) -> None:
+        """The prompt of a message that is continued is shorter."""
+        if request.target != CHAT:
+            return working(request)
+        tokens = 1 if request.json.get("continue_final_message") else 2
+        usage = {"prompt_tokens": tokens, "completion_tokens": 1}
+        return request.answer(json.dumps({"choices": [CHOICE], "usage": usage}).encode())
+
     def refusing_chats(request: Any) -> None:
         (broken if request.target == CHAT else working)(request)
 
-    servers = [upstream(refusing_chats), upstream(working)]
+    servers = [upstream(refusing_chats), upstream(continuing)]
     upstreams = backends(*(one.url for one in servers), model="m")
-    strategy = STRATEGIES["specreason"].model_validate(
-        {"strategy": "specreason", "base": "m", "small": "m", "base_template": "plain", "small_template": "plain"}
-    )
+    strategy = STRATEGIES["specreason"].model_validate({"strategy": "specreason", "base": "m", "small": "m"})
     models = {"m": ModelSettings(backends=tuple(upstreams), placement="round_robin"), "fast": strategy}
     running = gateway({}, Settings(backends=upstreams, models=models))
     response = httpx.post(

@@ -14,12 +14,11 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.events import Ended, Event, ThinkingText
+from agentspec.reasoning.delegation.steps import Ended, Event, ThinkingText
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import (
     DelegationSettings,
     LookaheadSettings,
-    SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
 from agentspec.testing import Answer, FakeBackend, Script
@@ -189,7 +188,7 @@ class Bytes:
 @pytest.mark.parametrize("tokens", [4, 5, 6, 7, 11])
 def test_a_step_is_not_cut_inside_a_character(tokens: int) -> None:
     text = "a\u00e4\u4e00\U0001f99c\U0001f99c b \u4e8c\u00e4\u4e09 \ufffd c"
-    settings = SpecReasonSettings(base="base", small="small", step_tokens=tokens, end_on_repeat=False)
+    settings = LookaheadSettings(base="base", small="small", step_tokens=tokens)
     backend = DelegationBackend.of(settings, base=Bytes(text), small=Bytes("x"))
     thinking = Thinking(replace(ASKED, speculation=False), settings, backend.roles)
 

@@ -14,8 +14,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.events import Event, Scored
-from agentspec.reasoning.delegation.judge import quoted
+from agentspec.reasoning.delegation.steps import Event, Scored
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import DelegationSettings, LookaheadSettings, SpecReasonSettings
 from agentspec.testing import Script
@@ -84,8 +83,3 @@ def test_a_judge_that_refuses_log_probabilities_is_not_asked_for_them() -> None:
     judge = Plain(own, score=lambda step: "8", same=lambda draft, own: True, capabilities=able)
     assert scores(SpecReasonSettings(base="base", small="small"), judge) == [8, 8]
     assert scores(LookaheadSettings(base="base", small="small", answer_marks=("boxed",)), judge) == [1, 1]
-
-
-@pytest.mark.parametrize("count", range(3, 12))
-def test_marks_of_any_number_close_no_quotation(count: int) -> None:
-    assert "<<<" not in quoted("<" * count + "x") and ">>>" not in quoted("x" + ">" * count)

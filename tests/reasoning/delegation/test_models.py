@@ -1,4 +1,4 @@
-"""Real models, in process: SmolLM2 as the small one, Gemma 3 270M, a base model, under a plain template."""
+"""The default model, in process, in every role."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from agentspec.backends.base import Capabilities
-from agentspec.backends.model_store import locate
 from agentspec.backends.settings import TorchSettings
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
 from agentspec.runtime import Runtime
@@ -45,11 +44,8 @@ def ask(model: str, problem: str) -> GenerateRequest:
 
 @pytest.fixture(scope="module")
 async def runtime(default_model: object) -> AsyncIterator[Runtime]:
-    gemma = locate("gemma3-270m") is not None
-    backends = {"small": TorchSettings(), "base": TorchSettings(model="gemma3-270m" if gemma else "smollm2-135m")}
-    template = {"base_template": "plain"} if gemma else {}
-    models = {name: s.model_copy(update=template if s.base == "base" else {}) for name, s in STRATEGIES.items()}
-    async with Runtime(Settings(backends=backends, models=models)) as started:  # type: ignore[arg-type]
+    backends = {"small": TorchSettings(), "base": TorchSettings()}
+    async with Runtime(Settings(backends=backends, models=STRATEGIES)) as started:  # type: ignore[arg-type]
         yield started
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten, Scored
+from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten, Scored
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.testing import Answer
@@ -57,10 +57,10 @@ def ahead(depth: int, steps: int = 7) -> Case:
     return Case(chain("d", steps), chain("o", steps), kept, [True] * steps, settings={"depth": depth})
 
 
-def refused(digit: str, **settings: Any) -> Case:
+def refused(digit: str) -> Case:
     """A draft that is cut behind `digit` gives way to the base model's step 1."""
     small, base = {START: f"a b c {digit} rest\n\n", "1": "d2\n\n"}, chain("o", 2)
-    return Case(small, base, ["b o1\n\n", "s d2\n\n"], [False, True], settings=settings)
+    return Case(small, base, ["b o1\n\n", "s d2\n\n"], [False, True])
 
 
 CASES = {
@@ -144,7 +144,6 @@ CASES = {
         [True, True],
     ),
     "a cut draft that differs": refused("9"),
-    "a cut draft, strictly": refused("1", rule="strict"),
     "behind the base model's cut step no draft is kept": Case(
         {START: "x9\n\n", "1": " 2\n\n", "2": "d3\n\n"},
         {START: "a b c 1 rest\n\n", "1": " 2\n\n", "2": "o3\n\n"},

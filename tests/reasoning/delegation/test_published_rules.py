@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten
+from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer

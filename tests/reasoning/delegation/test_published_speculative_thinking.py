@@ -18,13 +18,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Rewritten, Triggered
+from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Rewritten, Triggered
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, SamplingParams
 
-LIMITS = {"peek_tokens": 4, "verify_tokens": 6, "begin_tokens": 5, "rescue_tokens": 6, "rescue_more": 2}
+LIMITS = {"peek_tokens": 4, "verify_tokens": 6, "begin_tokens": 5, "rescue_tokens": 6}
 RECAP = "Let me check whether there are some wrong steps:"
 NEGATIVE = "wait no no no"
 DOUBT = "wait x y w"
@@ -189,40 +189,12 @@ CASES = {
         ["s wait\n\n"] * 3,
         settings={"overload": 1},
     ),
-    "each time later and longer": Case(
-        ["p\n\n", NEGATIVE, " q\n\n", " e\n\n", NEGATIVE, " q\n\n", NEGATIVE, " q\n\n", " f\n\n"],
-        [DOUBT, RESCUE, DOUBT, DOUBT, RESCUE],
-        [
-            *("s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"),
-            *(
-                f"b {DOUBT}",
-                "s  q\n\n",
-                f"b {DOUBT}",
-                "s  q\n\n",
-                f"b {RECAP}",
-                "b  r1 r2 r3 r4 r5 r6 r7 r8",
-                "s  f\n\n",
-            ),
-        ],
-        ["reflection", "overload", "reflection", "reflection", "overload"],
-        settings={"overload": 1, "overload_more": 1},
-    ),
-    "no later and no longer than the most": Case(
-        ["p\n\n", NEGATIVE, " q\n\n", " e\n\n", NEGATIVE, " q\n\n", " f\n\n"],
-        [DOUBT, RESCUE, DOUBT, RESCUE],
-        [
-            *("s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"),
-            *(f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6 r7", "s  f\n\n"),
-        ],
-        ["reflection", "overload", "reflection", "overload"],
-        settings={"overload": 1, "overload_most": 1, "rescue_most": 7},
-    ),
     "doubts in the check itself do not count": Case(
         ["p\n\n", NEGATIVE, " q\n\n", " e\n\n", "n", "f\n\n"],
         [DOUBT, " wait check r3 r4 r5 r6"],
         ["s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  wait check r3 r4 r5 r6", "s  e\n\n", "s f\n\n"],
         ["reflection", "overload"],
-        settings={"overload": 1, "overload_more": 0},
+        settings={"overload": 1},
     ),
     # A small model that was not trained to reason.
     "led from the beginning and at each blank line": Case(
@@ -238,34 +210,6 @@ CASES = {
         ["b B1 B2 B3 B4 B5", "s c\n\n", "b x check w v", f"b  {SIX}", "s  z\n\n"],
         ["begin", "reflection", "verification", "reflection"],
         settings={"small_reasons": False},
-    ),
-    # Words of the configuration.
-    "a word of help stays, also before neutral words": Case(
-        ["a\n\n", " b c d e", " z\n\n"], [], ["s a\n\n", "b So", "s  z\n\n", "b So"], settings={"help_think_word": "So"}
-    ),
-    "a word of help before a doubt": Case(
-        ["a\n\n", f" {NEGATIVE}", " z\n\n"],
-        [" x y w v"],
-        ["s a\n\n", "b So", "b  x y w v", "s  z\n\n", "b So"],
-        ["reflection"],
-        settings={"help_think_word": "So"},
-    ),
-    "other words doubt": Case(
-        ["a\n\n", "Warte b c d", " z\n\n"],
-        ["x y w v"],
-        ["s a\n\n", "b x y w v", "s  z\n\n"],
-        ["reflection"],
-        settings={"negative_words": ("warte",)},
-    ),
-    "and the usual ones do not": Case(
-        ["a\n\n", NEGATIVE, "z\n\n"], [], ["s a\n\n", "s z\n\n"], settings={"negative_words": ("warte",)}
-    ),
-    "other words verify": Case(
-        ["a\n\n", NEGATIVE, " z\n\n"],
-        ["ich pr\u00fcfe das nun", f" {SIX} v7"],
-        ["s a\n\n", "b ich pr\u00fcfe das nun", f"b  {SIX}", "s  z\n\n"],
-        ["reflection", "verification"],
-        settings={"verify_words": ("pr\u00fcfe",)},
     ),
     # How paragraphs and the thinking end.
     "a paragraph that is cut is no blank line": Case(
@@ -346,7 +290,7 @@ def published(case: Case) -> tuple[list[str], list[str], bool]:
         if doubts >= limit:
             kept.append(f"b {RECAP}")
             ends = own("overload", recap)
-            doubts, limit, recap = 0, min(limit + 5, 30), min(recap + 2, 200)
+            doubts, limit, recap = 0, min(limit + 5, 30), min(recap + 25, 200)
         elif (peeked := mood((peek := cut(next(small, ""), 4))[0])) != 0:
             (text, large_ends), author = cut(next(base, ""), 4), "b"
             rules.append("reflection")

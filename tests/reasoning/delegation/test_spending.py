@@ -13,7 +13,7 @@ import pytest
 
 from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.events import Ended, Event
+from agentspec.reasoning.delegation.steps import Ended, Event
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import (
     DelegationSettings,
@@ -24,7 +24,7 @@ from agentspec.reasoning.settings import (
 from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, StepSpeculation
 
-NAMED: dict[str, Any] = {"base": "base", "small": "small", "end_on_repeat": False, "answer_marks": ()}
+NAMED: dict[str, Any] = {"base": "base", "small": "small", "answer_marks": ()}
 ASKED = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}])
 LONG = [250, pytest.param(1500, marks=pytest.mark.long)]
 
@@ -40,7 +40,7 @@ def steps(name: str, most: int = 12, words: int = 1) -> Callable[[str], str]:
         drawn = random.Random(zlib.crc32(f"{name} {thinking}".encode()))
         written: list[str] = []
         while sum(len(paragraph.split()) for paragraph in written) < words:
-            written.append(" ".join(f"{name}{drawn.randrange(1000)}" for _ in range(drawn.randint(1, most))) + "\n\n")
+            written.append(" ".join(f"{name}{drawn.randrange(10**6)}" for _ in range(drawn.randint(1, most))) + "\n\n")
         return "".join(written)
 
     return step
