@@ -272,7 +272,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "langgraph": ("langgraph", "langchain", "langchain_core"),
     "lora": ("peft",),
     "retrieval": ("bm25s", "faiss"),
-    "bench": ("matplotlib",),
     "postgres": ("psycopg",),
 }
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -197,12 +196,6 @@ class DecodeReport:
     def data(self) -> dict[str, Any]:
         return {"tables": [_data(table) for table in self.tables]}
 
-    def plot(self, path: Path) -> None:
-        """Plot the speed ratios as bars with their intervals, one panel per prompt set."""
-        with report.plot(path, panels=len(self.tables), size=(5 * len(self.tables), 4)) as panels:
-            for axes, table in zip(panels, self.tables, strict=True):
-                _draw(axes, table)
-
 
 def goals_of(table: RunTable) -> tuple[RatioGoal, ...]:
     return CONTROL_GOALS if table.name == "control" else EDIT_GOALS
@@ -238,14 +231,3 @@ def _data(table: RunTable) -> dict[str, Any]:
         "goals": table.goal_data(goals_of(table)),
         "runs": table.run_data(),
     }
-
-
-def _draw(axes: Any, table: RunTable) -> None:
-    ratios = {variant: table.ratio(variant, _baseline(table)) for variant in table.runs}
-    medians = [ratio.median for ratio in ratios.values()]
-    errors = [[r.median - r.low for r in ratios.values()], [r.high - r.median for r in ratios.values()]]
-    axes.barh(list(ratios), medians, xerr=errors, capsize=3)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="grey", linewidth=1)
-    axes.set_title(table.name)
-    axes.set_xlabel(f"speed vs {_baseline(table)}")

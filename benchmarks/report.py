@@ -1,4 +1,4 @@
-"""Shared parts of all benchmarks: figures with goals, paired ratios, tables, JSON, plots and conditions."""
+"""Shared parts of all benchmarks: figures with goals, paired ratios, tables, JSON and conditions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -67,16 +66,6 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> 
     for row in rows:
         built.add_row(*row)
     return built
-
-
-@contextmanager
-def plot(path: Path, *, panels: int = 1, size: tuple[float, float] = (6, 4)) -> Iterator[Any]:
-    """Matplotlib axes, one for each panel, saved to a PNG or SVG file at the end. Needs the extra `bench`."""
-    from matplotlib.figure import Figure as Canvas
-
-    canvas = Canvas(figsize=size, layout="constrained")
-    yield canvas.subplots(1, panels, squeeze=False)[0]
-    canvas.savefig(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ from starlette.testclient import TestClient
 
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.vllm.server import FIXED, SUFFIX, find_environment
+from agentspec.benchmarks.vllm.engine import FIXED, find_environment
 from agentspec.proxy import create_app
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings, load_settings
+from tests.vllm_server import SUFFIX
 
 PYTHON = Path(os.environ.get("AGENTSPEC_RAY_ENV") or Path(__file__).parents[1] / ".venv-ray") / "bin" / "python"
 PROGRAM = Path(__file__).parent / "reliability" / "scripted_engine.py"

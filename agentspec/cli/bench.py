@@ -14,7 +14,6 @@ import typer
 from agentspec.benchmarks.cache.public_logs import LogSource
 from agentspec.cli.bench_agent import agent
 from agentspec.cli.common import FAILED, ModelOption, plural, require_writable
-from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, settings_of
 from agentspec.cli.publish import TORCH, publish
 from agentspec.errors import ConfigurationError
 
@@ -59,27 +58,11 @@ def decode(
     ] = False,
     draft_model: Annotated[str | None, typer.Option(help="Time drafts of this small model alone too")] = None,
     json: Annotated[Path | None, typer.Option(help="Write every run and ratio to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this PNG or SVG file")] = None,
 ) -> None:
     """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run."""
     from agentspec.benchmarks.decode import run_decode
 
     run = partial(run_decode, model, sets=prompts.sets, limit=limit, ngram=ngram, draft_model=draft_model)
-    publish(run, json, plot, packages=TORCH, wide=False, subject={"model": model})
-
-
-@app.command()
-def concurrency(
-    model: ModelOption = "smollm2-135m",
-    clients: Annotated[int, typer.Option(help="Requests at once", min=2)] = 8,
-    rounds: Annotated[int, typer.Option(help="Measurements, of other prompts each (at least 7)", min=7)] = 7,
-    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 128,
-    json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
-) -> None:
-    """Ask several things at once and one after another, speculation off and on."""
-    from agentspec.benchmarks.concurrency import run_concurrency
-
-    run = partial(run_concurrency, model, clients=clients, rounds=rounds, max_tokens=max_tokens)
     publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
@@ -101,25 +84,10 @@ def cache(
     tenants: Annotated[
         int, typer.Option(help="Tenants that are served beside each other; 0 leaves this out", min=0)
     ] = 1000,
-    late: Annotated[
-        list[int] | None,
-        typer.Option(help="Draft chains of so many tokens late, too, as in vLLM's Model Runner V2", min=1, max=64),
-    ] = None,
-    sglang: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of an installed or unpacked `sglang` package: compare with its n-gram corpus, compiled here",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
     large: Annotated[
         bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw tokens per step against budget and calls seen into this PNG or SVG file")
-    ] = None,
 ) -> None:
     """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
     from agentspec.benchmarks.cache.costs import measure_costs
@@ -133,16 +101,11 @@ def cache(
         load_encoder(tokenizer),
         calls=calls,
         budgets=budgets,
-        curve=plot is not None,
         costs=partial(measure_costs, open_tokens, large=large) if costs else None,
         tenancy=partial(measure_tenancy, tenants) if costs and tenants else None,
-        late=late or (),
-        sglang=sglang,
     )
     packages = ("tokenizers", "numpy")
-    publish(
-        lambda progress: run(progress=progress), json, plot, packages=packages, subject={"tokenizer": str(tokenizer)}
-    )
+    publish(run, json, packages=packages, subject={"tokenizer": str(tokenizer)})
 
 
 @app.command()
@@ -181,33 +144,6 @@ def gateway(
 
 
 @app.command()
-def reasoning(
-    model: Annotated[
-        str | None, typer.Option(help="Measure the judge's call on this local model too, e.g. smollm2-135m")
-    ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(help="Recorded thinking (JSON lines) to predict a speed-up for", exists=True, dir_okay=False),
-    ] = None,
-    base_speed: Annotated[float, typer.Option(help="Tokens a second of the base model, for --replay", min=0.1)] = 25.0,
-    small_speed: Annotated[float, typer.Option(help="Tokens a second of the small model", min=0.1)] = 150.0,
-    score_seconds: Annotated[float, typer.Option(help="Seconds of one score", min=0)] = 0.08,
-    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the prediction into this PNG or SVG file")] = None,
-) -> None:
-    """Measure what delegating steps of thinking costs, and predict what it brings."""
-    from agentspec.benchmarks.reasoning import Speeds, read_steps, run_reasoning
-
-    def measure(progress: Progress) -> Any:
-        report = run_reasoning(model, progress)
-        if replay is not None:
-            report.foresee(read_steps(replay), Speeds(base_speed, small_speed, score_seconds))
-        return report
-
-    publish(measure, json, plot, packages=("numpy",), wide=False, subject={"model": str(model)})
-
-
-@app.command()
 def traces(
     source: Annotated[LogSource, typer.Argument(help="Whose logs they are")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
@@ -236,7 +172,6 @@ def retrieval(
         bool, typer.Option("--check", help="Only compare answers, over every knowledge base and in every way")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw speed-up against delay into this PNG or SVG file")] = None,
 ) -> None:
     """Answer questions by sequential and by speculative retrieval over fast and slow knowledge bases, interleaved.
 
@@ -246,7 +181,7 @@ def retrieval(
     from agentspec.benchmarks.retrieval import bench
     from agentspec.benchmarks.retrieval.bases import Bases, read_questions
 
-    require_writable(json, plot)
+    require_writable(json)
     if not check and count < MIN_PAIRS:
         raise typer.BadParameter(f"fewer than {MIN_PAIRS} questions say nothing", param_hint="--count")
     asked = _enough(read_questions(questions, count), questions, 1 if check else MIN_PAIRS)
@@ -262,35 +197,7 @@ def retrieval(
 
     if check:
         raise typer.Exit(FAILED if publish(measure, None).differ else 0)
-    publish(measure, json, plot if sweep else None, packages=TORCH, subject={"model": model, "encoder": encoder})
-
-
-@app.command()
-def knn(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Datastore, as knn build makes it")],
-    prompts: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", exists=True, dir_okay=False, help="Lines with a question or text")
-    ],
-    model: Annotated[str, typer.Option(help="The model that the datastore was built with")] = "smollm2-135m",
-    limit: Annotated[int, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = 20,
-    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 48,
-    sampled: Annotated[bool, typer.Option(help="Draw at temperature 1 with a seed instead of greedily")] = False,
-    neighbours: NeighboursOption = None,
-    weight: WeightOption = None,
-    distance: DistanceOption = None,
-    json: Annotated[Path | None, typer.Option(help="Write every run and ratio to this file")] = None,
-) -> None:
-    """Answer the same prompts by KNN-LM without and with speculative retrieval, interleaved in one run."""
-    from agentspec.benchmarks.knn import read_prompts, run_knn
-    from agentspec.benchmarks.report import MIN_PAIRS
-    from agentspec.types import SamplingParams
-
-    knobs = settings_of(neighbours, weight, distance)
-    sampling = SamplingParams(temperature=float(sampled), seed=1, max_tokens=max_tokens)
-    asked = _enough(read_prompts(prompts, limit), prompts, MIN_PAIRS)
-    run = partial(run_knn, model, folder, asked, sampling, knobs)
-    subject = {"model": model, **{name: str(value) for name, value in knobs}}
-    publish(run, json, packages=("torch", "numpy"), subject=subject)
+    publish(measure, json, packages=TORCH, subject={"model": model, "encoder": encoder})
 
 
 def _enough(asked: list[T], file: Path, least: int) -> list[T]:

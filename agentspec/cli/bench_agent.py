@@ -1,4 +1,4 @@
-"""`agentspec bench agent`: sessions of a coding agent, recorded ones whose tools start early, and reading ahead."""
+"""`agentspec bench agent`: sessions of a coding agent, and recorded ones whose tools start early."""
 
 from __future__ import annotations
 
@@ -31,31 +31,13 @@ def agent(
     share: Annotated[
         float, typer.Option(help="With --tools: the share of the time that tools take", min=0.01, max=0.99)
     ] = 0.5,
-    prefill: Annotated[
-        bool, typer.Option("--prefill", help="Instead, time next turns with and without reading ahead while tools run")
-    ] = False,
-    tool_seconds: Annotated[
-        list[float] | None,
-        typer.Option(help="With --prefill, several times: how long tools take (1)", min=0.0, max=60.0),
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(help="With --prefill: pairs of sessions for each case and length of tools", min=7)
-    ] = 7,
-    processor_time: Annotated[
-        bool, typer.Option("--processor-time", help="With --prefill: tools take processor time of this process")
-    ] = False,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
-    _refuse_agent(context, bool(tools), prefill)
+    _refuse_agent(context, bool(tools))
     if tools:
         from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
 
         publish(partial(run_agent_tools, tools, read_only=read_only or READ_ONLY, share=share), json)
-    elif prefill:
-        from agentspec.benchmarks.agent_prefill import TOOL_SECONDS, run_agent_prefill
-
-        told = tool_seconds or TOOL_SECONDS, rounds, processor_time
-        publish(partial(run_agent_prefill, model, *told), json, packages=TORCH, subject={"model": model})
     else:
         from agentspec.benchmarks.agent import run_agent
 
@@ -63,16 +45,12 @@ def agent(
         publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
-def _refuse_agent(context: typer.Context, tools: bool, prefill: bool) -> None:
+def _refuse_agent(context: typer.Context, tools: bool) -> None:
     """Refuse what `bench agent` would ignore in the way of running that the other parameters choose."""
     if tools:
-        _refuse(context, "with --tools", "prefill", "off", "kept", "warm", "model")
+        _refuse(context, "with --tools", "off", "kept", "warm", "model")
     else:
         _refuse(context, "without --tools", "read_only", "share")
-    if prefill:
-        _refuse(context, "with --prefill", "off", "kept", "warm")
-    else:
-        _refuse(context, "without --prefill", "processor_time", "rounds", "tool_seconds")
 
 
 def _refuse(context: typer.Context, where: str, *ignored: str) -> None:

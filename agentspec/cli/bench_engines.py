@@ -1,4 +1,4 @@
-"""The measurements of engines on their devices: `agentspec bench gpu`, `vllm`, `vllm-calls`."""
+"""The measurements of engines on their devices: `agentspec bench gpu` and `bench vllm`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import FAILED, require_writable
+from agentspec.cli.common import FAILED
 from agentspec.cli.publish import TORCH, publish
 
 
@@ -26,44 +26,6 @@ class DeviceKind(StrEnum):
 
 
 def vllm(
-    environment: Annotated[
-        Path | None, typer.Option(help="Environment with vLLM, as .ci/vllm-env makes it [default: .venv-vllm]")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Built-in name or folder")] = "smollm2-135m",
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = None,
-    controls: Annotated[int, typer.Option(help="Sampled answers of the control (at least 7)", min=7)] = 14,
-    predictions: Annotated[bool, typer.Option(help="Only answers with a prediction, and without drafts")] = False,
-    together: Annotated[
-        int | None, typer.Option(help="Only eight requests at once, Arctic and ours, so many rounds", min=1)
-    ] = None,
-    long: Annotated[bool, typer.Option(help="With --together: longer edits")] = False,
-    eager: Annotated[bool, typer.Option(help="Start servers without compiling, in half a minute each")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
-) -> None:
-    """Ask vLLM servers with other drafters, with ours and with none the same prompts: cold, warm, after a restart."""
-    from agentspec.backends.model_store import fetch
-    from agentspec.benchmarks.vllm.bench import VllmInstallation, run_vllm
-    from agentspec.benchmarks.vllm.server import find_environment
-    from agentspec.errors import ConfigurationError
-
-    found = environment or find_environment()
-    if found is None or not (found / "bin" / "vllm").exists():
-        raise ConfigurationError("no vLLM found: run .ci/vllm-env in a checkout, or name an environment that has it")
-    if long and together is None:
-        raise typer.BadParameter("goes with --together", param_hint="--long")
-    require_writable(json)
-    place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
-    subject = {"model": model, "eager": str(eager)}
-    if together is not None:
-        from agentspec.benchmarks.vllm.together import run_together
-
-        publish(partial(run_together, place, rounds=together, limit=limit, long=long), json, subject=subject)
-        return
-    run = partial(run_vllm, place, limit=limit, controls=controls, predictions=predictions)
-    publish(run, json, wide=False, subject=subject)
-
-
-def vllm_calls(
     python: Annotated[
         Path | None, typer.Option(help="Interpreter that has vLLM and agentspec [default: that of .venv-vllm]")
     ] = None,
@@ -89,8 +51,8 @@ def vllm_calls(
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
 ) -> None:
     """Time recorded calls on vLLM with each drafter, with random weights; exit code 1 where an answer is not equal."""
-    from agentspec.benchmarks.vllm.forced.bench import ForcedPart, ForcedPlan, run_forced
-    from agentspec.benchmarks.vllm.server import find_environment
+    from agentspec.benchmarks.vllm.bench import ForcedPart, ForcedPlan, run_forced
+    from agentspec.benchmarks.vllm.engine import find_environment
 
     try:
         parts = tuple(ForcedPart(name) for name in part or ForcedPart)

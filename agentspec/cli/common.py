@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,10 +68,3 @@ def require_writable(*paths: Path | None) -> None:
     for path in paths:
         if path and not os.access(path.absolute().parent, os.W_OK):
             raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")
-
-
-def require_plot(path: Path | None) -> None:
-    """As `require_writable`, for a plot; raises `ModuleNotFoundError` if matplotlib is missing (extra `bench`)."""
-    require_writable(path)
-    if path is not None:
-        import_module("matplotlib")

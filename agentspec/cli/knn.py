@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentspec.cli.common import ModelOption
-from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from agentspec.reasoning.retrieval.knn.build import Progress
-    from agentspec.reasoning.settings import KnnSettings
 
 app = typer.Typer(help="Build a KNN-LM datastore.", no_args_is_help=True)
-
-NeighboursOption = Annotated[int | None, typer.Option(help="Nearest entries that share their part of the mixture")]
-WeightOption = Annotated[float | None, typer.Option(help="That part, above 0 and below 1")]
-DistanceOption = Annotated[
-    float | None, typer.Option(help="Squared distance that makes an entry count e times less: the temperature")
-]
 
 
 @app.callback()
@@ -64,21 +56,6 @@ def build(
             await backend.aclose()
 
     anyio.run(run)
-
-
-def settings_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnSettings:
-    """`KnnSettings` with the given values, and defaults for the others. Raises `ConfigurationError`."""
-    from pydantic import ValidationError
-
-    from agentspec.reasoning.settings import KnnSettings
-
-    given = {"neighbours": neighbours, "weight": weight, "temperature": distance}
-    try:
-        return KnnSettings.model_validate({name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        option = {"temperature": "distance"}.get(name := str(wrong["loc"][0]), name)
-        raise ConfigurationError(f"--{option}: {wrong['msg']}, not {wrong['input']}") from None
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from agentspec.cli.common import require_plot, require_writable
+from agentspec.cli.common import require_writable
 
 if TYPE_CHECKING:
     from agentspec.benchmarks.report import BenchmarkReport
@@ -20,7 +20,6 @@ R = TypeVar("R", bound="BenchmarkReport")
 def publish(
     measure: Callable[..., R],
     json: Path | None,
-    plot: Path | None = None,
     *,
     packages: Sequence[str] = (),
     wide: bool = True,
@@ -32,13 +31,10 @@ def publish(
     from agentspec.benchmarks.report import conditions, print_report, write_json
 
     require_writable(json)
-    require_plot(plot)
     console = Console(width=REPORT_WIDTH if wide and not sys.stdout.isatty() else None)
     with console.status("starting") as status:
         report = measure(progress=status.update)
     print_report(report, console)
     if json:
         write_json(report, json, conditions(*packages, **(subject or {})))
-    if plot:
-        cast("Any", report).plot(plot)
     return report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -69,21 +68,3 @@ def print_savings(savings: Savings, console: Console | None = None) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def write_plot(savings: Savings, path: Path) -> None:
-    """Plot tokens per step and hit rate over the calls seen. Needs matplotlib (extra `bench`)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    rate, hits = figure.subplots(1, 2)
-    course = range(len(savings.hit_rate_over_time))
-    seen = [min(savings.calls, savings.window * (number + 1)) for number in course]
-    rate.plot(seen, savings.tokens_per_step_over_time, marker="o")
-    rate.set_ylabel("tokens per step")
-    hits.plot(seen, savings.hit_rate_over_time, marker="o")
-    hits.set_ylabel("steps with a hit")
-    hits.set_ylim(0, 1)
-    for axes in (rate, hits):
-        axes.set_xlabel("calls seen")
-    figure.savefig(path)

@@ -20,7 +20,6 @@ from statistics import median
 import numpy as np
 
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
-from agentspec.benchmarks.cache.threads import Gains, measure_gains
 from agentspec.benchmarks.report import Progress
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter, Sourced, SuffixIndex
@@ -68,7 +67,6 @@ class Costs:
     disk_bytes: float  # per token in the database
     opened_tokens: int
     open_seconds: float  # from opening a cache on disk to its first draft
-    gains: Gains  # of several threads
     large: Latency | None = None
     segment_bytes: float | None = None  # per token in a segment
 
@@ -101,8 +99,6 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
             progress("drafting")
             draft = draft_latency(cache)
             busy = draft_latency(cache, beside=_insertions(cache))
-            progress("drafting in several threads")
-            gains = measure_gains(cache, _continuation(cached, 2000), TREE)
         progress(f"writing {opened:,} tokens")
         opening = open_cost(Path(folder), opened)
     return Costs(
@@ -115,7 +111,6 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
         disk_bytes=opening.database,
         opened_tokens=opened,
         open_seconds=opening.seconds,
-        gains=gains,
         large=large_latency(LARGE, progress) if large else None,
         segment_bytes=opening.segments,
     )

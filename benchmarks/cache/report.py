@@ -1,10 +1,9 @@
-"""The results of the cache benchmark, with its goals, tables, JSON and plot."""
+"""The results of the cache benchmark, with its goals, tables and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,10 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
-from agentspec.benchmarks.cache.late import STEPS, LateFigures
-from agentspec.benchmarks.cache.sglang_peer import FROM_EMPTY, SglangFigures
 from agentspec.benchmarks.cache.tenants import Tenancy
-from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import Figure
 from agentspec.recordings.replay import Replay, geometric_mean
 
-_WINDOW = 50  # calls per point of the plot
 _MICRO = 1e-6
 _OPENED = 10_000_000
 _CALIBRATED = 32  # budget at which calibration is judged
@@ -32,8 +27,6 @@ class FileResult:
     name: str
     replays: dict[int, Replay] = field(default_factory=dict)
     peer: dict[int, float] = field(default_factory=dict)
-    late: list[LateFigures] = field(default_factory=list)
-    sglang: list[SglangFigures] = field(default_factory=list)
 
     def ratio(self, budget: int) -> float | None:
         """Tokens per step divided by the peer's; None if the peer has no figure."""
@@ -60,16 +53,12 @@ class CacheReport:
 
     def goals(self) -> list[Figure]:
         """Every goal, including goals without a measurement."""
-        return [*_drafting_goals(self), *_sglang_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
+        return [*_drafting_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
 
     def show(self) -> Iterator[RenderableType]:
         yield _quality_table(self)
         yield _calibration_table(self)
         yield _timing_table(self)
-        if any(file.late for file in self.files):
-            yield _late_table(self)
-        if any(file.sglang for file in self.files):
-            yield _sglang_table(self)
         if self.costs:
             yield _costs_table(self.costs)
         yield report.table(
@@ -85,20 +74,6 @@ class CacheReport:
             "tenancy": asdict(self.tenancy) if self.tenancy else None,
             "goals": [_goal_data(goal) for goal in self.goals()],
         }
-
-    def plot(self, path: Path) -> None:
-        """Tokens per step against the budget, and against the calls seen."""
-        with report.plot(path, panels=2, size=(11, 4)) as (by_budget, by_call):
-            for file in self.files:
-                budgets = list(file.replays)
-                by_budget.plot(budgets, [file.replays[b].tokens_per_step for b in budgets], marker="o", label=file.name)
-                points = file.replays[self.budgets[-1]].tokens_per_step_by_call(_WINDOW)
-                by_call.plot([_WINDOW * (number + 1) for number in range(len(points))], points)
-            by_budget.set_xscale("log", base=2)
-            by_budget.set_xlabel("budget, drafted tokens")
-            by_budget.set_ylabel("tokens per step")
-            by_budget.legend(fontsize="small")
-            by_call.set_xlabel(f"calls seen (budget {self.budgets[-1]}, {_WINDOW} calls a point)")
 
 
 def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
@@ -116,14 +91,6 @@ def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
     yield Figure(f"calibration at budget {_CALIBRATED}, worst bin of any file", value, "", 0.05, 0.02)
 
 
-def _sglang_goals(found: CacheReport) -> Iterator[Figure]:
-    compared = [figures for file in found.files for figures in file.sglang if figures.situation == FROM_EMPTY]
-    for width, least in ((12, 1.05), (32, 1.1)):
-        ratios = [figures.ours / figures.ngram for figures in compared if figures.draft_tokens == width]
-        if ratios:
-            yield Figure(f"tokens/step vs NGRAM at {width}, lowest file", min(ratios), "x", least, least, at_most=False)
-
-
 def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
     yield from _latency_goals(costs.draft if costs else None, "1 M", (45, 35), (150, 120))
     yield from _latency_goals(costs.large if costs else None, "100 M", (200, 150), (600, 500))
@@ -133,7 +100,6 @@ def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
     yield Figure("bytes per cached token, memory", costs.memory_bytes if costs else None, "B", 60, 30)
     yield Figure("bytes per cached token, segment", costs.segment_bytes if costs else None, "B", 12, 9)
     yield _open_goal(costs)
-    yield from _thread_goals(costs.gains if costs else None)
 
 
 def _tenancy_goals(found: Tenancy | None) -> Iterator[Figure]:
@@ -154,15 +120,6 @@ def _tenancy_goals(found: Tenancy | None) -> Iterator[Figure]:
         yield Figure(name, value, unit, required, aim, note=how)
     share = found.budget_share if found else None
     yield Figure("share of the memory budget in use", share, "", 0.9, 0.95, at_most=False, note=in_use)
-
-
-def _thread_goals(gains: Gains | None) -> Iterator[Figure]:
-    note = f"plain hashing in two threads: {gains.two_cores:.1f}x; load {gains.load:.1f}" if gains else ""
-    for figure, value, required in (
-        ("two threads drafting vs one", gains.two_threads if gains else None, 1.5),
-        ("16 requests in one call vs one by one", gains.batch if gains else None, 1.7),
-    ):
-        yield Figure(figure, value, "x", required, 1.9, at_most=False, note=note)
 
 
 def _latency_goals(
@@ -223,32 +180,6 @@ def _calibration_cells(name: str, replay: Replay) -> list[str]:
     return [name, *bins, *[""] * (10 - len(bins)), f"{100 * replay.worst_calibration():.1f}"]
 
 
-def _sglang_table(found: CacheReport) -> RenderableType:
-    columns = ("file", "tokens verified", "", "ours", "NGRAM", "ratio", "NGRAM fed prompts", "ratio")
-    rows = [(file.name, *_sglang_cells(figures)) for file in found.files for figures in file.sglang]
-    return report.table("Tokens per step against SGLang's NGRAM, run here", columns, rows)
-
-
-def _sglang_cells(figures: SglangFigures) -> Iterator[str]:
-    yield from (str(figures.draft_tokens), figures.situation, f"{figures.ours:.3f}")
-    for peer in (figures.ngram, figures.fed):
-        yield from (f"{peer:.3f}", f"{figures.ours / peer:.3f}")
-
-
-def _late_table(found: CacheReport) -> RenderableType:
-    columns = ["file", "drafted", "in time"]
-    for steps in STEPS:
-        columns += [f"{steps} late", "loss"]
-    rows = [(file.name, *_late_cells(late)) for file in found.files for late in file.late]
-    return report.table("Tokens per step where the drafter knows the output some steps late", columns, rows)
-
-
-def _late_cells(late: LateFigures) -> Iterator[str]:
-    yield from (str(late.tokens), f"{late.in_time:.3f}")
-    for steps, figure in late.late.items():
-        yield from (f"{figure:.3f}", f"{100 * late.loss(steps):.1f} %")
-
-
 def _timing_table(found: CacheReport) -> RenderableType:
     budget = found.budgets[-1]
     columns = ("file", "draft median, us", "p99", "extend, us/token", "close, us/token", "start, us/prompt token")
@@ -302,8 +233,6 @@ def _number(value: float | None, digits: int) -> str:
 def _file_data(file: FileResult) -> dict[str, Any]:
     return {
         "name": file.name,
-        "late": [asdict(late) for late in file.late],
-        "sglang": [asdict(figures) for figures in file.sglang],
         "budgets": {
             str(budget): {
                 "tokens_per_step": replay.tokens_per_step,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
@@ -127,24 +125,6 @@ class RetrievalReport:
 
     def data(self) -> dict[str, Any]:
         return {**asdict(self), "cases": list(map(_data, self.cases))}
-
-    def plot(self, path: Path) -> None:
-        """Plot the speed-up over the knowledge base's delay: as measured, the bound and by the paper's formula."""
-        points = self.points
-        speak = float(np.mean([point.generate for point in points]))
-        gamma = float(np.mean([point.gamma for point in points]))
-        delays = np.geomspace(min(p.delay for p in points), max(p.delay for p in points), 50)
-        with report.plot(path) as (axes,):
-            theory = [published(speak, ask, gamma) for ask in delays]
-            axes.plot(delays, theory, label=f"OS3's formula, gamma {gamma:.2f}")
-            measured = [point.delay for point in points]
-            axes.plot(measured, [point.bound for point in points], "--", label="free verification, as measured")
-            axes.plot(measured, [point.speedup for point in points], "o-", label=SPECULATIVE)
-            axes.axhline(1.0, color="grey", linewidth=1)
-            axes.set_xscale("log")
-            axes.set_xlabel("delay of the knowledge base (s)")
-            axes.set_ylabel("times faster than sequential retrieval")
-            axes.legend()
 
 
 def speedup_goal(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.benchmarks.report import MIN_PAIRS, paired_ratio
+from agentspec.benchmarks.report import MIN_PAIRS, Figure, Verdict, paired_ratio
 
 speeds = st.lists(st.floats(1.0, 1000.0), min_size=MIN_PAIRS, max_size=20)
 
@@ -33,3 +33,20 @@ def test_interval_shows_the_spread() -> None:
 def test_too_few_or_unpaired_values_are_refused(values: list[float]) -> None:
     with pytest.raises(ValueError, match="equally long"):
         paired_ratio(values, [1.0] * 7 if len(values) == 8 else values)
+
+
+@pytest.mark.parametrize(
+    ("value", "at_most", "verdict"),
+    [
+        (None, True, "not measured"),
+        (1.0, True, "aim met"),
+        (1.5, True, "met"),
+        (2.5, True, "missed"),
+        (2.5, False, "aim met"),
+        (2.0, False, "met"),
+        (0.5, False, "missed"),
+    ],
+)
+def test_bounds_are_inclusive_and_have_a_side(value: float | None, at_most: bool, verdict: Verdict) -> None:
+    required, aim = (2.0, 1.0) if at_most else (1.0, 2.5)
+    assert Figure("f", value, "us", required, aim, at_most).verdict == verdict

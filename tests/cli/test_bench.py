@@ -35,10 +35,10 @@ def traces(tmp_path: Path) -> list[Path]:
 
 
 def test_cache_prints_and_writes_what_it_measured(program, tokenizer, traces, tmp_path):
-    out, plot = tmp_path / "out.json", tmp_path / "plot.svg"
+    out = tmp_path / "out.json"
     result = program(
         *("bench", "cache", "--data", *traces, "--tokenizer", tokenizer, "--calls", 2, "--budgets", 2, 4),
-        *("--no-costs", "--json", out, "--plot", plot),
+        *("--no-costs", "--json", out),
     )
     assert result.exit_code == 0, result.output
     assert "Tokens per step" in result.output
@@ -46,7 +46,6 @@ def test_cache_prints_and_writes_what_it_measured(program, tokenizer, traces, tm
     assert [file["name"] for file in data["files"]] == ["first", "second"]
     assert data["files"][0]["budgets"]["4"]["calls"]["tokens"] == [6, 6]
     assert data["costs"] is None
-    assert plot.stat().st_size > 1000
 
 
 def test_cache_refuses_missing_files_and_tokenizers(program, tokenizer, traces, tmp_path):
@@ -86,9 +85,8 @@ def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
     file.write_text('{"id": "1", "question": "why?", "text": "because"}\n')
     result = program("bench", "retrieval", "--corpus", file, "--questions", file, "--count", 3)
     assert result.exit_code == 2 and "fewer than 7 questions" in result.output
-    for few in (("retrieval", "--corpus", file, "--questions", file), ("knn", tmp_path, file)):
-        result = program("bench", *few)
-        assert result.exit_code == 2 and f"{file} holds 1 line, and at least 7 are needed" in result.output
+    result = program("bench", "retrieval", "--corpus", file, "--questions", file)
+    assert result.exit_code == 2 and f"{file} holds 1 line, and at least 7 are needed" in result.output
     assert program("bench", "retrieval", "--corpus", tmp_path / "none", "--questions", file).exit_code == 2
 
 
@@ -112,16 +110,9 @@ def test_gateway_refuses_nonsense(program, options, message):
     "options",
     [
         ("--read-only", "get_*"),
-        ("--processor-time",),
-        ("--tool-seconds", "1"),
         ("--share", "0.5"),
-        ("--prefill", "--off"),
-        ("--prefill", "--kept"),
-        ("--prefill", "--warm", "20"),
         ("--tools", "{file}", "--warm", "3"),
         ("--tools", "{file}", "--model", "smollm2-135m"),
-        ("--tools", "{file}", "--prefill"),
-        ("--tools", "{file}", "--tool-seconds", "1"),
     ],
 )
 def test_agent_refuses_options_that_it_would_ignore(program, tmp_path, options):

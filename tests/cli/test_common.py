@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from agentspec.cli.common import ErrorGroup, require_plot
-from agentspec.errors import ConfigurationError, EngineError, extra_of
+from agentspec.cli.common import ErrorGroup
+from agentspec.errors import ConfigurationError, EngineError
 
 
 def run(error: Exception) -> Result:
@@ -41,11 +39,3 @@ def test_a_missing_extra_says_how_to_install_it():
 @pytest.mark.parametrize("error", [ModuleNotFoundError("x", name="somebody_elses"), KeyError("bug")])
 def test_other_errors_are_not_hidden(error):
     assert run(error).exception is error
-
-
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    require_plot(None)
-    with pytest.raises(ModuleNotFoundError) as raised:
-        require_plot(tmp_path / "plot.svg")
-    assert extra_of(raised.value.name) == "bench"

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.cli.trace import passages
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
+from tests.thinking_model import ThinkingModel
 
 
 def solve(folder: Path, problem: str = "Two plus <b>two</b>?") -> str:

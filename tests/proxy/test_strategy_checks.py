@@ -13,7 +13,6 @@ import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.cli.doctor import strategy_checks
 from agentspec.cli.doctor.checks import Check
 from agentspec.cli.doctor.strategy_checks import Unloaded, check_strategies
@@ -30,6 +29,7 @@ from agentspec.reasoning.settings import (
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import GenerateRequest
+from tests.thinking_model import ThinkingModel
 
 DOWN = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]
 

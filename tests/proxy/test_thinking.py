@@ -14,7 +14,6 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
@@ -23,6 +22,7 @@ from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.step import report, step
 from agentspec.testing import Answer, FakeBackend, Script
+from tests.thinking_model import ThinkingModel
 
 THINKING = "small 1.\n\nsmall 2. Answer: 4\n\n"
 

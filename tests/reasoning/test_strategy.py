@@ -9,7 +9,6 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentspec.backends.base import Capabilities
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.thinking import Algorithm
@@ -17,6 +16,7 @@ from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, SpecRea
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, prepare
 from agentspec.testing import Script
 from agentspec.types import Delta, GenerateRequest, Message
+from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.anyio
 

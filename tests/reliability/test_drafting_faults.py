@@ -19,13 +19,13 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.backends.torch.drafters import Drafter
 from agentspec.backends.torch.engine.cache_session import STALL_SECONDS
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.cache import SuffixCache
 from agentspec.errors import CacheError, UpstreamError, UpstreamTimeoutError
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
 from agentspec.types import Draft, GenerateRequest, Namespace, SamplingParams, Source
+from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.reliability
 

@@ -23,7 +23,6 @@ from starlette.routing import Route
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import AuthenticationError, EngineError
@@ -44,6 +43,7 @@ from agentspec.settings.server import ServerSettings
 from agentspec.speculation.cost import CostModel
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
+from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.reliability
 

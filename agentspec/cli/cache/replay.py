@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentspec.cli.cache.folder import adapter_of, reference_of
-from agentspec.cli.common import ConfigOption, JsonOption, load, plural, print_json, require_plot
+from agentspec.cli.common import ConfigOption, JsonOption, load, plural, print_json
 from agentspec.cli.recorded_files import (
     Files,
     FormatOption,
@@ -40,7 +40,6 @@ def replay(
     skip_bad: SkipOption = False,
     calls: Annotated[int | None, typer.Option(help="Only the first so many calls", min=1)] = None,
     budget: Annotated[int, typer.Option(help="Most drafted tokens a step", min=1)] = 32,
-    plot: Annotated[Path | None, typer.Option(help="Draw it over the calls seen into this PNG or SVG file")] = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -49,10 +48,9 @@ def replay(
     Every call is drafted step by step against what was really answered. The files are one log, in the order given.
     """
     from agentspec.recordings.replay import replay_cache
-    from agentspec.recordings.savings import measure, print_savings, write_plot
+    from agentspec.recordings.savings import measure, print_savings
 
     encode = _encoder(load(config), model, tokenizer)
-    require_plot(plot)
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         recorded = (
@@ -71,8 +69,6 @@ def replay(
         print_json(asdict(savings) | {"budget": budget, "bad": len(bad)})
     else:
         print_savings(savings)
-    if plot:
-        write_plot(savings, plot)
 
 
 def _encoder(settings: Settings, model: str | None, tokenizer: Path | None) -> Callable[[RecordedCall], EncodedCall]:

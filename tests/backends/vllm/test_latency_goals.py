@@ -12,11 +12,12 @@ import pytest
 
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer, find_environment
+from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, SamplingParams
+from tests.vllm_server import SUFFIX, VllmServer
 
 ENVIRONMENT = find_environment(Path(__file__).parents[3])
 

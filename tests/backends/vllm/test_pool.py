@@ -24,10 +24,11 @@ from starlette.testclient import TestClient
 from agentspec.backends.model_store import locate
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer, find_environment
+from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.proxy import create_app
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
+from tests.vllm_server import SUFFIX, VllmServer
 
 ENVIRONMENT = find_environment(Path(__file__).parents[3])
 STOPPED = 20.0  # seconds

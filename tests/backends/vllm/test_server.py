@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.vllm.bench import ask
-from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer, find_environment
+from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cli.doctor.checks import Check, check_upstream
@@ -29,6 +28,7 @@ from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams
+from tests.vllm_server import SUFFIX, VllmServer, ask
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = find_environment(ROOT)

@@ -8,8 +8,7 @@ import pytest
 
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import Costs, Latency
-from agentspec.benchmarks.cache.replay import CURVE, run_cache
-from agentspec.benchmarks.cache.threads import Gains
+from agentspec.benchmarks.cache.replay import run_cache
 from agentspec.recordings.traces import END, START
 
 IDS = {START: 1, END: 2}
@@ -47,17 +46,6 @@ def test_the_second_call_is_drafted_from_the_first(trace: Path) -> None:
     assert file.replays[32].tokens_per_step > file.replays[8].tokens_per_step > 1.5
 
 
-@pytest.mark.slow
-@pytest.mark.counted
-def test_drafting_late_costs_something_and_finds_most(trace: Path) -> None:
-    report = run_cache([trace], encode, calls=600, budgets=(8, 32), late=[4], progress=quiet)
-    (late,) = report.files[0].late
-    assert list(late.late) == [1, 2] and 1.5 < late.late[1] < 5
-    assert -0.5 < late.loss(1) < 0.5 and late.loss(1) == 1 - late.late[1] / late.in_time
-    assert report.data()["files"][0]["late"][0]["tokens"] == 4
-    assert len(list(report.show())) == 5
-
-
 @pytest.mark.skipif(peer.installed_version() is not None, reason="the peer is run instead")
 def test_without_the_peer_its_measured_figures_are_named_as_such(trace: Path) -> None:
     report = run_cache([trace], encode, calls=600, budgets=(8, 32), progress=quiet)
@@ -76,9 +64,8 @@ def test_figures_of_another_setting_are_not_compared(trace: Path) -> None:
     assert file.peer == {} and file.ratio(8) is None and report.mean_ratio(8) is None
 
 
-def test_the_curve_and_the_costs_come_on_demand(trace: Path) -> None:
+def test_the_costs_come_on_demand(trace: Path) -> None:
     latency = Latency(1, 1, 1.0, 1e-6, 1e-6, 1e-6)
-    costs = Costs(latency, latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0, Gains(1.0, 1.0, 1.0, 0.0))
-    report = run_cache([trace], encode, calls=3, budgets=(5, 8), curve=True, costs=lambda p: costs, progress=quiet)
-    assert list(report.files[0].replays) == sorted({5, 8, *CURVE})
-    assert report.costs is costs
+    costs = Costs(latency, latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0)
+    report = run_cache([trace], encode, calls=3, budgets=(5, 8), costs=lambda p: costs, progress=quiet)
+    assert list(report.files[0].replays) == [5, 8] and report.costs is costs

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,6 @@ from rich.console import Console
 
 from agentspec.benchmarks.cache.costs import Costs, Latency
 from agentspec.benchmarks.cache.report import CacheReport, FileResult
-from agentspec.benchmarks.cache.sglang_peer import FROM_EMPTY, SglangFigures
-from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.recordings.replay import Replay
 
@@ -25,7 +24,7 @@ def replay_of(tokens: int) -> Replay:
 @pytest.fixture
 def report() -> CacheReport:
     latency = Latency(1_000_000, 100, 31.5, 20e-6, 60e-6, 1e-3)
-    costs = Costs(latency, latency, 1.5e-6, 5e-6, 5e-9, 20.0, 5.0, 1_000_000, 0.5, Gains(1.2, 1.6, 1.9, 0.5))
+    costs = Costs(latency, latency, 1.5e-6, 5e-6, 5e-9, 20.0, 5.0, 1_000_000, 0.5)
     known = FileResult("agent_tau2", {8: replay_of(250), 32: replay_of(300)}, {8: 2.0, 32: 2.0})
     return CacheReport(
         [known, FileResult("own", {8: replay_of(200), 32: replay_of(210)})], [8, 32], "constants: x", costs
@@ -63,15 +62,38 @@ def test_json_holds_the_counts_of_every_call(report: CacheReport, tmp_path: Path
     assert {goal["verdict"] for goal in data["goals"]} >= {"met", "missed"}
 
 
-def test_the_plot_is_drawn(report: CacheReport, tmp_path: Path) -> None:
-    report.plot(tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert "<svg" in drawn
+def verdicts(costs: Costs | None, *files: FileResult) -> dict[str, str]:
+    return {goal.name: goal.verdict for goal in CacheReport(files, [8, 32], "constants", costs).goals()}
 
 
-def test_the_lowest_file_counts_against_sglang() -> None:
-    files = [FileResult(name) for name in "ab"]
-    for file, ours in zip(files, (1.3, 1.2), strict=True):
-        file.sglang = [SglangFigures(12, FROM_EMPTY, ours, 1.0, 1.1), SglangFigures(12, "two tenants", 0.5, 1.0, 1.1)]
-    (figure,) = [goal for goal in CacheReport(files, [], "", None).goals() if "NGRAM" in goal.name]
-    assert (figure.value, figure.required) == (1.2, 1.05)
+def file_of(name: str, per_step: float, peer: float, predicted: float = 0.5) -> FileResult:
+    """Half of its drafted nodes are accepted."""
+    chances = [np.full(100, predicted, dtype=np.float32)]
+    half = [np.arange(100) % 2 == 0]
+    replays = {budget: Replay([int(1000 * per_step)], [1000], [100], chances, half, [1e-5, 2e-5]) for budget in (8, 32)}
+    return FileResult(name, replays, {8: peer, 32: peer})
+
+
+def test_drafting_is_judged_by_mean_and_by_the_lowest_file() -> None:
+    found = verdicts(None, file_of("a", 3.0, 2.0), file_of("b", 2.0, 1.98))
+    assert found["tokens/step vs peer, budget 8, geometric mean"] == "aim met"
+    assert found["tokens/step vs peer, budget 8, lowest file"] == "missed"
+
+
+def test_calibration_takes_the_worst_file() -> None:
+    name = "calibration at budget 32, worst bin of any file"
+    assert verdicts(None, file_of("a", 3.0, 2.0))[name] == "aim met"
+    assert verdicts(None, file_of("a", 3.0, 2.0), file_of("b", 3.0, 2.0, predicted=0.3))[name] == "missed"
+
+
+def test_a_smaller_cache_on_disk_can_only_miss(report: CacheReport) -> None:
+    name, costs = "open a cache of 10 M tokens until the first draft", report.costs
+    assert costs is not None
+    assert verdicts(costs)[name] == "not measured"
+    assert verdicts(replace(costs, open_seconds=2.0))[name] == "missed"
+    assert verdicts(replace(costs, opened_tokens=10_000_000))[name] == "met"
+
+
+def test_what_was_not_measured_is_listed_all_the_same(report: CacheReport) -> None:
+    assert set(verdicts(None).values()) == {"not measured"}
+    assert list(verdicts(None)) == list(verdicts(report.costs))

@@ -1,139 +1,265 @@
+"""The run over engines from end to end: who is asked when, what counts, and what becomes of engines that fail."""
+
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import sys
 from pathlib import Path
-from threading import Thread
+from typing import Any
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
-from agentspec.benchmarks.report import print_report, write_json
-from agentspec.benchmarks.vllm.bench import (
-    ARCTIC,
-    COLD,
-    CONTROL,
-    NONE,
-    PLUGIN,
-    PREDICTED,
-    PREDICTING,
-    RESTARTED,
-    TOGETHER,
-    WARM,
-    ClientAnswer,
-    DraftingCost,
-    VllmBenchReport,
-    ask,
-    drafting_cost,
-    variants,
-)
-from agentspec.benchmarks.vllm.server import VllmServer, find_environment, free_port
+from agentspec.benchmarks.report import print_report
+from agentspec.benchmarks.vllm import bench
+from agentspec.benchmarks.vllm.bench import ForcedBench, ForcedPart, ForcedPlan, require_vllm, run_forced
+from agentspec.benchmarks.vllm.calls import prepare_calls
+from agentspec.benchmarks.vllm.engine import EngineAnswer, EngineProcess, find_environment
+from agentspec.benchmarks.vllm.report import ForcedReport
 from agentspec.cli import app
+from agentspec.errors import ConfigurationError
 
-EVENTS = [
-    {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
-    {"choices": [{"delta": {"content": "one two"}}]},
-    {"choices": [{"delta": {"content": " three"}}]},
-    {"choices": [], "usage": {"completion_tokens": 3}},
-]
-
-
-class Canned(BaseHTTPRequestHandler):
-    """A server that streams one answer and has counters."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.reply("".join(f"data: {json.dumps(event)}\n\n" for event in EVENTS) + "data: [DONE]\n\n")
-
-    def do_GET(self) -> None:
-        self.reply('# HELP x\nvllm:x_total{engine="0"} 2.0\nvllm:x_total{engine="1"} 3.0\nvllm:x_totals 9.0\n')
-
-    def reply(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
+FAKE = Path(__file__).with_name("fake_worker.py")
+WORDS = "check the order again please and then"
+ANSWER = f"{WORDS} {WORDS}"
+LONG = 3600.0  # seconds that no stand-in needs
+ENVIRONMENT = find_environment(Path(__file__).parents[4])
 
 
 @pytest.fixture
-def server() -> Iterator[VllmServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Canned) as http:
-        Thread(target=http.serve_forever, daemon=True).start()
-        yield VllmServer(Path(), Path(), Path(), port=http.server_address[1])
-        http.shutdown()
+def tokenizer(tmp_path: Path) -> Path:
+    words = ["[UNK]", "user", "assistant", *WORDS.split()]
+    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    built.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    built.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    built.save(str(folder / "tokenizer.json"))
+    return folder
 
 
-def test_an_answer_as_a_client_sees_it(server: VllmServer) -> None:
-    answer = ask(server, "count", max_tokens=3)
-    assert (answer.text, answer.tokens, answer.steps) == ("one two three", 3, 2)
-    assert server.metric("vllm:x_total") == 5.0
-    assert server.metric("vllm:y_total") == 0.0
+def write_calls(folder: Path, name: str, count: int) -> Path:
+    path = folder / f"{name}.jsonl.gz"
+    with gzip.open(path, "wt") as lines:
+        for number in range(count):
+            delta = [{"role": "user", "content": "please check"}]
+            call = {"session": f"{name}{number}", "messages_delta": delta, "response": ANSWER}
+            lines.write(json.dumps(call) + "\n")
+    return path
 
 
-def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
-    program = tmp_path / "bin" / "vllm"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho no model there\nexit 1\n")
-    program.chmod(0o755)
-    assert find_environment(tmp_path) is None
-    server = VllmServer(tmp_path, Path("model"), tmp_path / "log", {"method": "suffix"}, port=free_port())
-    with pytest.raises(RuntimeError, match="no model there"):
-        server.start()
-    assert not server.running
-    server.stop()
+@pytest.fixture
+def plan(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes plans whose engines are stand-ins; `wrong` says what each does wrong."""
+    monkeypatch.setattr(bench, "require_vllm", lambda python: None)
+    monkeypatch.setattr(bench, "CONTEXTS", (200,))
+    monkeypatch.setenv("FAKE_TURNS", str(tmp_path / "turns"))
+    traces = (write_calls(tmp_path, "airline", 10), write_calls(tmp_path, "sql", 3))
+
+    def made(*names: str, wrong: dict[str, str] | None = None, **changed: Any) -> ForcedPlan:
+        monkeypatch.setenv("FAKE", json.dumps(wrong or {}))
+        given: dict[str, Any] = {"traces": traces, "tokenizer": tokenizer, "learned": 2, "seconds": LONG}
+        given |= {"device": "cpu", "shape": "tiny", "start": LONG, "patience": LONG, "worker": [str(FAKE)], **changed}
+        return ForcedPlan(Path(sys.executable), variants=names, **given)
+
+    return made
 
 
-def test_the_environment_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "vllm").touch()
-    monkeypatch.setenv("AGENTSPEC_VLLM_ENV", str(tmp_path))
-    assert find_environment() == tmp_path
-    assert ARCTIC not in variants(tmp_path, tmp_path)
-    (tmp_path / "lib/python3.11/site-packages/arctic_inference").mkdir(parents=True)
-    found = variants(tmp_path, tmp_path)
-    assert list(found) == [NONE, "ngram", ARCTIC, PLUGIN, PREDICTING]
-    assert found[PLUGIN][1]["AGENTSPEC_CACHE_PATH"] == str(tmp_path / "suffix")
+def turns(tmp_path: Path) -> list[str]:
+    return (tmp_path / "turns").read_text().splitlines()
 
 
-def test_the_report_judges_by_intervals(tmp_path: Path) -> None:
-    report = VllmBenchReport(
-        DraftingCost(8, 0.3, 0.9, 20.0), elapsed=dict.fromkeys((NONE, ARCTIC, PLUGIN, PREDICTING), 2.0)
-    )
-    speeds = {NONE: 10.0, ARCTIC: 20.0, PLUGIN: 30.0, PREDICTING: 20.0}
-    for part in (COLD, WARM, PREDICTED, CONTROL, TOGETHER, RESTARTED):
-        for name, speed in speeds.items():
-            for _ in range(8):
-                report.add(part, name, ClientAnswer("same", 20, 10, 20 / speed))
-    report.acceptance[PLUGIN] = 0.5
-    console = Console(record=True, width=150)
+def printed(report: ForcedReport) -> str:
+    console = Console(record=True, width=200)
     print_report(report, console)
-    text = console.export_text()
-    assert f"{PLUGIN} cold / {ARCTIC} cold: 1.50x [1.50, 1.50], goal 1.0x: met" in text
-    assert f"{PREDICTING} {PREDICTED} / {NONE} {PREDICTED}: 2.00x [2.00, 2.00], goal 2.5x: missed" in text
-    assert "0.30 ms median, 0.90 ms p99, goal 0.4 ms: met" in text
-    assert report.speed(TOGETHER, PLUGIN) == 80.0
-    assert report.tokens_per_step(COLD, NONE) == 2.0
-    assert report.identical(WARM, PLUGIN) == 8
-    write_json(report, tmp_path / "out.json", {"cpus": 2})
-    assert json.loads((tmp_path / "out.json").read_text())["drafting"]["median_ms"] == 0.3
+    return console.export_text()
 
 
-def test_drafting_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentspec.benchmarks.vllm import bench
+def test_engines_take_turns_in_rotating_order_and_only_ours_learn(plan: Any, tmp_path: Path) -> None:
+    report = run_forced(plan("agentspec", "ngram_gpu", parts=[ForcedPart.calls]))
+    found = turns(tmp_path)
+    assert found[0] == "agentspec: bench_learn"
+    calls = [turn.split(": 1 prompts ") for turn in found if turn.count(" ") > 2]
+    names, sessions = zip(*calls, strict=True)
+    first, second, third = "off agentspec ngram_gpu", "agentspec ngram_gpu off", "ngram_gpu off agentspec"
+    assert " ".join(names[:15]) == f"{first} {first} {second} {second} {third}", "in each file"
+    assert sessions[::3][:5] == ("airline2", "sql1", "airline3", "sql2", "airline4"), "what is learned is not timed"
+    assert len(report.calls) == 8 + 2 and report.left_out == [] and report.sound
+    assert {file: len(calls) for file, calls in report._files().items()} == {"airline": 8, "sql": 2, "all": 10}
 
-    monkeypatch.setattr(bench, "STEPS", 40)
-    monkeypatch.setattr(bench, "STEP_SECONDS", 0.002)
-    cost = drafting_cost(2, 20_000)
-    assert cost.requests == 2
-    assert 0 < cost.median_ms <= cost.p99_ms
+
+def test_figures_of_calls(plan: Any, tmp_path: Path) -> None:
+    report = run_forced(plan("agentspec", "ngram_gpu", parts=[ForcedPart.calls]))
+    assert report.names == ["off", "agentspec", "ngram_gpu"]
+    whole, after = (report.ratio("agentspec", "off", report.calls, part) for part in ("seconds", "decode"))
+    assert whole is not None and after is not None and (after.median, after.low, after.pairs) == (4.0, 4.0, 10)
+    assert whole.median == pytest.approx(16 / 4.75), "15 tokens, and a second for the first of them"
+    assert report.ratio("agentspec", "off", report.calls[:6], "seconds") is None, "too few for an interval"
+    assert report.ratio("off", "off", report.calls, "seconds") is None
+    assert [len(runs) for runs in report.copied[200].values()] == [3, 3, 3], "the first round is not counted"
+    text = printed(report)
+    assert "all: 10 calls, forced" in text and "4.00x [4.00, 4.00]" in text and "copying 96 tokens" in text
+    assert json.dumps(report.data())
 
 
-def test_without_vllm_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_answers_are_compared_with_those_without_drafts(plan: Any) -> None:
+    report = run_forced(plan("agentspec", "ngram_gpu", wrong={"ngram_gpu": "lies"}, parts=[ForcedPart.answers]))
+    assert [len(found) for found in report.answers.values()] == [4, 4, 4]
+    assert {str(turn.same) for turn in report.answers["agentspec"].values()} == {"16", "4"}
+    assert [turn.same for turn in report.answers["ngram_gpu"].values()] == [15, 15, 0, 15]
+    failed = [name for name, holds in report.checks.items() if not holds]
+    assert len(failed) == 4 and all(name.startswith("ngram_gpu: answers equal") for name in failed)
+    assert "FAILED: ngram_gpu: answers equal those of off, second turn" in printed(report)
+
+
+def test_a_forced_answer_that_is_not_the_record_fails_a_check(plan: Any) -> None:
+    report = run_forced(plan("agentspec", wrong={"agentspec": "lies"}, parts=[ForcedPart.calls]))
+    assert [name for name, holds in report.checks.items() if not holds] == ["agentspec: forced answers are the records"]
+    assert not report.sound
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [("fails", "no such method"), ("talks", "no JSON"), ("ends", "its process ended")]
+)
+def test_an_engine_that_fails_is_told_with_its_log_and_left_out(plan: Any, wrong: str, reason: str) -> None:
+    report = run_forced(plan("agentspec", "Arctic", wrong={"Arctic": wrong}))
+    for part in ForcedPart:
+        told = report.failed[f"Arctic, {part}"]
+        assert reason in told and "a line of the log" in told
+    assert list(report.failed) == ["Arctic, answers", "Arctic, calls"]
+    assert report.names == list(report.answers) == list(report.copied[200]) == ["off", "agentspec"]
+    assert report.sound and len(report.calls) == 10
+    assert "did not run: Arctic, calls" in printed(report)
+
+
+def test_without_the_engine_that_others_are_compared_with_the_run_fails(plan: Any) -> None:
+    report = run_forced(plan("agentspec", wrong={"off": "fails"}))
+    assert not report.sound and report.answers == {} and report.names == ["agentspec"]
+    assert report.checks["answers: the engine without drafts answered"] is False
+    assert "tok/s" in printed(report)
+
+
+def test_without_any_engine_all_is_left_out(plan: Any) -> None:
+    report = run_forced(plan("agentspec", wrong={"off": "fails", "agentspec": "fails"}))
+    assert not report.sound and report.calls == [] and report.left_out == ["10 of 10 calls"]
+    assert "did not run: off, calls" in printed(report)
+
+
+def test_an_engine_that_does_not_answer_in_time_is_left_out(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = EngineProcess.generate
+
+    def impatient(self: EngineProcess, *given: Any, seconds: float, **named: Any) -> EngineAnswer:
+        return generate(self, *given, seconds=0.2 if self.name == "agentspec" else seconds, **named)
+
+    monkeypatch.setattr(EngineProcess, "generate", impatient)
+    report = run_forced(plan("agentspec", wrong={"agentspec": "hangs"}))
+    for part in ForcedPart:
+        assert "no answer within 0 s" in report.failed[f"agentspec, {part}"]
+    assert list(report.answers) == report.names == ["off"] and len(report.calls) == 10
+
+
+def test_what_does_not_fit_into_the_time_is_left_out(plan: Any, tmp_path: Path) -> None:
+    report = run_forced(plan("agentspec", seconds=0.0))
+    assert report.left_out == ["answers", "calls"] and not report.sound and not (tmp_path / "turns").exists()
+    assert "left out: calls" in printed(report)
+
+
+def test_no_call_begins_after_the_time(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = iter([False, False, False, True, *[False] * 3])  # the part, two copies; then three calls
+    monkeypatch.setattr(ForcedBench, "_late", property(lambda bench: next(late, True)))
+    report = run_forced(plan("agentspec", parts=[ForcedPart.calls]))
+    assert report.left_out == ["copying after 200 tokens, 2 of 4", "7 of 10 calls"] and report.sound
+    assert len(report.calls) == 3 and [len(runs) for runs in report.copied[200].values()] == [1, 1]
+    text = printed(report)
+    assert "left out: 7 of 10 calls" in text and "tok/s" in text
+
+
+def test_calls_that_the_model_cannot_hold_are_not_prepared(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_calls(tmp_path, "long", 4)
+    whole = {"session": "s", "messages_delta": [{"role": "user", "content": "check " * 17_000}], "response": "the"}
+    with gzip.open(path, "at") as lines:
+        lines.write(json.dumps(whole) + "\n")
+    found = prepare_calls([path], tokenizer, 9)
+    assert (len(found.learned), len(found.timed), found.vocabulary) == (2, 2, 12)
+    with gzip.open(path, "wt") as lines:
+        lines.write(json.dumps(whole) + "\n")
+    with pytest.raises(ConfigurationError, match="no recorded call has fewer than 16384 tokens"):
+        prepare_calls([path], tokenizer, 0)
+
+
+def test_what_cannot_run_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no drafter 'eagle': choose from off, "):
+        run_forced(ForcedPlan(Path(sys.executable), variants=["eagle"]))
+    with pytest.raises(ConfigurationError, match="needs recorded calls and a tokenizer"):
+        run_forced(ForcedPlan(Path(sys.executable)))
+    with pytest.raises(ConfigurationError, match="has no vllm: make an environment"):
+        require_vllm(Path(sys.executable))
+    with pytest.raises(ConfigurationError, match="cannot be run"):
+        require_vllm(tmp_path / "python")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--part", "speed"], "must be one of answers, calls"),
+        (["--part", "calls"], "--traces and --tokenizer go together"),
+        (["--tokenizer", "."], "--traces and --tokenizer go together"),
+        (["--part", "answers"], "no vLLM found"),
+        (["--part", "answers", "--python", sys.executable, "--variant", "eagle"], "there is no drafter 'eagle'"),
+        (["--part", "answers", "--python", sys.executable], "has no vllm"),
+        (["--device", "tpu"], "'tpu' is not one of"),
+    ],
+)
+def test_bad_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["bench", "vllm"])
-    assert result.exit_code != 0
-    assert ".ci/vllm-env" in result.output + str(result.exception)
+    monkeypatch.delenv("AGENTSPEC_VLLM_ENV", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, ["bench", "vllm", *options])
+    assert result.exit_code == 2 and told in result.output
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("", 0), ("lies", 1)])
+def test_the_exit_code_says_whether_answers_are_equal(
+    plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str, code: int
+) -> None:
+    given = plan(wrong={"agentspec": wrong})
+    monkeypatch.setattr(ForcedPlan, "__init__", _with_stand_ins(ForcedPlan.__init__))
+    named = [option for path in given.traces for option in ("--traces", str(path))]
+    options = ["--device", "cpu", "--shape", "tiny", "--variant", "agentspec", "--tokenizer", str(given.tokenizer)]
+    options += ["--python", sys.executable, "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, ["bench", "vllm", *named, *options])
+    assert result.exit_code == code, result.output
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert len(written["calls"]) == 13 and written["shape"] == "tiny" and all(written["checks"].values()) == (not code)
+
+
+def _with_stand_ins(original: Any) -> Any:
+    def changed(self: ForcedPlan, *given: Any) -> None:
+        original(self, *given, worker=[str(FAKE)])
+
+    return changed
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(ENVIRONMENT is None, reason="no vLLM: run .ci/vllm-env, or set AGENTSPEC_VLLM_ENV")
+def test_real_engines(tmp_path: Path, tokenizer: Path) -> None:
+    assert ENVIRONMENT is not None
+    calls = write_calls(tmp_path, "airline", 12)
+    plan = ForcedPlan(
+        ENVIRONMENT / "bin" / "python", "cpu", "tiny", ["agentspec"], traces=[calls], tokenizer=tokenizer, learned=4,
+        seconds=LONG, start=400.0, patience=200.0,
+    )  # fmt: skip
+    report = run_forced(plan)
+    assert report.failed == {} and report.left_out == [] and report.sound, printed(report)
+    assert len(report.calls) == 8 and report.names == ["off", "agentspec"]
+    steps = {name: sum(call.runs[name].steps for call in report.calls) for name in report.names}
+    assert steps["off"] == 8 * 14 and steps["agentspec"] < steps["off"] / 2
+    for turn in ("first time", "again"):
+        assert report.answers["agentspec"][turn].steps < report.answers["off"][turn].steps

@@ -26,14 +26,13 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.mark.model
-def test_what_a_log_would_have_saved(program, log, default_model, tmp_path):
-    plot = tmp_path / "plot.svg"
-    result = program("cache", "replay", log, "--model", default_model.folder, "--plot", plot, "--json")
+def test_what_a_log_would_have_saved(program, log, default_model):
+    result = program("cache", "replay", log, "--model", default_model.folder, "--json")
     values = json.loads(result.stdout)
     assert (values["calls"], values["window"], values["bad"], values["budget"]) == (12, 2, 0, 32)
     assert values["tokens"] > values["steps"] and 0 < values["saved"] < 1
     assert values["tokens_per_step_over_time"][-1] > 5 > values["tokens_per_step_over_time"][0]
-    assert values["hit_rate_over_time"][-1] > 0.5 and "<svg" in plot.read_text()
+    assert values["hit_rate_over_time"][-1] > 0.5
     same = json.loads(program("cache", "replay", log, "--tokenizer", default_model.folder, "--json").stdout)
     assert same == values  # the default model's template is ChatML
     short = json.loads(

@@ -187,9 +187,9 @@ def test_a_forced_call_of_a_model_of_this_process(tiny: tuple[anthropic.Anthropi
 
 def test_a_strategy_answers_and_counts(gateway: Any, closing: Any) -> None:
     from agentspec.backends.settings import TorchSettings
-    from agentspec.benchmarks.thinking_model import ThinkingModel
     from agentspec.reasoning.settings import SpecReasonSettings
     from agentspec.settings.load import Settings
+    from tests.thinking_model import ThinkingModel
 
     def step(thinking: str) -> str:
         return "One. Answer: 4\n\n"

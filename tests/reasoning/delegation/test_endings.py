@@ -12,7 +12,6 @@ import anyio
 import pytest
 
 from agentspec.backends.base import Capabilities
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Ended, Event, ThinkingText
 from agentspec.reasoning.delegation.thinking import Thinking
@@ -23,6 +22,7 @@ from agentspec.reasoning.settings import (
 )
 from agentspec.testing import Answer, FakeBackend, Script
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, Usage
+from tests.thinking_model import ThinkingModel
 
 ASKED = GenerateRequest(
     "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)

@@ -11,7 +11,6 @@ import anyio
 import pytest
 
 from agentspec.backends.base import Capabilities
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Event, Scored
@@ -19,6 +18,7 @@ from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import DelegationSettings, LookaheadSettings, SpecReasonSettings
 from agentspec.testing import Script
 from agentspec.types import Delta, GenerateRequest, SamplingParams
+from tests.thinking_model import ThinkingModel
 
 ASKED = GenerateRequest(
     "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)

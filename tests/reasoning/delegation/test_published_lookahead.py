@@ -14,13 +14,13 @@ from typing import Any
 import anyio
 import pytest
 
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten, Scored
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.testing import Answer
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.thinking_model import ThinkingModel
 
 START = ""
 Steps = Mapping[str, str]

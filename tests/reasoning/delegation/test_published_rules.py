@@ -16,13 +16,13 @@ import anyio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.thinking_model import ThinkingModel
 
 Likely = Mapping[str, float]  # the judge's next tokens with their probabilities
 Steps = list[tuple[str, str]]  # author, text

@@ -13,13 +13,13 @@ from typing import Any
 import anyio
 import pytest
 
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten, Scored
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.thinking_model import ThinkingModel
 
 Said = str | Mapping[str, float]
 S3 = ["s1\n\n", "s2\n\n", "s3 boxed\n\n"]

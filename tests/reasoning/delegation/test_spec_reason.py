@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.model_role import ModelRole
@@ -33,6 +32,7 @@ from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
+from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.anyio
 

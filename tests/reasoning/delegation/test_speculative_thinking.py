@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.speculative_thinking import Overload
@@ -17,6 +16,7 @@ from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, Script
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 import pytest
 
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Ended, Event
 from agentspec.reasoning.delegation.thinking import Thinking
@@ -23,6 +22,7 @@ from agentspec.reasoning.settings import (
 )
 from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, StepSpeculation
+from tests.thinking_model import ThinkingModel
 
 NAMED: dict[str, Any] = {"base": "base", "small": "small", "answer_marks": ()}
 ASKED = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}])

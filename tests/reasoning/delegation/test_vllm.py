@@ -11,11 +11,12 @@ import pytest
 from agentspec.backends.base import tokenization_of
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.vllm.server import VllmServer, find_environment
+from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
+from tests.vllm_server import VllmServer
 
 ENVIRONMENT = find_environment(Path(__file__).parents[3])
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agentspec.benchmarks.vllm.forced.engine import EngineAnswer, EngineProcess
-from agentspec.benchmarks.vllm.forced.report import AnswerTurn
-from agentspec.benchmarks.vllm.forced.shapes import WORDS
+from agentspec.benchmarks.vllm.engine import EngineAnswer, EngineProcess
+from agentspec.benchmarks.vllm.report import AnswerTurn
+from agentspec.benchmarks.vllm.shapes import WORDS
 
 PROMPTS, ALONE = 16, 4
 TOKENS = 128

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.llama import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
-from agentspec.benchmarks.vllm.forced.digits import BASE, DIGITS, digits, tokens_of
-
 SURE = 30_000.0  # above all logits, and within float16
+BASE = 256  # a token stands as three digits, each of which is exact in bfloat16
+DIGITS = 3
 
 
 class ScriptedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
@@ -37,3 +37,17 @@ class ScriptedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
     def compute_logits(self, hidden_states: Tensor) -> Any:
         logits = super().compute_logits(hidden_states)
         return logits.scatter(1, tokens_of(hidden_states)[:, None], SURE)
+
+
+def digits(tokens: Sequence[int]) -> Tensor:
+    """The tokens as rows of their digits, the highest first: (tokens, DIGITS)."""
+    values = torch.tensor(tokens, dtype=torch.long)
+    return torch.stack([values // BASE**place % BASE for place in reversed(range(DIGITS))], 1)
+
+
+def tokens_of(rows: Tensor) -> Tensor:
+    """The tokens whose digits begin the rows. Nothing is copied to the device, which a CUDA graph could not record."""
+    found = rows[:, 0].long()
+    for place in range(1, DIGITS):
+        found = found * BASE + rows[:, place].long()
+    return found

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import MIN_PAIRS, Ratio, paired_ratio
-from agentspec.benchmarks.vllm.forced.shapes import OFF
+from agentspec.benchmarks.vllm.shapes import OFF
 
 NGRAM_GPU = "ngram_gpu"
 BASELINES = (OFF, NGRAM_GPU)

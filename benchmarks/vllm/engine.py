@@ -18,7 +18,17 @@ from typing import Any, Self
 
 LOG_END = 1000  # characters of the log that are told of an engine that failed,
 MOST_ERRORS = 5  # and errors that it names: the first cause stands far above the end of vLLM's logs
+ENVIRONMENT = "AGENTSPEC_VLLM_ENV"
+# vLLM 0.32 cannot reload code that it compiled ahead of time for CPUs: each start would take minutes.
+FIXED = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_AOT_COMPILE": "0"}
 ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+
+
+def find_environment(root: Path | None = None) -> Path | None:
+    """The environment with vLLM: `AGENTSPEC_VLLM_ENV`, or `.venv-vllm` in `root` or the current folder; else None."""
+    named = os.environ.get(ENVIRONMENT)
+    folder = Path(named) if named else (root or Path.cwd()) / ".venv-vllm"
+    return folder if (folder / "bin" / "vllm").exists() else None
 
 
 class EngineFailedError(RuntimeError):

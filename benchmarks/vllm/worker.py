@@ -1,6 +1,6 @@
 """One vLLM engine as a process: takes commands as lines of JSON, answers each with one line, and logs to stderr.
 
-It runs in vLLM's environment, as `python -m agentspec.benchmarks.vllm.forced.worker OPTIONS`, with the options of
+It runs in vLLM's environment, as `python -m agentspec.benchmarks.vllm.worker OPTIONS`, with the options of
 vLLM's `LLM` and `device` as JSON. The first line says {"ready": seconds, "info"} or {"failed": why}; then answer
 {"op": "generate", "prompts", "max_tokens", "session"} and {"op": "call", "name", "arguments"} of `BenchmarkExtension`.
 """
@@ -29,7 +29,7 @@ class EngineWorker:
         device = options.pop("device")
         if current_platform.device_type != device:
             raise RuntimeError(f"this vLLM runs on {current_platform.device_type}, not on {device}")
-        import agentspec.benchmarks.vllm.forced.extension  # noqa: F401  # makes the scripted model known here too
+        import agentspec.benchmarks.vllm.extension  # noqa: F401  # makes the scripted model known here too
 
         self._llm = LLM(**options, worker_extension_cls=EXTENSION)
         self.call("bench_count")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.benchmarks.gpu.random_model import CONTEXT, SHAPES
-from agentspec.benchmarks.vllm.forced import SCRIPTED
+from agentspec.benchmarks.vllm import SCRIPTED
 
 OFF = "off"
 WIDTH = 7  # drafted tokens of a chain

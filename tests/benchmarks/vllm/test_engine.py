@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.benchmarks.vllm.forced.engine import EngineAnswer, EngineFailedError, EngineProcess, started
+from agentspec.benchmarks.vllm.engine import EngineAnswer, EngineFailedError, EngineProcess, started
 
 READY = 'print(\'{"ready": 1, "info": {"device": "x"}}\', flush=True)'
 CHILD = "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
