@@ -23,7 +23,6 @@ from agentspec.backends.base import closing_items
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ShuttingDownError
 from agentspec.runtime import Runtime
-from agentspec.settings.effective import effective_values
 from agentspec.settings.load import Settings, load_settings
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ class _BackgroundLoop:
             if "" not in self._runtimes:
                 self._runtimes[""] = Runtime(load_settings())
             base = self._runtimes[""]
-            if model is None or model in base.models() or base.takes_any_model or not _unconfigured(base.settings):
+            if model is None or model in base.models() or base.takes_any_model or base.settings.names_models:
                 return base
             if model not in self._runtimes:
                 local = TorchSettings(model=model)
@@ -214,8 +213,3 @@ class _Pump(Generic[T]):
             raise
         finally:
             self._put(_Item(error=error, last=True))
-
-
-def _unconfigured(settings: Settings) -> bool:
-    values = effective_values(settings)
-    return all(value.source == "default" for value in values if value.key.startswith(("backends.", "models.")))

@@ -15,9 +15,8 @@ from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSe
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, TraceSettings
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.models import ModelSettings
-from agentspec.settings.server import ServerSettings, TenantLimits
+from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings: end -->"

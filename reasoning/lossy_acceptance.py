@@ -47,9 +47,6 @@ class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
     async def prepare(self) -> list[str]:
         return []
 
-    def describe(self, role: str) -> str:
-        return f"{role} = {self.settings.base}, {self.settings.summary}"
-
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         return super().response_headers(request) if self.is_lossy(request) else {}
 

@@ -69,14 +69,6 @@ class Strategy(ABC, Generic[AnySettings]):
         ask these models again. Raises `ConfigurationError` for a model that cannot play its role.
         """
 
-    async def inspect(self) -> list[str]:
-        """Like `prepare`, but local models may be stand-ins without weights."""
-        return await self.prepare()
-
-    @abstractmethod
-    def describe(self, role: str) -> str:
-        """Describe in words how the model in `role` is used. Call `inspect` first."""
-
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         """Headers that tell the client which strategy answers, and whether the strategy may change the answer."""
         return strategy_headers(self.settings.summary, lossy=self.settings.lossy, speculation=request.speculation)

@@ -13,7 +13,7 @@ import pytest
 
 import agentspec
 from agentspec import errors, step
-from agentspec.cli.doctor.checks import distribution
+from agentspec.cli.doctor import distribution
 from agentspec.errors import EXTRAS, extra_of, install_advice, needs_extra
 
 HEAVY = {"torch", "transformers", "numpy", "httpx", "pydantic", "sqlalchemy", "starlette", "langchain_core", "typer"}

@@ -14,7 +14,6 @@ from agentspec.cli import (
     cache,
     config,
     demo,
-    doctor,
     fleet,
     kb,
     knn,
@@ -67,6 +66,6 @@ app.add_typer(config.app, name="config")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(kb.app, name="kb")
 app.add_typer(knn.app, name="knn")
-app.command()(doctor.doctor)
+app.command()(config.doctor)
 app.command()(trace.trace)
 app.command()(verify.verify)

@@ -1,40 +1,58 @@
-"""`agentspec config` shows the settings and their sources, and checks whether they can work."""
+"""`agentspec config` shows the settings and their sources, and checks them; `agentspec doctor` tries what they name."""
 
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.common import ConfigOption, JsonOption, config_file, load, print_json
+from agentspec.cli.common import FAILED, ConfigOption, JsonOption, config_file, load, print_json
+from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.settings.effective import EffectiveValue
+    from agentspec.cli.doctor import Check
     from agentspec.settings.load import Settings
 
 app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True)
+_MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
 
 
 @app.command()
-def show(config: ConfigOption = None, json: JsonOption = False) -> None:
+def show(
+    config: ConfigOption = None,
+    json: JsonOption = False,
+    salts: Annotated[
+        bool,
+        typer.Option(
+            "--salts",
+            help="Instead, print each tenant's salt as JSON: what AGENTSPEC_VLLM_SALTS and AGENTSPEC_SGLANG_SALTS of"
+            " the servers behind this gateway hold. Keep it from clients",
+        ),
+    ] = False,
+) -> None:
     """Print every setting that applies and where it comes from. Secrets are masked."""
-    from agentspec.settings.effective import effective_values
-
-    values = effective_values(load(config))
-    if json:
-        print_json([asdict(value) for value in values])
+    settings = load(config)
+    if salts:
+        print_json(_salts(settings))
         return
-    width = max(len(_assignment(value)) for value in values)
-    for value in values:
-        typer.echo(f"{_assignment(value):<{width}}  # {value.source} {value.origin}".rstrip())
+    values = effective_values(settings)
+    if json:
+        print_json(values)
+        return
+    assigned = [f"{one['key']} = {'unset' if one['value'] is None else jsonlib.dumps(one['value'])}" for one in values]
+    width = max(map(len, assigned))
+    for assignment, one in zip(assigned, values, strict=True):
+        typer.echo(f"{assignment:<{width}}  # {one['source']} {one['origin']}".rstrip())
 
 
 @app.command()
 def check(config: ConfigOption = None, json: JsonOption = False) -> None:
     """Check the configuration, the key files and the variables it names; exit code 2 if something cannot work."""
-    from agentspec.settings.model_names import unreachable
+    from agentspec.settings.models import unreachable
 
     settings = load(config)
     _read_secrets(settings)
@@ -52,6 +70,83 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
         typer.echo(f"note: {note}")
 
 
+def doctor(config: ConfigOption = None, json: JsonOption = False) -> None:
+    """Check the installation, models, folders and upstreams; exit code 1 if something needed is broken."""
+    results = []
+    for found in _checks(config):
+        results.append(found)
+        if not json:
+            typer.echo(f"{_MARKS[found.state]}  {found.name}: {found.detail}")
+            if found.advice:
+                typer.echo(f"      -> {found.advice}")
+    if json:
+        print_json([asdict(found) for found in results])
+    if any(found.state == "fail" for found in results):
+        raise typer.Exit(FAILED)
+
+
+def _checks(config: Path | None) -> Iterator[Check]:
+    from agentspec.cli.doctor import Check, all_checks
+    from agentspec.settings.load import Settings
+
+    try:
+        settings = load(config)
+    except ConfigurationError as error:
+        yield Check("configuration", "fail", str(error), "correct it; the checks below use the defaults")
+        settings = Settings()
+    yield from all_checks(settings)
+
+
+def effective_values(settings: Settings) -> list[dict[str, Any]]:
+    """Each effective setting: its dotted `key`, its `value` as JSON data with secrets masked (None: unset), the kind of
+    its `source`, and its `origin`, the name of the variable or file, empty for flags and defaults.
+    """
+    values = []
+    for key, value in _flatten(settings, ()):
+        source, origin = settings.origin(key)
+        values.append({"key": ".".join(key), "value": _masked(value), "source": source, "origin": origin})
+    return values
+
+
+def _flatten(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every single value below a table of settings, with its key."""
+    from pydantic import BaseModel
+
+    if not isinstance(value, BaseModel | Mapping):
+        yield key, value
+        return
+    for name, child in value.items() if isinstance(value, Mapping) else value:
+        yield from _flatten(child, (*key, name))
+
+
+def _masked(value: Any) -> Any:
+    """The value as JSON data, without secrets and passwords."""
+    from pydantic import BaseModel, SecretStr
+
+    from agentspec.cache.settings import without_password
+
+    if isinstance(value, SecretStr):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_masked(item) for item in value]
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    return int(value) if isinstance(value, int) else without_password(str(value))
+
+
+def _salts(settings: Settings) -> dict[str, str]:
+    """The tenant of each salt. Raises `ConfigurationError` where salts change at each start."""
+    from agentspec.backends.openai.isolation import TenantIsolation
+
+    server = settings.server
+    if server.secret is None and server.secret_file is None:
+        raise ConfigurationError("salts last only with a secret: set AGENTSPEC_SERVER__SECRET or server.secret_file")
+    isolation = TenantIsolation(server.read_secret(), required=True)
+    return {isolation.salt(tenant, None): tenant for tenant in sorted(server.tenant_names)}
+
+
 def _without_path(settings: Settings) -> list[str]:
     """A note for each upstream with an address that ends behind the host, which is right for few servers."""
     from agentspec.backends.settings import OpenAISettings
@@ -64,33 +159,12 @@ def _without_path(settings: Settings) -> list[str]:
     return notes
 
 
-@app.command()
-def salts(config: ConfigOption = None) -> None:
-    """Print the salt of each tenant as JSON, for the vLLM and SGLang servers behind this gateway.
-
-    It belongs into their AGENTSPEC_VLLM_SALTS or AGENTSPEC_SGLANG_SALTS. There it lets our drafter draft each tenant's
-    requests from what that tenant wrote before. Keep it from clients.
-    """
-    from agentspec.backends.openai.isolation import TenantIsolation
-    from agentspec.errors import ConfigurationError
-
-    server = load(config).server
-    if server.secret is None and server.secret_file is None:
-        raise ConfigurationError("salts last only with a secret: set AGENTSPEC_SERVER__SECRET or server.secret_file")
-    isolation = TenantIsolation(server.read_secret(), required=True)
-    print_json({isolation.salt(tenant, None): tenant for tenant in sorted(server.tenant_names)})
-
-
-def _assignment(value: EffectiveValue) -> str:
-    return f"{value.key} = {'unset' if value.value is None else jsonlib.dumps(value.value)}"
-
-
 def _read_secrets(settings: Settings) -> None:
     """Read every key once, so that a missing key is found now and not at the first request."""
     from agentspec.backends.key_files import read_secret, sendable
     from agentspec.backends.settings import OpenAISettings
     from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
-    from agentspec.settings.api_keys import read_keys
+    from agentspec.settings.server import read_keys
 
     settings.cache.location()
     read_keys(settings.server.api_keys)

@@ -1,4 +1,4 @@
-"""`agentspec kb` builds and searches knowledge bases on disk."""
+"""`agentspec kb build` makes knowledge bases on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,18 +15,18 @@ from agentspec.cli.common import JsonOption, print_json
 from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
 from agentspec.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from agentspec.reasoning.retrieval.knowledge.base import Hit
-
-app = typer.Typer(help="Make knowledge bases, and look into them.", no_args_is_help=True)
-
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False)]
+app = typer.Typer(help="Make knowledge bases.", no_args_is_help=True)
 
 
 class KindName(StrEnum):
     dense = "dense"
     hnsw = "hnsw"
     bm25 = "bm25"
+
+
+@app.callback()
+def kb() -> None:
+    """Make knowledge bases."""
 
 
 @app.command()
@@ -77,42 +77,7 @@ def build(
     typer.echo(f"{out}: {manifest.documents} documents by {kind}, version {manifest.version[:12]}{left_out}")
 
 
-@app.command()
-def search(
-    folder: Folder,
-    query: Annotated[str, typer.Argument(metavar="QUERY")],
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Most documents to show")] = 5,
-    json: JsonOption = False,
-) -> None:
-    """Show the documents that a knowledge base finds for a query, best first."""
-    import anyio
-
-    hits = anyio.run(_search, folder, query, count)
-    if json:
-        print_json([{"id": hit.document.id, "score": hit.score, "text": hit.document.text} for hit in hits])
-        return
-    for hit in hits:
-        typer.echo(f"{hit.score:8.4f}  {hit.document.id}  {_shortened(hit.document.title, hit.document.text)}")
-
-
-async def _search(folder: Path, query: str, count: int) -> tuple[Hit, ...]:
-    from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
-    from agentspec.reasoning.retrieval.knowledge.folder import open_folder
-
-    base = open_folder(folder, load_encoder)
-    try:
-        found = await base.search([await base.metric.encode(query)], count)
-    finally:
-        await base.aclose()
-    return found.hits[0]
-
-
 def _lasting(model: str) -> str:
     """The absolute path of a model's folder; other names unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.exists() else model
-
-
-def _shortened(title: str, text: str, width: int = 80) -> str:
-    shown = " ".join(f"{title}: {text}".removeprefix(": ").split())
-    return shown if len(shown) <= width else f"{shown[: width - 3]}..."

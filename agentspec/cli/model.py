@@ -1,4 +1,4 @@
-"""`agentspec model` fetches models, and lists the built-in ones."""
+"""`agentspec model fetch` fetches a model, or lists the built-in ones."""
 
 from __future__ import annotations
 
@@ -10,35 +10,43 @@ from agentspec.cli.common import JsonOption, print_json
 
 app = typer.Typer(help="Fetch models, and list the built-in ones.", no_args_is_help=True)
 
-Reference = Annotated[
-    str, typer.Argument(metavar="NAME", help="Built-in name, folder, GGUF file or model-hub id (org/name)")
-]
+
+@app.callback()
+def model() -> None:
+    """Fetch models, and list the built-in ones."""
 
 
 @app.command()
-def fetch(name: Reference) -> None:
-    """Fetch a model, verify and prepare it, and print its folder; one that is there is checked byte by byte."""
+def fetch(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Built-in name, folder, GGUF file or model-hub id (org/name)")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Fetch a model, verify and prepare it, and print its folder; without NAME, list the built-in models.
+
+    A model that is there already is checked byte by byte.
+    """
     from agentspec.backends.model_store import BUILTIN, fetch
 
+    if name is None:
+        _list(json)
+        return
     if name in BUILTIN and BUILTIN[name].notice:
         typer.echo(BUILTIN[name].notice, err=True)
-    typer.echo(fetch(name).folder)
+    folder = str(fetch(name).folder)
+    if json:
+        print_json({"folder": folder})
+    else:
+        typer.echo(folder)
 
 
-@app.command("list")
-def list_models(json: JsonOption = False) -> None:
-    """List the built-in models."""
+def _list(json: bool) -> None:
     from agentspec.backends.model_store import BUILTIN, locate
 
     rows: list[dict[str, Any]] = [
-        {
-            "name": model.name,
-            "ready": locate(model.name) is not None,
-            "bytes": model.size,
-            "sha256": model.sha256,
-            "description": model.description,
-        }
-        for model in BUILTIN.values()
+        {"name": one.name, "ready": locate(one.name) is not None, "bytes": one.size, "description": one.description}
+        for one in BUILTIN.values()
     ]
     if json:
         print_json(rows)

@@ -8,8 +8,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, ModelNotFoundError
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import Settings
-from agentspec.settings.model_names import Aliases, model_names, named_model, passthrough, strategies_of
-from agentspec.settings.pools import pool_specs
+from agentspec.settings.models import Aliases, model_names, named_model, passthrough, pool_specs, strategies_of
 
 
 class ModelDirectory:

@@ -20,8 +20,7 @@ from agentspec.runtime.model_directory import ModelDirectory
 from agentspec.runtime.strategy_models import StrategyModels
 from agentspec.runtime.upstream_tenants import UpstreamTenants
 from agentspec.settings.load import Settings
-from agentspec.settings.model_names import Aliases
-from agentspec.settings.pools import open_fleet
+from agentspec.settings.models import Aliases, open_fleet
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:

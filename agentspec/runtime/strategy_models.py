@@ -9,7 +9,7 @@ from agentspec.backends.base import Backend
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.runtime.own_loop import run_on_own_loop
 from agentspec.settings.load import Settings
-from agentspec.settings.model_names import named_model
+from agentspec.settings.models import named_model
 
 if TYPE_CHECKING:
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase

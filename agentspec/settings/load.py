@@ -9,33 +9,25 @@ files are copied and committed.
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+from urllib.parse import urlsplit
 
-from pydantic import (
-    BaseModel,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError, suggestion
-from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
+from agentspec.reasoning.retrieval.knowledge.settings import KnowledgeSettings
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
-from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
-from agentspec.settings.models import ModelSettings
-from agentspec.settings.pools import fallback_cycle
-from agentspec.settings.server import ServerSettings, TenantLimits
+from agentspec.settings.models import ModelSettings, fallback_cycle
+from agentspec.settings.server import ServerSettings
 
+PREFIX = "AGENTSPEC_"
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
 ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
 """Additional variable names, which plug-ins in other programs use."""
@@ -93,6 +85,11 @@ class Settings(BaseSettings):
 
     def set_origins(self, origins: Mapping[Key, tuple[SourceKind, str]]) -> None:
         self._origins.update(origins)
+
+    @property
+    def names_models(self) -> bool:
+        """Whether a file, a variable or a flag says anything of backends or models."""
+        return any(key[0] in ("backends", "models") for key in self._origins)
 
     @classmethod
     def settings_customise_sources(
@@ -190,25 +187,74 @@ def load_settings(
     try:
         settings = Settings(**merged)
     except ValidationError as error:
-        raise ConfigurationError("\n".join(_explain(item, merged, origins) for item in error.errors())) from None
-    wrong = [f"{_where(key, origins)}{'.'.join(key)}" for key in _switches(merged, settings)]
-    if wrong:
-        raise ConfigurationError("\n".join(f"{name}: must be a number, not true or false" for name in wrong))
+        raise ConfigurationError("\n".join(_explain(item, origins) for item in error.errors())) from None
     settings.set_origins(origins)
     return settings
 
 
-def _switches(given: object, read: object, key: Key = ()) -> Iterator[Key]:
-    """The keys of numbers for which true or false is given: pydantic reads 1 and 0."""
-    if isinstance(given, bool) and isinstance(read, int | float) and not isinstance(read, bool):
-        yield key
-    elif isinstance(given, Mapping):
-        for name, value in given.items():
-            inner = read.get(name) if isinstance(read, Mapping) else getattr(read, name, None)
-            yield from _switches(value, inner, (*key, name))
-    elif isinstance(given, list) and isinstance(read, list | tuple):
-        for number, pair in enumerate(zip(given, read, strict=False)):
-            yield from _switches(*pair, (*key, str(number)))
+def read_file(path: Path) -> dict[str, Any]:
+    """The tables of the file. Raises `ConfigurationError` if it cannot be read or is not TOML."""
+    try:
+        with path.expanduser().open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path}: not valid TOML: nested too deeply") from None
+
+
+def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
+    """Raise `ConfigurationError` for a key or password in the tables of `file`, and say where it belongs."""
+    cache = file.get("cache")
+    cache = cache if isinstance(cache, Mapping) else {}
+    if "password" in cache or without_password(location := str(cache.get("path", ""))) != location:
+        raise ConfigurationError(
+            f"{path}: the password of cache.path must not stand in a file: files are copied and committed."
+            f" Set {PREFIX}CACHE__PASSWORD, or name a file in cache.password_file"
+        )
+    for section, address in (("backends", "base_url"), ("knowledge", "url")):
+        for name, table in tables(file, section):
+            _refuse_key(f"{path}: {section}.{name}", f"{section}.{name}", table, address)
+    server = file.get("server")
+    if isinstance(server, dict) and "secret" in server:
+        raise ConfigurationError(
+            f"{path}: server.secret must not stand in a file: files are copied and committed."
+            f" Set {PREFIX}SERVER__SECRET, or name a file in server.secret_file"
+        )
+    keys = server.get("api_keys") if isinstance(server, dict) else None
+    for key in keys if isinstance(keys, list) else []:
+        if not isinstance(key, dict) or "key" in key or "api_key" in key:
+            raise ConfigurationError(
+                f"{path}: server.api_keys must not hold a key itself: files are copied and committed."
+                " Write [[server.api_keys]] with tenant and key_env (a variable's name) or key_file"
+            )
+
+
+def _refuse_key(where: str, key: str, table: Mapping[str, Any], address: str) -> None:
+    """Refuse a key or a password in the table of a backend or knowledge base that has an `address`."""
+    variable = PREFIX + "__".join(env_key(part).upper() for part in (*key.split(".", 1), "api_key"))
+    advice = f"files are copied and committed. Set {variable}, or name a file in {key}.api_key_file"
+    if "api_key" in table:
+        raise ConfigurationError(f"{where}.api_key must not stand in a file: {advice}")
+    given = table.get(f"{address}s")
+    urls = [table.get(address, ""), *(given if isinstance(given, list) else ())]
+    if any("@" in urlsplit(str(url)).netloc for url in urls):
+        raise ConfigurationError(f"{where}.{address} must not carry a password: {advice}")
+
+
+def env_key(name: str) -> str:
+    """`name` as an environment variable can spell it: lower-case letters, digits, underscores."""
+    return "".join(c if c.isalnum() else "_" for c in name.lower())
+
+
+def tables(layer: Mapping[str, Any], section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tables [section.NAME]; other values in the section, written by mistake, are skipped."""
+    tables = layer.get(section)
+    for name, table in tables.items() if isinstance(tables, Mapping) else ():
+        if isinstance(table, Mapping):
+            yield name, table
 
 
 def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,8 +366,8 @@ _ADVICE = {
 }
 
 
-def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
-    """One pydantic error as one line: the value's source, its key, what is wrong and what would be right."""
+def _explain(item: Any, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
+    """One pydantic error, a line for each key: the value's source, the key, what is wrong and what would be right."""
     location = [str(part) for part in item["loc"]]
     if location[:1] in (["backends"], ["models"], ["knowledge"]) and len(location) > 2:
         del location[2]  # pydantic names the member of the union here
@@ -329,8 +375,12 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
     name = f"{_where(key or ('models',), origins)}{'.'.join(key)}"
     message = item["msg"].removeprefix("Value error, ")
     match item["type"]:
+        case "wrong_keys":
+            wrong = {(*key, name): reason for name, reason in item["ctx"]["wrong"].items()}
+            return "\n".join(f"{_where(one, origins)}{'.'.join(one)}: {reason}" for one, reason in wrong.items())
         case "extra_forbidden":
-            return f"{name}: unknown key{_known(key, merged)}"
+            known = Settings.model_fields
+            return f"{name}: unknown key{suggestion(key[-1], known) or '; known: ' + ', '.join(known)}"
         case "missing":
             return f"{name}: missing; it must be given"
         case "union_tag_invalid" | "union_tag_not_found":
@@ -350,32 +400,3 @@ def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
     beside = [known for known in origins if known[:-1] == key[:-1]]
     source, origin = origins[(nearest or beside)[0]] if nearest or beside else ("default", "")
     return {"file": f"{origin}: ", "env": f"{origin}: ", "flag": "command line: ", "default": ""}[source]
-
-
-_BACKENDS: dict[str, type[BaseModel]] = {"openai": OpenAISettings, "encoder": EncoderSettings}
-
-
-def _known(key: Key, merged: Mapping[str, Any]) -> str:
-    """The known key nearest to the unknown `key` in its table, or all known keys of the table."""
-    *parents, last = key
-    table: type[BaseModel] = Settings
-    match parents:
-        case ["backends", name]:
-            table = _BACKENDS.get(str(merged["backends"][name].get("kind")), TorchSettings)
-        case ["knowledge", name]:
-            table = RemoteSettings if merged["knowledge"][name].get("kind") == "remote" else IndexSettings
-        case ["server", "api_keys", *_]:
-            table = ApiKey
-        case ["server", "tenants", _]:
-            table = TenantLimits
-        case ["models", name]:
-            table = STRATEGIES.get(str(merged["models"][name].get("strategy")), ModelSettings)
-        case [section, *_]:
-            sections: dict[str, type[BaseModel]] = {
-                "server": ServerSettings,
-                "cache": CacheSettings,
-                "traces": TraceSettings,
-                "fleet": FleetSettings,
-            }
-            table = sections.get(section, ModelSettings)
-    return suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"

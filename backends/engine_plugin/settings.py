@@ -53,8 +53,10 @@ def read_settings(engine: str, environment: Mapping[str, str] = os.environ) -> D
         first = error.errors()[0]
         if first["loc"][0] == "salts":  # the place of the error is a salt, which stays out of logs
             raise ConfigurationError(f"{PREFIX}{engine}_SALTS: a tenant is wrong: {first['msg']}") from None
-        name = "__".join(str(part).upper() for part in first["loc"])
-        raise ConfigurationError(f"{PREFIX}{name}: {first['msg']}") from None
+        wrong = first.get("ctx", {}).get("wrong", {"": first["msg"]})  # the keys that `SettingsModel` refuses
+        key, reason = next(iter(wrong.items()))
+        name = "__".join(str(part).upper() for part in (*first["loc"], key) if part != "")
+        raise ConfigurationError(f"{PREFIX}{name}: {reason}") from None
 
 
 def _cache(environment: Mapping[str, str]) -> dict[str, Any]:

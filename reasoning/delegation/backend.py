@@ -143,13 +143,6 @@ class DelegationBackend(Strategy[DelegationSettings]):
                 self.algorithm.check_answering(self.name, self.settings, role, model)
         return [role for role, model in self.roles.items() if not answering[id(model)]]
 
-    def describe(self, role: str) -> str:
-        model = self.roles[role]
-        if role == "judge" and model is self.roles["base"]:
-            return "judge = base"
-        deletes = ", whose template is not known to keep closed thinking" if model.keeps_thinking is False else ""
-        return f"{role} = {getattr(self.settings, role)} ({model.description}{deletes})"
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield each part of the thinking as a `reasoning` delta once it is final, then the answer.
 

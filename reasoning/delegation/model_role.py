@@ -219,11 +219,6 @@ class ModelRole:
         """
         return self.tokenization is not None or self._names_stops
 
-    @property
-    def description(self) -> str:
-        """Describes in words how this model continues an answer."""
-        return "continues messages" if self.continues_messages else "token ids"
-
     async def check(self, think_start: str) -> None:
         """Raises `ConfigurationError` if this model cannot continue an open answer."""
         advice = f"name another model as {self.role}: a local one, or one of vLLM, SGLang or llama.cpp"

@@ -45,9 +45,6 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
     def roles(self) -> dict[str, ModelRef]:
         return {"base": self.base}
 
-    def describe(self, role: str) -> str:
-        return f"base = {self.settings.base} (token ids)"
-
     async def prepare(self) -> list[str]:
         """Ask the model only: a knowledge base that is down now may be up at the first request.
 

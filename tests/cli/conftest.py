@@ -22,7 +22,7 @@ def shared_tokenizers() -> Iterator[None]:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """`program("model", "list")` runs the command in an empty folder with a model store of its own."""
+    """`program("model", "fetch")` runs the command in an empty folder with a model store of its own."""
     from agentspec.cli import app
 
     monkeypatch.chdir(tmp_path)

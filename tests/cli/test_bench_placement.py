@@ -67,8 +67,8 @@ def test_deaths_and_single_calls_are_counted(program: Any) -> None:
         (("--order", ""), "--order"),
         (("--order", "best"), "arrival"),
         (("--set", "pause"), "NAME=VALUE"),
-        (("--set", "pauze=1"), "pauze: no such parameter; did you mean 'pause'?"),
-        (("--set", "zzz=1"), "zzz: no such parameter; known: "),
+        (("--set", "pauze=1"), "pauze: unknown key; did you mean 'pause'?"),
+        (("--set", "zzz=1"), "zzz: unknown key; known: "),
         (("--set", "pause=long"), "pause"),
     ],
 )

@@ -89,10 +89,10 @@ def test_check_finds_one_key_for_two_tenants(program, monkeypatch):
 def test_salts_are_those_that_the_gateway_sends(program, monkeypatch):
     keys = "".join(f'[[server.api_keys]]\ntenant = "{tenant}"\nkey_env = "KEY_{tenant}"\n' for tenant in "ab")
     Path("agentspec.toml").write_text(UPSTREAM + keys)
-    refused = program("config", "salts")
+    refused = program("config", "show", "--salts")
     assert refused.exit_code == 2 and "AGENTSPEC_SERVER__SECRET" in refused.stderr
     monkeypatch.setenv("AGENTSPEC_SERVER__SECRET", "s" * 32)
-    found = json.loads(program("config", "salts").output)
+    found = json.loads(program("config", "show", "--salts").output)
     isolation = TenantIsolation(b"s" * 32, required=True)
     assert found == {isolation.salt(tenant, None): tenant for tenant in "ab"}
 

@@ -28,13 +28,13 @@ def test_the_terms_of_a_model_are_shown_before_it_is_fetched(program, monkeypatc
 
 
 def test_list(program):
-    rows = json.loads(program("model", "list", "--json").output)
+    rows = json.loads(program("model", "fetch", "--json").output)
     assert [row["name"] for row in rows] == list(BUILTIN)
     assert [row["ready"] for row in rows] == [False] * len(BUILTIN)
-    assert "smollm2-135m   not fetched" in program("model", "list").output
+    assert "smollm2-135m   not fetched" in program("model", "fetch").output
 
 
 @pytest.mark.model
 def test_a_ready_model_is_listed_as_such(program, default_model, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_MODELS", str(default_model.folder.parent.parent))
-    assert "smollm2-135m   ready" in program("model", "list").output
+    assert "smollm2-135m   ready" in program("model", "fetch").output

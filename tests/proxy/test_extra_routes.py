@@ -9,9 +9,8 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
 from agentspec.proxy import create_app
 from agentspec.runtime import Runtime
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 
 ROUTES = ("/v1/rerank", "/score")
 

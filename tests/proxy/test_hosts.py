@@ -8,8 +8,7 @@ import pytest
 
 from agentspec.errors import AgentSpecError, HeadersTooLargeError
 from agentspec.proxy.hosts import HostCheck, is_loopback
-from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 
 KEYS = (ApiKey(key_env="KEY"),)
 OK = 200

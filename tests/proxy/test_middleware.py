@@ -20,9 +20,8 @@ import pytest
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import EngineError
 from agentspec.proxy import logs
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest
 

@@ -27,9 +27,8 @@ from agentspec.proxy.hosts import is_unprotected
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.serving import COLLECT_AFTER, PIECE, in_pieces, serve, spare_what_is_loaded
 from agentspec.runtime import Runtime
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import FakeBackend
 
 PROGRAM = """

@@ -37,9 +37,8 @@ from agentspec.reasoning.settings import (
     TraceSettings,
 )
 from agentspec.runtime import Runtime
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.speculation.cost import CostModel
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest

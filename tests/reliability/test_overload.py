@@ -23,9 +23,8 @@ import pytest
 from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy import create_app
 from agentspec.runtime import Runtime
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ServerSettings, TenantLimits
+from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
 from agentspec.testing import FakeBackend
 
 pytestmark = pytest.mark.reliability

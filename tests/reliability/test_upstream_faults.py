@@ -18,9 +18,8 @@ import pytest
 from agentspec.backends.settings import OpenAISettings
 from agentspec.protocol.sse import EventSplitter
 from agentspec.proxy.forwarding.inspection import StreamInspector
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.types import GenerateRequest
 
 pytestmark = pytest.mark.reliability

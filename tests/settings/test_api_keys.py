@@ -4,7 +4,7 @@ import pytest
 from pydantic import SecretStr
 
 from agentspec.errors import ConfigurationError
-from agentspec.settings.api_keys import ApiKey, read_keys
+from agentspec.settings.server import ApiKey, read_keys
 
 
 def test_api_keys_come_from_variables_and_files(tmp_path, monkeypatch):

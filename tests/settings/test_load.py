@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cli.config import effective_values
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import STRATEGIES, SpecReasonSettings
-from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.effective import effective_values
 from agentspec.settings.load import Settings, load_settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 
 ISSUE = """
 [server]
@@ -49,7 +48,7 @@ def write(tmp_path: Path):
 
 
 def sources(settings: Settings) -> dict[str, str]:
-    return {value.key: f"{value.source} {value.origin}".strip() for value in effective_values(settings)}
+    return {value["key"]: f"{value['source']} {value['origin']}".strip() for value in effective_values(settings)}
 
 
 def test_the_documented_file_loads(write):
@@ -66,7 +65,7 @@ def test_the_example_is_complete_and_loads(repository):
     example = repository / "examples" / "agentspec.toml"
     settings = load_settings(example)
     written = example.read_text()
-    missing = [value.key for value in effective_values(settings) if value.key.rpartition(".")[2] not in written]
+    missing = [value["key"] for value in effective_values(settings) if value["key"].rpartition(".")[2] not in written]
     missing += [key for strategy in STRATEGIES.values() for key in strategy.model_fields if key not in written]
     assert missing == []
 
@@ -164,8 +163,8 @@ def test_a_mistake_is_refused_naming_file_key_and_remedy(write, text, message):
 
 def test_every_mistake_is_reported_at_once(write):
     with pytest.raises(ConfigurationError) as caught:
-        load_settings(write("[server]\nprot = 1\nhost = 3\n"))
-    assert len(str(caught.value).splitlines()) == 2
+        load_settings(write("[server]\nprot = 1\nprt = 2\n[cache]\npath = 3\n"))
+    assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_a_secret_from_the_environment_is_used_and_masked(write, monkeypatch):
     backend = settings.backends["vllm"]
     assert isinstance(backend, OpenAISettings)
     assert backend.api_key == SecretStr("sk-secret")
-    shown = json.dumps([value.value for value in effective_values(settings)])
+    shown = json.dumps([value["value"] for value in effective_values(settings)])
     assert "sk-secret" not in shown + repr(settings)
     assert "****" in shown
 
@@ -206,13 +205,13 @@ def test_the_caches_password_from_the_environment_is_used_and_masked(write, monk
     other = load_settings()
     assert other.cache.location() == "postgresql://user:sk-secret@host/db"
     for shown in (settings, other):
-        assert "sk-secret" not in json.dumps([value.value for value in effective_values(shown)])
+        assert "sk-secret" not in json.dumps([value["value"] for value in effective_values(shown)])
 
 
 def test_a_password_in_an_upstream_url_is_masked():
     url = "http://user:sk-secret@host/v1"
     settings = load_settings(None, {"backends": {"up": {"kind": "openai", "base_url": url}}})
-    assert "sk-secret" not in json.dumps([value.value for value in effective_values(settings)])
+    assert "sk-secret" not in json.dumps([value["value"] for value in effective_values(settings)])
 
 
 @pytest.mark.parametrize(
@@ -249,8 +248,8 @@ def test_the_cache_folder_has_two_names(monkeypatch):
     monkeypatch.setenv("AGENTSPEC_CACHE_PATH", "/cache")
     settings = load_settings()
     assert settings.cache.path == Path("/cache")
-    [value] = [value for value in effective_values(settings) if value.key == "cache.path"]
-    assert (value.source, value.origin) == ("env", "AGENTSPEC_CACHE_PATH")
+    [value] = [value for value in effective_values(settings) if value["key"] == "cache.path"]
+    assert (value["source"], value["origin"]) == ("env", "AGENTSPEC_CACHE_PATH")
     monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/cache")
     assert load_settings().cache.path == Path("/cache")
     monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/other")
@@ -292,7 +291,7 @@ def test_a_strategy_is_a_model_with_knobs(write):
     path = write(f"{STRATEGY}[models.fast]\nstrategy = 'specreason'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 6\n")
     settings = load_settings(path)
     assert settings.models["fast"] == SpecReasonSettings(base="big", small="tiny", threshold=6)
-    found = {value.key: value.value for value in effective_values(settings)}
+    found = {value["key"]: value["value"] for value in effective_values(settings)}
     assert found["models.fast.threshold"] == 6.0 and found["models.fast.strategy"] == "specreason"
 
 

@@ -10,8 +10,7 @@ from agentspec.backends.pool.settings import PoolSpec, PoolTarget
 from agentspec.errors import ConfigurationError
 from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.settings.load import Settings, load_settings
-from agentspec.settings.model_names import model_names, named_model, unreachable
-from agentspec.settings.pools import open_fleet, pool_specs
+from agentspec.settings.models import model_names, named_model, open_fleet, pool_specs, unreachable
 
 UPSTREAMS = """
 [backends.a]

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.settings.load import load_settings
-from agentspec.settings.rate_limits import RateLimits
+from agentspec.settings.server import ApiKey, RateLimits, read_keys
 
 KEYS = """
 [[server.api_keys]]

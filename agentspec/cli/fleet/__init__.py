@@ -39,18 +39,14 @@ def status(url: UrlOption = LOCAL, key_file: KeyOption = None, json: JsonOption 
 
 
 @app.command()
-def drain(name: NameArgument, url: UrlOption = LOCAL, key_file: KeyOption = None) -> None:
+def drain(
+    name: NameArgument,
+    undo: Annotated[bool, typer.Option("--undo", help="Send it calls again")] = False,
+    url: UrlOption = LOCAL,
+    key_file: KeyOption = None,
+) -> None:
     """Send a server no new calls. Those that run go on; `fleet status` shows when none is left."""
-    _switched(url, key_file, "drain", name)
-
-
-@app.command()
-def resume(name: NameArgument, url: UrlOption = LOCAL, key_file: KeyOption = None) -> None:
-    """Send a drained server calls again."""
-    _switched(url, key_file, "resume", name)
-
-
-def _switched(url: str, key_file: Path | None, what: str, name: str) -> None:
+    what = "resume" if undo else "drain"
     drained = _asked(url, key_file, "drained", "POST", f"/fleet/{what}", {"name": name})
     typer.echo(f"drained: {', '.join(drained) or 'none'}")
 

@@ -12,7 +12,7 @@ import typer
 from agentspec.cli.common import require_writable
 from agentspec.cli.publish import REPORT_WIDTH
 from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found, recorded_calls
-from agentspec.errors import ConfigurationError, suggestion
+from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.benchmarks.placement.scenario import Order, Scenario
@@ -102,10 +102,6 @@ def _checked(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            known = type(scenario).model_fields
-            hint = suggestion(name, known) or f"; known: {', '.join(known)}"
-            raise ConfigurationError(f"{name}: no such parameter{hint}") from None
         raise ConfigurationError(
             f"{name}: {first['msg']}" if name else first["msg"].removeprefix("Value error, ")
         ) from None

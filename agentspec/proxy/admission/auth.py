@@ -17,7 +17,7 @@ from agentspec.backends.openai.hints import switched_off
 from agentspec.errors import AuthenticationError
 from agentspec.protocol.headers import ANY, StepPolicy, read_labels, read_policy, read_switch, refuse_misspelt
 from agentspec.proxy.admission.identity import identified
-from agentspec.settings.api_keys import ApiKey, read_keys
+from agentspec.settings.server import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})

@@ -14,8 +14,7 @@ from starlette.requests import ClientDisconnect
 from agentspec.errors import OverRateLimitError, RateLimitError
 from agentspec.proxy.metering.demand import Demand, demand_of, may_hold_media
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.settings.rate_limits import RateLimits
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import RateLimits, ServerSettings
 from agentspec.telemetry.metrics import Metrics
 
 WINDOW = 60  # seconds

@@ -39,7 +39,7 @@ class KnnBackend:
         local model, and for a folder without a complete datastore of that model.
         """
         if not isinstance(base, LocalModel):
-            raise _no_local_model(model)
+            raise ConfigurationError(f'KNN-LM needs a local model: {model!r} is no backend of kind "torch"')
         store = Datastore.open(folder, fingerprint=base.fingerprint, model=model)
         return cls(base, DatastoreSearch(store, await base.open_scan(store.keys)), settings)
 
@@ -100,7 +100,6 @@ class KnnStrategy(Strategy[KnnLmSettings]):
     settings: KnnLmSettings
     base: ModelRef
     _opened: KnnBackend | None = None
-    _inspected: Datastore | None = None
 
     @classmethod
     def open(cls, name: str, settings: KnnLmSettings, dependencies: Dependencies) -> KnnStrategy:
@@ -120,18 +119,6 @@ class KnnStrategy(Strategy[KnnLmSettings]):
             raise ConfigurationError(f"models.{self.name}: {error}") from error
         return []
 
-    async def inspect(self) -> list[str]:
-        """Open the datastore without loading it. Raises `ConfigurationError` if the model cannot use it."""
-        fingerprint = getattr(self.base.backend, "fingerprint", None)
-        if fingerprint is None:
-            raise _no_local_model(self.settings.base)
-        self._inspected = Datastore.open(self.settings.datastore, fingerprint=fingerprint, model=self.settings.base)
-        return []
-
-    def describe(self, role: str) -> str:
-        assert self._inspected is not None
-        return f"base = {self.settings.base}; {self._inspected.manifest.entries} entries in {self.settings.datastore}"
-
     @property
     def capabilities(self) -> Capabilities:
         return self._ready.capabilities
@@ -145,7 +132,3 @@ class KnnStrategy(Strategy[KnnLmSettings]):
         if self._opened is None:
             raise NotReadyError(f"the datastore of {self.name!r} is not open yet")
         return self._opened
-
-
-def _no_local_model(model: str) -> ConfigurationError:
-    return ConfigurationError(f'KNN-LM needs a local model: {model!r} is no backend of kind "torch"')

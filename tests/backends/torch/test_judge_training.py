@@ -16,12 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
+from agentspec.backends.model_store import resolve
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.model.lora import with_adapter
 from agentspec.backends.torch.sampling.judge_head import JudgedAcceptance, JudgeHead
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.benchmarks.judge_training import JudgePair, labelled_states, main, read_pairs, train_judge
-from agentspec.cli.doctor.strategy_checks import Unloaded
 from agentspec.errors import ConfigurationError
 
 pytestmark = pytest.mark.anyio
@@ -164,4 +165,6 @@ def test_a_judge_is_trained_for_a_backend_with_its_adapter(saved_model: Path, tm
     assert not out.exists()
     main([str(pairs), str(out), "--backend", "local", "--config", str(config)])
     with safe_open(out, "pt") as head:
-        assert head.metadata()["fingerprint"] == Unloaded(TorchSettings(**settings)).fingerprint
+        assert head.metadata()["fingerprint"] == with_adapter(
+            resolve(settings["model"]).fingerprint, settings["adapter"]
+        )

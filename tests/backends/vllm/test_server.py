@@ -22,7 +22,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
-from agentspec.cli.doctor.checks import Check, check_upstream
+from agentspec.cli.doctor import Check, check_upstream
 from agentspec.proxy import create_app
 from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.runtime import Runtime

@@ -17,7 +17,7 @@ from agentspec.cache.settings import CacheSettings
 from agentspec.cache.storage.postgres import PostgresDatabase
 from agentspec.cache.storage.schema import sequences
 from agentspec.cache.storage.tables import prepare
-from agentspec.cli.doctor.checks import check_database
+from agentspec.cli.doctor import check_database
 from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from agentspec.errors import AuthenticationError, ConfigurationError
 from agentspec.proxy.admission.auth import Authenticator, Identity, read_caller, request_id
-from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.server import ApiKey
 from agentspec.types import GenerateRequest, Labels
 
 

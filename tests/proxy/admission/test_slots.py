@@ -10,8 +10,7 @@ import pytest
 
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy.admission.slots import Slots
-from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.server import ServerSettings, TenantLimits
+from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
 
 pytestmark = pytest.mark.anyio
 LONG = 10_000.0

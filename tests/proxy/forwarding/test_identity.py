@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import FakeBackend
 from agentspec.types import Labels
 

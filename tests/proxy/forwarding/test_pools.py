@@ -173,7 +173,7 @@ def test_operators_drain_and_resume_servers(gateway: Any, upstream: Any, tmp_pat
     assert [(one["member"], one["state"], one["calls"]) for one in shown] == [("s0", "draining", 0), ("s1", "ready", 4)]
     table = run.invoke(program, ["fleet", "status", *url]).output.splitlines()
     assert table[0].split()[:3] == ["member", "state", "in_flight"] and table[1].split()[:2] == ["s0", "draining"]
-    assert run.invoke(program, ["fleet", "resume", "s0", *url]).output == "drained: none\n"
+    assert run.invoke(program, ["fleet", "drain", "s0", "--undo", *url]).output == "drained: none\n"
     httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
     httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
     assert len(posts(servers[0])) == 1

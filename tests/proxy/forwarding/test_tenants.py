@@ -12,9 +12,8 @@ import pytest
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
 from agentspec.runtime import Runtime
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 
 PATH = "/v1/messages"
 BODY = {"model": "up", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]}

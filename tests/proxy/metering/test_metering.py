@@ -13,7 +13,7 @@ import pytest
 
 from agentspec.errors import EngineError
 from agentspec.proxy.metering.demand import demand_of
-from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.server import ApiKey
 from agentspec.testing import Answer, FakeBackend
 
 CHAT, MESSAGES, RESPONSES, EMBEDDINGS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"

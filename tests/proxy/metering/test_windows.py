@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentspec.errors import OverRateLimitError, RateLimitError
 from agentspec.proxy.metering.demand import Demand
 from agentspec.proxy.metering.limits import WINDOW, KeyLimiter, SlidingWindow
-from agentspec.settings.rate_limits import RateLimits
+from agentspec.settings.server import RateLimits
 
 
 @dataclass

@@ -13,9 +13,8 @@ from openai.types.responses import ResponseItemList
 
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import CacheUnavailableError
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 

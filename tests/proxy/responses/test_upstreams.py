@@ -20,9 +20,8 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy import create_app
 from agentspec.proxy.messages import translation
 from agentspec.runtime import Runtime
-from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 
 # Shared: a client of its own costs more than a request.
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
-from agentspec.cli.doctor import checks
-from agentspec.cli.doctor.checks import (
+from agentspec.cli import doctor
+from agentspec.cli.doctor import (
     all_checks,
-    check_adapter,
     check_device,
     check_extra,
     check_folder,
@@ -126,7 +125,7 @@ def test_a_key_file_that_is_missing_is_a_failure():
 
 def test_installed_and_missing_packages(monkeypatch):
     assert check_extra("torch", needed=True).state == "ok"
-    monkeypatch.setattr(checks, "EXTRAS", {"torch": ("no_such_package",)})
+    monkeypatch.setattr(doctor, "EXTRAS", {"torch": ("no_such_package",)})
     missing = check_extra("torch", needed=True)
     assert (missing.state, missing.detail) == ("fail", "missing no-such-package")
     assert missing.advice == install_advice("torch")
@@ -151,17 +150,6 @@ def test_devices():
     assert fine.state == "ok" and "cpu in float32" in fine.detail
     assert check_device("local", TorchSettings(device="nonsense")).advice == "correct backends.local.device"
     assert check_device("local", TorchSettings(device="cpu", dtype="float16")).advice == "correct backends.local.dtype"
-
-
-def test_adapters(tmp_path):
-    assert list(check_adapter("local", TorchSettings())) == []
-    settings = TorchSettings(adapter=str(tmp_path))
-    (check,) = check_adapter("local", settings)
-    assert check.state == "fail" and check.advice == "correct backends.local.adapter"
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    (tmp_path / "adapter_model.safetensors").touch()
-    (check,) = check_adapter("local", settings)
-    assert check.state == "ok" and str(tmp_path) in check.detail
 
 
 def test_a_draft_model_is_checked_like_the_model(tmp_path, monkeypatch):
@@ -202,7 +190,7 @@ def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
 
 def test_an_encoder_is_checked_like_other_local_models(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    monkeypatch.setattr(checks, "EXTRAS", {"torch": ("nowhere",)})
+    monkeypatch.setattr(doctor, "EXTRAS", {"torch": ("nowhere",)})
     settings = Settings(backends={"texts": EncoderSettings(model="./absent", device="cpu")})
     found = {check.name: check for check in all_checks(settings)}
     assert found["texts: model"].state == "fail" and "backends.texts.model" in found["texts: model"].advice
@@ -244,8 +232,36 @@ def test_knowledge_bases(tmp_path, monkeypatch):
 
 
 def test_a_knowledge_base_in_a_folder_needs_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "EXTRAS", {"retrieval": ("faiss", "bm25s"), "other": ("nowhere",)})
+    monkeypatch.setattr(doctor, "EXTRAS", {"retrieval": ("faiss", "bm25s"), "other": ("nowhere",)})
     settings = Settings(backends={}, knowledge={"docs": IndexSettings(path=tmp_path)})
     found = {check.name: check for check in all_checks(settings)}
     assert found["[retrieval]"].state == "ok" and "faiss-cpu " in found["[retrieval]"].detail
     assert found["[other]"].state == "note" and found["docs: knowledge"].state == "fail"
+
+
+def test_all_is_well(program, model_folder):
+    Path("agentspec.toml").write_text(f'[backends.local]\nkind = "torch"\nmodel = "{model_folder}"\ndevice = "cpu"\n')
+    result = program("doctor")
+    assert result.exit_code == 0, result.output
+    assert f"ok    local: model: {model_folder} is ready" in result.output
+    rows = json.loads(program("doctor", "--json").output)
+    assert {row["state"] for row in rows} == {"ok"}
+
+
+def test_what_is_broken_says_what_to_do_and_exits_with_1(program):
+    Path("agentspec.toml").write_text('[backends.up]\nkind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n')
+    result = program("doctor")
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    failed = [index for index, line in enumerate(lines) if line.startswith("FAIL")]
+    assert failed
+    assert all(lines[index + 1].startswith("      -> ") for index in failed)
+
+
+def test_a_broken_configuration_is_a_failure_among_the_others(program, model_folder, monkeypatch):
+    Path("agentspec.toml").write_text("[server]\nprot = 1\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    rows = json.loads(program("doctor", "--json").output)
+    assert rows[0]["name"] == "configuration"
+    assert rows[0]["state"] == "fail"
+    assert len(rows) > 5

@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from agentspec.backends.model_store.store import STORE_VARIABLE, store_folder
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError, install_advice
@@ -40,7 +40,7 @@ class Check:
 
 
 def all_checks(settings: Settings) -> Iterator[Check]:
-    """Every check that applies to `settings`, except the strategy checks; quick checks come first."""
+    """Every check that applies to `settings`; quick checks come first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Check("agentspec", "ok", __version__)
     indexed = any(isinstance(knowledge, IndexSettings) for knowledge in settings.knowledge.values())
@@ -53,15 +53,13 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     elif settings.cache.path is not None:
         yield check_database(settings.cache)
     if local := _local(settings):
-        yield check_store()
+        yield check_folder("model store", store_folder(), STORE_VARIABLE, room=_ROOM)
     for name, run_here in local.items():
         yield check_device(name, run_here)
         yield check_model(name, run_here)
-        if isinstance(run_here, TorchSettings):
-            yield from check_adapter(name, run_here)
-            if run_here.draft_model is not None and run_here.max_draft_tokens:
-                drafting = run_here.model_copy(update={"model": run_here.draft_model})
-                yield check_model(name, drafting, setting="draft_model")
+        if isinstance(run_here, TorchSettings) and run_here.draft_model is not None and run_here.max_draft_tokens:
+            drafting = run_here.model_copy(update={"model": run_here.draft_model})
+            yield check_model(name, drafting, setting="draft_model")
     yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
@@ -135,13 +133,6 @@ def check_database(settings: CacheSettings) -> Check:
     return Check("cache database", "ok", f"{database.name} answers {holds}")
 
 
-def check_store() -> Check:
-    """Whether models can be fetched into the model store."""
-    from agentspec.backends.model_store.store import STORE_VARIABLE, store_folder
-
-    return check_folder("model store", store_folder(), STORE_VARIABLE, room=_ROOM)
-
-
 def check_device(name: str, settings: TorchSettings | EncoderSettings) -> Check:
     """The device and the number format that the backend's model would use; an encoder's is always float32."""
     try:
@@ -155,24 +146,6 @@ def check_device(name: str, settings: TorchSettings | EncoderSettings) -> Check:
     except (ImportError, AgentSpecError) as error:
         return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.device or install torch for it")
     return Check(f"{name}: device", "ok", f"{device} in {dtype} ({os.cpu_count()} CPUs)")
-
-
-def check_adapter(name: str, settings: TorchSettings) -> Iterator[Check]:
-    """Whether the backend's LoRA adapter, if it names one, can be merged."""
-    if settings.adapter is None:
-        return
-    label = f"{name}: adapter"
-    try:
-        from agentspec.backends.torch.model.lora import checked
-
-        folder = checked(settings.adapter)
-    except (ImportError, AgentSpecError) as error:
-        yield Check(label, "fail", str(error), f"correct backends.{name}.adapter")
-        return
-    if find_spec("peft") is None:
-        yield Check(label, "fail", "adapters need the package peft", install_advice("lora"))
-        return
-    yield Check(label, "ok", f"{folder} is merged into {settings.model} when it is loaded")
 
 
 def check_model(name: str, settings: TorchSettings | EncoderSettings, *, setting: str = "model") -> Check:
