@@ -164,7 +164,7 @@ def check_model(name: str, settings: TorchSettings | EncoderSettings, *, setting
 
 def check_reachable(settings: Settings) -> Iterator[Check]:
     """A note for each backend that clients cannot reach, because no model name leads to it."""
-    from agentspec.settings.model_names import unreachable
+    from agentspec.settings.models import unreachable
 
     try:
         found = unreachable(settings)
