@@ -12,7 +12,6 @@ import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.thinking_model import ThinkingModel
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
@@ -21,6 +20,7 @@ from agentspec.reasoning.settings import RaLMSpecSettings, SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import GenerateRequest
+from tests.thinking_model import ThinkingModel
 
 DOWN = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]
 
