@@ -9,13 +9,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.json_values import check_json
 from agentspec.protocol.validation import (
     REQUIRED,
     Content,
     Model,
     Refused,
     Text,
+    check_json,
     must,
     refuse_unknown,
     validated,

@@ -1,4 +1,4 @@
-"""Shared by the writers of both routes: assembles choices from deltas, and builds the chunks of a stream."""
+"""Writes the answers of `/v1/chat/completions` and `/v1/completions`: whole ones, and the chunks of streams."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentspec.protocol.json_values import read_json
+from agentspec.protocol.deltas import clamped, speculation_object, usage_object
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.usage import speculation_object, usage_object
-from agentspec.types import Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
+from agentspec.protocol.wire import encode, loads
+from agentspec.types import MAX_CHOICES, Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
 CUT_OFF = ("length", "content_filter", "cancelled")  # finish reasons of answers that were not written to their end
 BLOCK = 512
 """The JSON of an obfuscated event is filled up to a multiple of this many bytes."""
 _OBFUSCATION = b',"obfuscation":"'
-LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 
 
 @dataclass(slots=True)
@@ -59,8 +58,9 @@ def whole_arguments(arguments: Any, finish_reason: str | None) -> dict[str, Any]
     """
     if finish_reason == "content_filter" or (not arguments and finish_reason in CUT_OFF):
         return None
-    try:
-        value = read_json(arguments or "{}")
+    try:  # with line breaks inside of strings, but not with NaN or infinity, which JSON cannot write again
+        value = loads(arguments or "{}", strict=False)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -191,11 +191,6 @@ def _ranked(token: TokenLogprob) -> dict[str, Any]:
     return {"logprob": clamped(token.logprob), "rank": token.rank, "decoded_token": token.text}
 
 
-def encode(value: Any) -> bytes:
-    """Compact JSON in UTF-8; half a surrogate pair, which UTF-8 cannot encode, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
 def obfuscated(chunk: dict[str, Any]) -> bytes:
     """The JSON of `chunk` with as many random characters in OpenAI's field `obfuscation` as fill the block."""
     plain = encode(chunk)
@@ -207,5 +202,155 @@ def _random(size: int) -> bytes:
     return base64.b64encode(os.urandom(size * 3 // 4 + 3), b"-_")[:size]
 
 
-def clamped(logprob: float) -> float:
-    return max(LOWEST_LOGPROB, min(logprob, 0.0))  # in this order NaN is the lowest, too
+@dataclass(slots=True)
+class ChatWriter:
+    """Writes chat answers. The first chunk of each choice carries the role."""
+
+    request: GenerateRequest
+    format: AnswerFormat
+    include_speculation: bool = True
+    _builder: ChunkBuilder = field(init=False)
+    _begun: set[int] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._builder = ChunkBuilder("", "chatcmpl", self.request, self.format, self.include_speculation)
+
+    def body(self, answer: Accumulator) -> dict[str, Any]:
+        self._builder.kind = "chat.completion"
+        choices = [self._whole(index, choice) for index, choice in answer.all()]
+        return self._builder.whole(choices, answer) | self._prompt(answer.prompt)
+
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        self._builder.kind = "chat.completion.chunk"
+        begins = delta.index not in self._begun
+        tokens = self.format.token_ids and delta.token_ids
+        if not (delta.text or delta.logprobs or delta.extra or delta.finish_reason or tokens or begins):
+            return
+        self._begun.add(delta.index)
+        message: dict[str, Any] = {"role": "assistant", "content": ""} if begins else {}
+        if delta.text:
+            message["content"] = delta.text
+        choice = {
+            "index": delta.index,
+            "delta": {**message, **delta.extra},
+            "logprobs": _logprobs(delta.logprobs) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            **({"token_ids": list(delta.token_ids)} if self.format.token_ids else {}),
+        }
+        yield from self._builder.chunk(choice, delta, **self._prompt(delta.prompt))
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        content = None if not text and choice.extra.get("tool_calls") else text
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": content, "refusal": None, **choice.extra},
+            "logprobs": _logprobs(choice.logprobs) if self.request.sampling.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            **({"token_ids": choice.token_ids} if self.format.token_ids else {}),
+        }
+
+    def _prompt(self, prompt: Prompt | None) -> dict[str, Any]:
+        if prompt is None:
+            return {}
+        ids = {"prompt_token_ids": list(prompt.token_ids)} if self.format.token_ids else {}
+        return ids if prompt.logprobs is None else {**ids, "prompt_logprobs": prompt_logprobs(prompt)}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": [_entry(token) | {"top_logprobs": [_entry(top) for top in token.top]} for token in tokens]}
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    text = token.text
+    return {"token": text, "logprob": clamped(token.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+@dataclass(slots=True)
+class CompletionWriter:
+    """Writes text completions. `text_offset` counts characters from the start of the choice's text.
+
+    With `echo` every choice begins with the prompt, and with the log-probabilities of its tokens if requested. Of
+    several prompts, each has `per_prompt` choices, and theirs come one after the other.
+    """
+
+    request: GenerateRequest
+    format: AnswerFormat
+    include_speculation: bool = True
+    per_prompt: int = MAX_CHOICES
+    _builder: ChunkBuilder = field(init=False)
+    _offsets: dict[int, int] = field(default_factory=dict, init=False)
+    _prompts: dict[int, Prompt] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._builder = ChunkBuilder("text_completion", "cmpl", self.request, self.format, self.include_speculation)
+
+    def body(self, answer: Accumulator) -> dict[str, Any]:
+        for index, prompt in answer.prompts.items():
+            self._prompts[index // self.per_prompt] = prompt
+        choices = [
+            self._choice(index, "".join(one.text), one.token_ids, one.logprobs, one.finish_reason)
+            for index, one in answer.all()
+        ]
+        return self._builder.whole(choices, answer)
+
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        if delta.prompt is not None:
+            self._prompts[delta.index // self.per_prompt] = delta.prompt
+        tokens = self.format.token_ids and delta.token_ids
+        echoed = self.format.echo and delta.index not in self._offsets
+        if delta.text or delta.logprobs or delta.finish_reason or tokens or echoed:
+            choice = self._choice(delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish_reason)
+            yield from self._builder.chunk(choice, delta)
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        finish_reason: str | None,
+    ) -> dict[str, Any]:
+        begins = index not in self._offsets
+        self._offsets.setdefault(index, 0)
+        known = self._prompts.get(index // self.per_prompt)
+        prompt = known if begins and known is not None else Prompt()
+        before = self._echoed(index, prompt) if self.format.echo and begins else None
+        shown = self._logprobs(index, logprobs) if self.request.sampling.logprobs else None
+        if shown and before:
+            shown = {name: before[name] + values for name, values in shown.items()}
+        return {
+            "index": index,
+            "text": (prompt.text if self.format.echo else "") + text,
+            "logprobs": shown,
+            "finish_reason": finish_reason,
+            **({"token_ids": list(token_ids)} if self.format.token_ids else {}),
+            **({"prompt_token_ids": list(prompt.token_ids)} if self.format.token_ids and begins else {}),
+            **({"prompt_logprobs": prompt_logprobs(prompt)} if self.format.prompt_logprobs and begins else {}),
+        }
+
+    def _echoed(self, index: int, prompt: Prompt) -> dict[str, list[Any]] | None:
+        """The log-probability entries of the prompt; its first token, which nothing precedes, has None."""
+        if prompt.logprobs is None:
+            return None
+        known = self._logprobs(index, prompt.logprobs)
+        first = prompt.text[: max(0, len(prompt.text) - self._offsets[index])]
+        self._offsets[index] += len(first)
+        return {
+            "tokens": [first, *known["tokens"]],
+            "token_logprobs": [None, *known["token_logprobs"]],
+            "top_logprobs": [None, *known["top_logprobs"]],
+            "text_offset": [0, *(offset + len(first) for offset in known["text_offset"])],
+        }
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [clamped(token.logprob) for token in tokens],
+            "top_logprobs": [{top.text: clamped(top.logprob) for top in token.top} for token in tokens],
+            "text_offset": offsets,
+        }

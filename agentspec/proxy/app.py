@@ -40,7 +40,7 @@ from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.limits import Deadlines, until_disconnect
 from agentspec.proxy.admission.slots import Slots
 from agentspec.proxy.body.budget import BodyBudget
-from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.extra_routes import ExtraRoute, sole_upstream
@@ -48,8 +48,7 @@ from agentspec.proxy.fleet import FleetPages
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
-from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
-from agentspec.proxy.messages.endpoint import MessagesEndpoint
+from agentspec.proxy.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from agentspec.proxy.metering.limits import Metering
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.prompts import CompletionsEndpoint

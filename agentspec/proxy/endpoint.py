@@ -16,27 +16,24 @@ from agentspec.backends.pool.attempts import Attempt, Attempts
 from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
 from agentspec.backends.pool.pool import Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
-from agentspec.protocol.chat_response import ChatWriter
-from agentspec.protocol.completion_response import CompletionWriter
 from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
 from agentspec.protocol.requests import parse_chat, parse_completion
-from agentspec.protocol.responses import ResponseWriter
+from agentspec.protocol.responses import ChatWriter, CompletionWriter, ResponseWriter
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.limits import Deadline, Deadlines, Watch, until_disconnect
 from agentspec.proxy.admission.slots import Slot, Slots
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
-from agentspec.proxy.body.head import check_head
-from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.kept_names import refuse_kept_names
-from agentspec.proxy.body.reading import read_body
-from agentspec.proxy.body.upstream_fields import UpstreamFields, strategy_upstreams
+from agentspec.proxy.body.reading import parse_object, read_body
+from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.metering.limits import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.sending import collected, send_json, send_sse
+from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -207,7 +204,7 @@ class GenerationEndpoint:
 
     def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
         """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
-        for upstream in strategy_upstreams(backend):
+        for upstream in _strategy_upstreams(backend):
             check_amounts(fields, self.path, self.settings)
             UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
 
@@ -260,6 +257,14 @@ def note_disconnect(client: Watch, record: RequestRecord) -> None:
     """Note in the record that its client left before it had its whole answer."""
     if client.left and not record.body_ended:
         record.outcome = "cancelled"
+
+
+def _strategy_upstreams(backend: Backend) -> list[Forwards]:
+    """The upstreams that a strategy asks with what a request wants of it; none for another backend."""
+    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
+    found = [role.backend for role in roles if is_forwarding(role.backend)]
+    pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
+    return [*found, *(member.backend for pool in pools for member, _ in pool.members())]
 
 
 def _model(fields: Mapping[str, Any]) -> str:

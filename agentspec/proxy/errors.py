@@ -27,10 +27,8 @@ from agentspec.errors import (
     UpstreamError,
     UpstreamStatusError,
 )
-from agentspec.protocol.anthropic.errors import anthropic_error
-from agentspec.protocol.responses import encode
-from agentspec.protocol.sse import event, named_event
-from agentspec.protocol.upstream_errors import error_object, without_account
+from agentspec.protocol.errors import anthropic_error, error_object, without_account
+from agentspec.protocol.wire import encode, event, named_event
 from agentspec.proxy.logs import logger
 from agentspec.telemetry.safe_errors import class_of, frames_of
 

@@ -17,8 +17,8 @@ from agentspec.placement import Call
 from agentspec.proxy.admission.auth import read_caller
 from agentspec.proxy.admission.limits import Deadline, until_disconnect
 from agentspec.proxy.body.budget import BodyAccount
-from agentspec.proxy.body.head import check_head
-from agentspec.proxy.body.json_object import parse_object, set_values
+from agentspec.proxy.body.reading import parse_object, set_values
+from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import GenerationEndpoint, note_disconnect
 from agentspec.proxy.forwarding.inspection import StreamInspector
 from agentspec.proxy.forwarding.passthrough import pass_through

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from agentspec.backends.pool.fleet import Fleet
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.body.json_object import parse_object
+from agentspec.proxy.body.reading import parse_object
 from agentspec.proxy.logs import logger
 from agentspec.proxy.streaming.sending import json_response
 from agentspec.runtime import Runtime

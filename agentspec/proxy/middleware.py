@@ -14,7 +14,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.errors import RequestTooLargeError
-from agentspec.protocol.anthropic.errors import anthropic_error
+from agentspec.protocol.errors import anthropic_error
 from agentspec.proxy.admission.auth import Authenticator, request_id
 from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.admission.slots import Slots

@@ -13,8 +13,8 @@ import anyio
 
 from agentspec.backends.base import is_forwarding
 from agentspec.errors import InvalidRequestError, OverloadedError
-from agentspec.protocol.completion_response import CompletionWriter
-from agentspec.protocol.usage import summed
+from agentspec.protocol.deltas import summed
+from agentspec.protocol.responses import CompletionWriter
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.types import MAX_CHOICES, Delta, Speculation, Usage
 

@@ -32,7 +32,7 @@ from agentspec.errors import (
     ShuttingDownError,
     SlowClientError,
 )
-from agentspec.protocol.responses import encode
+from agentspec.protocol.wire import encode
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
 from agentspec.proxy.hosts import MAX_HEADER_BYTES, is_unprotected

@@ -18,10 +18,10 @@ from agentspec.backends.base import (
 )
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
-from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import Body, Text, TokenIds
+from agentspec.protocol.wire import encode
 from agentspec.proxy.body.amounts import check_amounts, check_characters
-from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.inspection import StreamInspector
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body

@@ -11,7 +11,7 @@ from typing import Any
 from agentspec.backends.http.library import httpcore, httpx
 from agentspec.backends.http.network import NothingAnsweredError
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
-from agentspec.protocol.upstream_errors import MAX_ERROR_BYTES, error_message
+from agentspec.protocol.errors import MAX_ERROR_BYTES, error_message
 
 _NOTHING_SENT = (httpx.ConnectError, httpcore.ConnectError, httpx.ConnectTimeout, httpcore.ConnectTimeout)
 _CERTIFICATE = "its certificate is not trusted, or for another name; SSL_CERT_FILE can name authorities to trust"

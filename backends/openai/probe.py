@@ -13,7 +13,7 @@ from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import XARGS, VllmReport, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
-from agentspec.protocol.sse import SseDecoder
+from agentspec.protocol.wire import SseDecoder
 
 logger = logging.getLogger(__name__)
 TRIES = 2  # tries of a request that gets no answer in time

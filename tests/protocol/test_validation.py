@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.validation import (
+    MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
     REQUIRED,
     Body,
     Content,
@@ -15,6 +21,7 @@ from agentspec.protocol.validation import (
     Text,
     Texts,
     TokenIds,
+    check_json,
     must,
     only,
 )
@@ -85,3 +92,73 @@ def test_unknown_fields_are_refused_at_the_end() -> None:
     with pytest.raises(InvalidRequestError, match=r"by this model; did you mean 'size'\?$") as caught:
         Sample.finish({"sise": 1})
     assert caught.value.param == "sise"
+
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | FLOATS | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_what_json_writes_as_utf_8_passes(value: Any) -> None:
+    check_json(value, "x")
+    assert json.loads(json.dumps(value).encode()) == value
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def require_refusal(value: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        check_json(value, "field")
+    assert caught.value.param == "field" and caught.value.message.startswith("field ")
+
+
+def circle() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (["a\ud800"], "surrogate"),
+        ({"\udfff": 1}, "surrogate"),
+        ([{"a": float("inf")}], "64-bit"),
+        ([float("nan")], "64-bit"),
+        ([10**400], "64-bit"),
+        ({1: 2}, "not a string"),
+        ([b"x"], "Python bytes"),
+        ([object()], "Python object"),
+    ],
+)
+def test_what_is_refused_names_the_field(value: Any, says: str) -> None:
+    require_refusal(value, says)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: nested(MAX_JSON_DEPTH + 1), "nested more than"),
+        (lambda: nested(100_000), "nested more than"),
+        (circle, "nested more than"),
+        (lambda: [0] * (MAX_JSON_VALUES + 1), "more than 100,000"),
+    ],
+    ids=["too-deep", "far-too-deep", "circle", "too-many"],
+)
+def test_large_values_are_refused(made: Callable[[], Any], says: str) -> None:
+    require_refusal(made(), says)
+
+
+def test_values_at_the_bounds_pass() -> None:
+    check_json(nested(MAX_JSON_DEPTH), "x")
+    check_json([0] * MAX_JSON_VALUES, "x")
+    check_json((1, "é", {"a": (None,)}), "x")

@@ -8,7 +8,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from agentspec import errors
-from agentspec.protocol.sse import event
+from agentspec.protocol.wire import event
 from agentspec.proxy.errors import error_event, error_response, log_unexpected, outcome
 
 TREE = [

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError
-from agentspec.protocol.usage import read_speculation, speculation_object
+from agentspec.protocol.deltas import read_speculation, speculation_object
 from agentspec.reasoning.lossy_acceptance import LossyAcceptanceBackend
 from agentspec.reasoning.settings import LossyAcceptanceSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef

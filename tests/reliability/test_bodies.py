@@ -20,7 +20,7 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.proxy import endpoint
-from agentspec.proxy.body import json_object
+from agentspec.proxy.body import reading
 from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -324,7 +324,7 @@ def test_c1_large_bodies_leave_the_loop_free(gateway: Any, monkeypatch: pytest.M
         if len(body) > INLINE_BYTES:
             begun.set()
             assert go.wait(60)
-        return json_object.parse_object(body)
+        return reading.parse_object(body)
 
     monkeypatch.setattr(endpoint, "parse_object", slow)
     url = gateway({"local": FakeBackend("fine")}).url

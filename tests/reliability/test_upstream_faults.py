@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.protocol.sse import EventSplitter
+from agentspec.protocol.wire import EventSplitter
 from agentspec.proxy.forwarding.inspection import StreamInspector
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings

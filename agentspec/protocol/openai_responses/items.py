@@ -10,12 +10,12 @@ from typing import Annotated, Any, TypeGuard
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.json_values import check_json
 from agentspec.protocol.validation import (
     REQUIRED,
     Model,
     NonEmpty,
     Text,
+    check_json,
     kind_of,
     must,
     refuse_unknown,

@@ -26,6 +26,22 @@ def refuse_kept_names(fields: Mapping[str, Any]) -> None:
                 raise kept_elsewhere(f"{name}[{index}].{key}")
 
 
+def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequestError` for a conversation, a prompt or an item that another tenant may have made there.
+
+    The names of responses are not among them: whose they are is known. Files and the like are `refuse_kept_names`'.
+    """
+    for name in ("conversation", "prompt"):
+        if fields.get(name) is not None:
+            raise kept_elsewhere(name)
+    for index, item in enumerate(objects(fields.get("input"))):
+        bare = not any(item.get(name) for name in ("type", "role", "content"))  # null is as good as nothing
+        by_id = item.get("type") in ("reasoning", "image_generation_call") and bool(item.get("id"))
+        by_id = by_id and not any(item.get(name) for name in ("encrypted_content", "content", "result"))
+        if by_id or item.get("type") == "item_reference" or (bare and "id" in item):
+            raise kept_elsewhere(f"input[{index}].id")
+
+
 def objects(value: Any) -> list[dict[str, Any]]:
     """The objects of an array, each in its place."""
     return [one if isinstance(one, dict) else {} for one in value] if isinstance(value, list) else []

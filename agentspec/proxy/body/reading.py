@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import orjson
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -58,3 +64,114 @@ def _check_headers(headers: Headers) -> None:
 
 def _too_large(limit: int) -> RequestTooLargeError:
     return RequestTooLargeError(f"the body is larger than the limit of {limit} bytes (server.max_body_bytes)")
+
+
+MAX_DEPTH = 128  # arrays and objects inside each other
+MOST = {
+    b"[{": 1 << 18,
+    b":": 1 << 19,
+    b",": 5 << 18,
+}  # of these characters, in strings too: what a body becomes in memory
+
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * 19  # orjson rounds integers beyond 64 bits
+# Other ways to write the end of a key than `":`, with which the keys cannot be counted by it.
+_SPACED = (b" :", b"\t:", b"\n:", b"\r:")
+_ESCAPED = re.compile(rb"\\u00(?:22|3[aA])")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """`body` as a JSON object. Raises `InvalidRequestError` for anything else.
+
+    Also refuses what another parser might read differently or not at all: NaN and infinities, numbers beyond a double's
+    range, duplicate keys, half a surrogate pair, and more than the limits above.
+    """
+    _check_size(body)
+    try:
+        value: Any = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {_reason(body, error)}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    fields: dict[str, Any] = value
+    members = _members(value)
+    unclear = any(one[:1] in body and one in body for one in _SPACED) or _ESCAPED.search(body)
+    if unclear or _LONG_NUMBER in body.translate(_ZEROS) or _has_twice(body, members, value):
+        return _exact(body)
+    return fields
+
+
+def set_values(body: bytes, fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """`body`, which holds `fields`, as it is if nothing is `added`; else written anew, with the new keys first."""
+    if not added:
+        return body
+    value = {**{name: added[name] for name in added if name not in fields}, **fields, **added}
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # an integer beyond 64 bits
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _check_size(body: bytes) -> None:
+    if len(body) <= min(MOST.values()):
+        return
+    for characters, most in MOST.items():
+        if sum(body.count(bytes([one])) for one in characters) > most:
+            shown = " or ".join(map(chr, characters))
+            raise InvalidRequestError(f"the body holds {shown} more than {most:,} times: send less at once")
+
+
+def _members(value: Any) -> int:
+    """How many members all objects have. Raises `InvalidRequestError` if they are nested too deeply."""
+    level, members = [value], 0
+    for _ in range(MAX_DEPTH):
+        members += sum(len(one) for one in level if type(one) is dict)
+        inner = (one.values() if type(one) is dict else one for one in level)
+        if not (level := [item for items in inner for item in items if type(item) in (dict, list)]):
+            return members
+    raise InvalidRequestError(f"the body is nested too deeply: more than {MAX_DEPTH} arrays and objects")
+
+
+def _has_twice(body: bytes, members: int, value: Any) -> bool:
+    """Whether a key came twice, of which the parser kept one."""
+    keys = body.count(b'":')  # and what strings say
+    return keys != members and keys != orjson.dumps(value).count(b'":')
+
+
+def _exact(body: bytes) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(body, object_pairs_hook=_once)
+    except ValueError:  # Python converts at most 4,300 digits
+        raise InvalidRequestError("the body is not valid JSON: a number has too many digits") from None
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequestError(f"the body names the key {twice[:80]!r} twice")
+    return value
+
+
+def _reason(body: bytes, error: orjson.JSONDecodeError) -> str:
+    """Where and why the JSON breaks, without quoting the body."""
+    try:
+        json.dumps(json.loads(body.decode(), parse_constant=_constant), ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        return "it is not UTF-8"
+    except UnicodeEncodeError:
+        return "a string holds half a surrogate pair, which is not text"
+    except InvalidRequestError as found:
+        return found.message
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as found:
+        long = not isinstance(found, json.JSONDecodeError)
+        return "a number has too many digits" if long else f"{error.msg} at line {error.lineno}, column {error.colno}"
+    return "a number is too large"  # which the parser of the standard library reads as infinity
+
+
+def _constant(name: str) -> NoReturn:
+    raise InvalidRequestError(f"it holds {name}, which is not JSON")

@@ -8,17 +8,160 @@ texts, are passed on.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
 
-from agentspec.backends.base import Backend, Forwards, is_forwarding
-from agentspec.backends.pool.backend import PoolBackend
+from starlette.types import Scope
+
+from agentspec.backends.base import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+)
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
-from agentspec.proxy.body.addresses import is_address, is_base64, is_inline, is_on
-from agentspec.proxy.body.allowed_fields import TOOL_TYPES, allowed_fields
-from agentspec.reasoning.strategy import Strategy
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_COMMON: Final = _names("""
+    model stream stream_options temperature top_p user metadata service_tier safety_identifier prompt_cache_key
+    prompt_cache_options prompt_cache_retention
+""")
+_TOOL_FIELDS: Final = _names("tools tool_choice parallel_tool_calls")
+_SAMPLED: Final = _names("""
+    frequency_penalty presence_penalty logit_bias logprobs max_tokens n seed stop prediction response_format
+""")
+# Of vLLM, SGLang, TGI, llama.cpp, Ollama and hosted models with their parameters.
+_OPEN: Final = _names("""
+    top_k min_p top_a typical_p repetition_penalty length_penalty early_stopping use_beam_search beam_width num_beams
+    best_of n_choices n_probs n_predict num_predict max_new_tokens min_new_tokens min_tokens ignore_eos stop_token_ids
+    stop_regex no_stop_trim include_stop_str_in_output bad_words allowed_token_ids logprob_token_ids prompt_logprobs
+    skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens add_special_tokens
+    add_generation_prompt continue_final_message chat_template_kwargs documents include_reasoning separate_reasoning
+    stream_reasoning reasoning thinking think thinking_budget thinking_token_budget enable_thinking structured_outputs
+    guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern structural_tag regex ebnf
+    json_schema grammar return_token_ids return_tokens_as_token_ids token_ids cache_prompt
+    latency_target_ms_per_token
+""")
+
+BY_API: Final[Mapping[str, frozenset[str]]] = {
+    CHAT: _COMMON | _TOOL_FIELDS | _SAMPLED | _OPEN | _names("""
+        messages max_completion_tokens top_logprobs reasoning_effort verbosity modalities audio moderation
+        web_search_options functions function_call store
+    """),
+    COMPLETIONS: _COMMON | _SAMPLED | _OPEN | _names("prompt suffix echo"),
+    EMBEDDINGS: _names("""
+        model input encoding_format dimensions user messages input_type truncate truncate_prompt_tokens
+        add_special_tokens normalize
+    """),
+    RESPONSES: _COMMON | _TOOL_FIELDS | _SAMPLED | _OPEN | _names("""
+        input instructions max_output_tokens max_tool_calls top_logprobs reasoning text truncation include image
+        previous_response_id conversation prompt store background context_management moderation client_metadata
+    """),
+    MESSAGES: _COMMON | _names("""
+        messages max_tokens system stop_sequences tools tool_choice top_k thinking output_config output_format
+        cache_control container context_management compaction inference_geo speed diagnostics
+    """) | _OPEN | _SAMPLED,
+}  # fmt: skip
+_OTHER_ROUTES: Final = frozenset[str]().union(*BY_API.values()) | _names("""
+    query queries text_1 text_2 top_n return_documents max_tokens_per_doc tokens return_token_strs
+    voice speed stream_format size quality style background moderation output_format output_compression
+    partial_images num_images
+""")  # of routes that the operator lists: rerankers, scores, tokens, speech, images
+BY_KIND: Final[Mapping[str, frozenset[str]]] = {
+    "vllm": _names("cache_salt session_id vllm_xargs"),
+    "sglang": _names("cache_salt session_id"),
+    "dynamo": _names("cache_salt session_id"),
+}
+TOOL_TYPES: Final = _names("""
+    function custom namespace tool_search file_search code_interpreter image_generation local_shell shell apply_patch
+    computer computer_use computer_use_preview web_search web_search_preview
+""")
+
+
+def allowed_fields(path: str, kinds: Set[str]) -> frozenset[str]:
+    """The fields of requests to `path`, below the API's root, at a server that may be of one of `kinds`."""
+    api = BY_API.get(MESSAGES if path == COUNT_TOKENS else path, _OTHER_ROUTES)
+    return api.union(*(BY_KIND[kind] for kind in kinds))
+
+
+_HEAD = 256  # characters of a value that decide what it is
+# What URL parsers skip: blanks and controls in front, tabs and line ends everywhere.
+_SKIPPED = re.compile("[\t\r\n]|^[\x00-\x20\x7f\ufeff\u200b-\u200f\u2060]+")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:[/\\]|[/\\]{2}|(?:file|gopher|dict|ldap|jar|netdoc|unix):", re.IGNORECASE)
+_BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]*+")
+_SAFE_URL = re.compile(r"[!-\[\]-~]+")  # printable ASCII without blanks and backslashes, which parsers read differently
+_PORTS = {"http": 80, "https": 443}
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` begins like a URL of any scheme, or like a network path. A `data:` URL names no place."""
+    start = text[:_HEAD]
+    if start.isascii() and ":" not in start and "/" not in start and "\\" not in start:
+        return False
+    return _ADDRESS.match(_head(text)) is not None
+
+
+def is_inline(text: str) -> bool:
+    """Whether `text` is a `data:` URL, which carries its content itself."""
+    return _head(text)[:5].lower() == "data:"
+
+
+def is_base64(text: str) -> bool:
+    return _BASE64.fullmatch(text) is not None
+
+
+def is_on(url: str, hosts: Set[str]) -> bool:
+    """Whether `url` is an http or https URL on one of `hosts`: names in lower case, with `:port` for unusual ports."""
+    if not hosts or not _SAFE_URL.fullmatch(url):
+        return False
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    usual = _PORTS.get(parts.scheme)
+    if usual is None or not parts.hostname or "@" in parts.netloc:
+        return False
+    return (parts.hostname if port in (None, usual) else f"{parts.hostname}:{port}") in hosts
+
+
+def _head(text: str) -> str:
+    head = text[:_HEAD]
+    return _SKIPPED.sub("", head if head.isascii() else unicodedata.normalize("NFKC", head))
+
+
+MAX_QUERY_BYTES = 8192
+# RFC 9110, 5.5: visible ASCII, blanks, tabs, and bytes above ASCII, which have no agreed meaning but are passed on.
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+_QUERY = re.compile(rb"[!-~]*")
+# Azure's version, Anthropic's `?beta=true`, and what lists and streams are asked for by their page and place.
+_NAMES = frozenset("api-version beta stream include include[] starting_after limit after before order".split())
+
+
+def check_head(scope: Scope) -> None:
+    """Raise `InvalidRequestError` for a head that an HTTP client could not send, or that names another address."""
+    for name, value in scope["headers"]:
+        if not _VALUE.fullmatch(value):
+            shown = name[:80].decode("latin-1").encode("ascii", "replace").decode()
+            raise InvalidRequestError(f"the header {shown} holds control characters", param=shown)
+    query: bytes = scope.get("query_string", b"")
+    if len(query) > MAX_QUERY_BYTES or not _QUERY.fullmatch(query):
+        raise InvalidRequestError(f"the query must be at most {MAX_QUERY_BYTES} percent-encoded ASCII characters")
+    for name, text in parse_qsl(query.decode(), keep_blank_values=True, errors="replace"):
+        if name not in _NAMES or is_address(text):
+            shown = name[:80].encode("ascii", "replace").decode()
+            raise InvalidRequestError(f"the query's {shown!r} is refused: upstreams are configured", param=shown)
+
 
 # Arguments of chat templates that published models read; templates are programs, and others may keep them busy.
 TEMPLATE_ARGUMENTS = frozenset(
@@ -242,11 +385,3 @@ def _path(place: _Place) -> str:
 
 def _shown(name: object) -> str:
     return str(name)[:80].encode("ascii", "replace").decode()
-
-
-def strategy_upstreams(backend: Backend) -> list[Forwards]:
-    """The upstreams that a strategy asks with what a request wants of it; none for another backend."""
-    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
-    found = [role.backend for role in roles if is_forwarding(role.backend)]
-    pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
-    return [*found, *(member.backend for pool in pools for member, _ in pool.members())]

@@ -5,7 +5,6 @@ Answers are not parsed for that. Only events that can tell something are, and th
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,9 +13,9 @@ from typing import Any, ClassVar
 
 from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
-from agentspec.protocol.sse import MAX_HELD, SseDecoder
-from agentspec.protocol.upstream_errors import reported
-from agentspec.protocol.usage import read_speculation, read_usage
+from agentspec.protocol.deltas import read_speculation, read_usage
+from agentspec.protocol.errors import reported
+from agentspec.protocol.wire import MAX_HELD, SseDecoder, object_in
 from agentspec.proxy.errors import anthropic_error_event, error_event
 from agentspec.types import Delta, Speculation, Usage
 
@@ -79,7 +78,7 @@ class EventInspector(Inspector):
             return
         with suppress(UpstreamError):
             for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
-                self.read_event(_object(data))
+                self.read_event(object_in(data))
 
     @abstractmethod
     def read_event(self, event: Mapping[str, Any]) -> None:
@@ -143,7 +142,7 @@ class StreamInspector(Inspector):
                     self._read_chunk(data)
 
     def _read_chunk(self, data: str) -> None:
-        chunk = _object(data)
+        chunk = object_in(data)
         self.error = self.error or reported(chunk)
         self._counts |= {name: chunk[name] for name in _COUNTS if chunk.get(name)}
         choices = chunk.get("choices")
@@ -156,7 +155,7 @@ class StreamInspector(Inspector):
 def read_answer(content: bytes) -> tuple[Delta, Any]:
     """The counts of a whole answer, and the error that it reports, if any. What cannot be read is left out."""
     if len(content) <= PARSED_BYTES:
-        answer = _object(content)
+        answer = object_in(content)
         return read_counts(answer), reported(answer)
     return read_counts(_last_members(content)), None
 
@@ -166,15 +165,8 @@ def _last_members(content: bytes) -> dict[str, Any]:
     tail = content[-TAIL_BYTES:]
     for name in _COUNTS:
         start = tail.rfind(b'"%s"' % name.encode())
-        if start >= 0 and (members := _object(b"{" + tail[start:])):
+        if start >= 0 and (members := object_in(b"{" + tail[start:])):
             return members
-    return {}
-
-
-def _object(data: str | bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        value = json.loads(data)
-        return value if isinstance(value, dict) else {}
     return {}
 
 

@@ -13,14 +13,13 @@ from starlette.types import Scope, Send
 
 from agentspec.backends.base import CHAT, Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
-from agentspec.protocol.anthropic.errors import anthropic_error
+from agentspec.protocol.errors import anthropic_error, error_object, without_account
 from agentspec.protocol.headers import PREFIX, label_headers
-from agentspec.protocol.sse import EventSplitter
-from agentspec.protocol.upstream_errors import error_object, without_account
+from agentspec.protocol.wire import EventSplitter
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
-from agentspec.proxy.body.json_object import set_values
+from agentspec.proxy.body.reading import set_values
 from agentspec.proxy.errors import outcome, refused_key
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
 from agentspec.proxy.forwarding.policy import with_policy

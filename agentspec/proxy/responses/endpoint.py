@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
@@ -9,26 +10,32 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from starlette.types import Send
+
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Forwards, is_forwarding
 from agentspec.cache.responses import StoredResponse
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, OverloadedError
+from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
 from agentspec.protocol.requests import parse_chat
-from agentspec.protocol.responses import encode
+from agentspec.protocol.responses import obfuscated
+from agentspec.protocol.wire import encode, named_event
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.body.amounts import check_tools
-from agentspec.proxy.body.head import check_head
-from agentspec.proxy.body.upstream_fields import UpstreamFields
+from agentspec.proxy.body.budget import BodyAccount
+from agentspec.proxy.body.kept_names import refuse_what_others_keep
+from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.errors import error_response
 from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, request_headers, with_fields
 from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers, name_bound
-from agentspec.proxy.responses.answering import Keep, send_events, send_whole
+from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
-from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
-from agentspec.proxy.streaming.sending import collected
+from agentspec.proxy.responses.upstreams import ResponsesInspector, telling_id
+from agentspec.proxy.streaming.sending import EVENT_STREAM, collected, json_response, note, record_failure, respond
 from agentspec.types import Delta, GenerateRequest
 
 T = TypeVar("T")
@@ -235,3 +242,78 @@ def _sent(message: dict[str, Any], templated: bool) -> dict[str, Any]:
 
 def _unenforced(request: ResponsesRequest) -> dict[str, str]:
     return {UNENFORCED: ", ".join(request.unenforced)} if request.unenforced else {}
+
+
+Keep = Callable[[EventWriter], Awaitable[None]]
+"""Called with a finished answer, before its client is told that it is."""
+
+
+async def send_whole(
+    deltas: AsyncGenerator[Delta],
+    writer: EventWriter,
+    record: RequestRecord,
+    send: Send,
+    keep: Keep,
+    account: BodyAccount,
+) -> None:
+    """Answer with one response object."""
+    async with aclosing(deltas):
+        async for delta in deltas:
+            note(record, delta)
+            for _ in writer.write(delta):
+                pass
+    for _ in writer.close():
+        pass
+    await keep(writer)
+    await respond(send, await account.run(account.answer, json_response, writer.response))
+
+
+async def send_events(
+    deltas: AsyncGenerator[Delta],
+    writer: EventWriter,
+    record: RequestRecord,
+    send: Send,
+    keep: Keep,
+    *,
+    obfuscate: bool = False,
+) -> None:
+    """Answer with typed events, filled up to equal sizes if `obfuscate`.
+
+    An error before the first delta is raised and gets its own HTTP status; a later one ends with `response.failed`.
+    """
+    encoded = obfuscated if obfuscate else encode
+
+    async def out(one: dict[str, Any]) -> None:
+        body = named_event(one["type"], encoded(one))
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async with aclosing(deltas):
+        first: Delta | None = await anext(deltas, Delta(finish_reason="stop"))
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        for one in writer.begin():
+            await out(one)
+        try:
+            while first is not None:
+                note(record, first)
+                for one in writer.write(first):
+                    await out(one)
+                first = await anext(deltas, None)
+            for one in writer.close():
+                await out(one)
+            await keep(writer)
+            await out(writer.last())
+        except Exception as error:
+            record_failure(record, error)
+            await out(writer.fail(*failure(error, record.request_id)))
+    await send({"type": "http.response.body", "body": b""})
+
+
+def failure(error: Exception, request_id: str) -> tuple[str, str]:
+    """OpenAI's code for an error inside a response, and what the client is told."""
+    code = "server_error"
+    if isinstance(error, OverloadedError):
+        code = "rate_limit_exceeded"
+    elif isinstance(error, InvalidRequestError):
+        code = "invalid_prompt"
+    body = json.loads(without_account(error_response(error, request_id).body))
+    return code, str(body["error"]["message"])

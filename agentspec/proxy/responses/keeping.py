@@ -12,7 +12,7 @@ import anyio
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import AgentSpecError, CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
-from agentspec.protocol.responses import encode
+from agentspec.protocol.wire import encode
 from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings

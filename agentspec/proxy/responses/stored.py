@@ -17,7 +17,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.validation import shown_name
 from agentspec.proxy.admission.limits import Deadline, until_disconnect
-from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import note_disconnect
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers
 from agentspec.proxy.request_record import RequestRecord

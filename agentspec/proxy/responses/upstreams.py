@@ -11,11 +11,9 @@ from typing import Any
 from starlette.types import Message, Send
 
 from agentspec.errors import UpstreamError
+from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.items import is_id
-from agentspec.protocol.responses import encode
-from agentspec.protocol.sse import SseDecoder, named_event
-from agentspec.protocol.upstream_errors import without_account
-from agentspec.proxy.body.kept_names import kept_elsewhere, objects
+from agentspec.protocol.wire import SseDecoder, encode, named_event, object_in
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.forwarding.inspection import EventInspector, read_counts
 from agentspec.types import Delta
@@ -110,24 +108,7 @@ class IdFinder:
 
 def _id_in(data: str | bytes, *, streamed: bool = False) -> str | None:
     """The id of the response in `data`: an event with its beginning, or the whole."""
-    with suppress(ValueError, RecursionError, AttributeError):  # no JSON, too deep, or no object
-        value = json.loads(data)
-        id: object = (value.get("response") if streamed else value).get("id")
-        return id if is_id(id) else None
-    return None
-
-
-def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequestError` for a conversation, a prompt or an item that another tenant may have made there.
-
-    The names of responses are not among them: whose they are is known. Files and the like are `refuse_kept_names`'.
-    """
-    for name in ("conversation", "prompt"):
-        if fields.get(name) is not None:
-            raise kept_elsewhere(name)
-    for index, item in enumerate(objects(fields.get("input"))):
-        bare = not any(item.get(name) for name in ("type", "role", "content"))  # null is as good as nothing
-        by_id = item.get("type") in ("reasoning", "image_generation_call") and bool(item.get("id"))
-        by_id = by_id and not any(item.get(name) for name in ("encrypted_content", "content", "result"))
-        if by_id or item.get("type") == "item_reference" or (bare and "id" in item):
-            raise kept_elsewhere(f"input[{index}].id")
+    value: Any = object_in(data)
+    response = value.get("response") if streamed else value
+    id = response.get("id") if isinstance(response, dict) else None
+    return id if is_id(id) else None

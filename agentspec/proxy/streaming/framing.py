@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.protocol.responses import encode, obfuscated
-from agentspec.protocol.sse import DONE, event, named_event
+from agentspec.protocol.responses import obfuscated
+from agentspec.protocol.wire import DONE, encode, event, named_event
 from agentspec.proxy.errors import anthropic_error_event, error_event
 
 

@@ -12,7 +12,8 @@ from starlette.types import Send
 
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import size_of
-from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
+from agentspec.protocol.responses import Accumulator, ResponseWriter
+from agentspec.protocol.wire import encode
 from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.errors import log_unexpected, outcome
 from agentspec.proxy.request_record import RequestRecord

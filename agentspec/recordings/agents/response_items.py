@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.protocol.openai_responses.tool_input import ARGUMENT
+from agentspec.protocol.openai_responses.tools import ARGUMENT
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.recordings.agents.turns import Turn, answer, text_of, tool_call, tool_result
 from agentspec.recordings.calls import RecordedCall, seconds_in

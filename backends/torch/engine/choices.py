@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from agentspec.protocol.usage import summed
+from agentspec.protocol.deltas import summed
 from agentspec.types import Delta, Speculation, Usage
 
 

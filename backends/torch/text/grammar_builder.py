@@ -12,7 +12,7 @@ from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, l
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation
 from agentspec.backends.torch.text.tool_parser import Tool, ToolFormat
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.json_values import check_json
+from agentspec.protocol.validation import check_json
 from agentspec.types import GenerateRequest, StructuredOutputs
 
 TOOLS: Final = "tools"

@@ -17,7 +17,7 @@ from agentspec.backends.openai import backend as backend_module
 from agentspec.backends.openai import vectors as vectors_module
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
-from agentspec.protocol.sse import MAX_EVENT_BYTES
+from agentspec.protocol.wire import MAX_EVENT_BYTES
 from agentspec.types import Delta, GenerateRequest, Labels, Usage
 
 pytestmark = pytest.mark.anyio

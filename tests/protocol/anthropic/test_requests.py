@@ -9,7 +9,7 @@ import pytest
 from anthropic import types
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.anthropic import content, tools
+from agentspec.protocol.anthropic import requests
 from agentspec.protocol.anthropic.requests import INERT, PASSED, MessagesLimits, _MessagesBody, parse_messages
 
 LOCAL = MessagesLimits(max_messages=100)
@@ -36,7 +36,7 @@ def test_every_field_of_the_clients_types_is_known() -> None:
     known = {*_MessagesBody.model_fields, *INERT, *PASSED, *REFUSED}
     fields = names(types.message_create_params.MessageCreateParamsStreaming) | names(types.MessageCountTokensParams)
     assert fields <= known
-    assert names(types.ToolParam) <= tools._KNOWN
+    assert names(types.ToolParam) <= requests._KNOWN
     blocks = {
         "text": types.TextBlockParam,
         "image": types.ImageBlockParam,
@@ -46,7 +46,7 @@ def test_every_field_of_the_clients_types_is_known() -> None:
         "tool_result": types.ToolResultBlockParam,
     }
     for kind, block in blocks.items():
-        assert names(block) <= content._FIELDS[kind] | content._INERT | {"type"}
+        assert names(block) <= requests._FIELDS[kind] | requests._INERT | {"type"}
     assert {"type", *names(types.OutputConfigParam)} == {"type", "effort", "format"}
 
 

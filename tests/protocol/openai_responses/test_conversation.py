@@ -13,9 +13,7 @@ from pydantic import TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.messages import parse_message
-from agentspec.protocol.openai_responses.conversation import Conversation
-from agentspec.protocol.openai_responses.items import Item, parse_input
-from agentspec.protocol.openai_responses.request import parse_responses
+from agentspec.protocol.openai_responses.request import Conversation, Item, parse_input, parse_responses
 from agentspec.protocol.tool_names import ToolNames, key_of
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)

@@ -1,4 +1,4 @@
-"""Brings an upstream's error answer into OpenAI's form, and takes out what it tells about the operator's account."""
+"""Upstreams' errors in the form of OpenAI's or Anthropic's API, without what they tell about the operator's account."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from agentspec.protocol.wire import object_in
+
 MAX_MESSAGE = 2000
 MAX_ERROR_BYTES = 1 << 20
 # Fragments of keys, which OpenAI fills with asterisks, and names of organisations and projects.
 _ACCOUNT = re.compile(rb"\b(?:sk|org|proj)[-_][\w*.-]{8,}")
+_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 def error_object(content: bytes, status: int, message: str) -> bytes:
@@ -18,11 +31,8 @@ def error_object(content: bytes, status: int, message: str) -> bytes:
 
     What is not JSON is not quoted: pages of servers in between name hosts and versions.
     """
-    try:
-        given = json.loads(content) if len(content) <= MAX_ERROR_BYTES else None
-    except (ValueError, RecursionError):
-        given = None
-    if isinstance(given, dict) and isinstance(given.get("error"), dict):
+    given = _object(content)
+    if isinstance(given.get("error"), dict):
         return content
     if quoted := _message(given):
         message += f": {quoted[:MAX_MESSAGE]}"
@@ -53,3 +63,29 @@ def _message(given: Any) -> str | None:
     if not isinstance(given, dict):
         return None
     return next((text for name in ("error", "message", "detail") if isinstance(text := given.get(name), str)), None)
+
+
+def error_type(status: int) -> str:
+    """Anthropic's name for an error of this HTTP status."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def anthropic_error(body: bytes, status: int, request_id: str = "") -> bytes:
+    """`body`, an error of OpenAI's shape, in Anthropic's shape; one that has that shape already stays as it is.
+
+    `param` and `code`, where the error has them, stay as further members.
+    """
+    given = _object(body)
+    if given.get("type") == "error" and isinstance(given.get("error"), dict):
+        return body
+    error: Any = given.get("error")
+    told: dict[str, Any] = error if isinstance(error, dict) else {}
+    message = told.get("message") or told.get("code") or "the request failed"
+    shown: dict[str, Any] = {"type": error_type(status), "message": str(message)}
+    shown |= {name: told[name] for name in ("param", "code") if told.get(name) is not None}
+    whole = {"type": "error", "error": shown, **({"request_id": request_id} if request_id else {})}
+    return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    return object_in(body) if len(body) <= MAX_ERROR_BYTES else {}

@@ -1,4 +1,4 @@
-"""Writes server-sent events, decodes them from bytes that may be cut anywhere, and passes them on unchanged.
+"""JSON and server-sent events as bytes: writes them, decodes events that may be cut anywhere, and passes them on.
 
 Source: HTML Living Standard, section 9.2.6 "Interpreting an event stream". Only `data` matters to OpenAI's protocol;
 comments and the other fields are skipped.
@@ -6,7 +6,9 @@ comments and the other fields are skipped.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from agentspec.errors import UpstreamError
 
@@ -16,6 +18,28 @@ DONE = b"data: [DONE]\n\n"
 _ENDS = (b"\n\n", b"\n\r", b"\r\r")  # the end of a line and a blank line: CRLF CRLF holds LF CR
 _USUAL_ENDS = (b"\n\n", b"\r\n\r\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def encode(value: Any) -> bytes:
+    """Compact JSON in UTF-8; half a surrogate pair, which UTF-8 cannot encode, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def loads(text: str | bytes, *, strict: bool = True) -> Any:
+    """The value of a JSON text. Raises `ValueError`, also for one that is nested too deeply to be read."""
+    try:
+        return json.loads(text, strict=strict)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def object_in(text: str | bytes) -> dict[str, Any]:
+    """The JSON object that `text` is; an empty one for anything else."""
+    try:
+        value = loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def event(data: bytes) -> bytes:

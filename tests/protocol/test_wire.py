@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import UpstreamError
-from agentspec.protocol.sse import MAX_HELD, EventSplitter, SseDecoder
+from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder
 
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 LINES = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12)
