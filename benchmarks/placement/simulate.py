@@ -1,40 +1,70 @@
-"""The discrete-event simulation: sessions arrive, the gateway places their calls, engines serve them and die."""
+"""The discrete-event simulation: sessions arrive, the gateway places their calls, engines serve them."""
 
 from __future__ import annotations
 
 import random
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import exp, inf
 
-from agentspec.benchmarks.placement.counts import SimulationCounts
 from agentspec.benchmarks.placement.engine import SimulatedEngine
-from agentspec.benchmarks.placement.gateway import SimulatedGateway
-from agentspec.benchmarks.placement.prefix_cache import Stretch
-from agentspec.benchmarks.placement.scenario import Scenario
-from agentspec.benchmarks.placement.session import SimulatedSession
-from agentspec.benchmarks.placement.workload import SessionShape
+from agentspec.benchmarks.placement.report import Comparison, PolicyRun, SimulationCounts
+from agentspec.benchmarks.placement.scenario import Order, Scenario
+from agentspec.benchmarks.placement.workload import SessionShape, SimulatedSession, Stretch
+from agentspec.errors import ConfigurationError
+from agentspec.placement import POLICIES, Call, Member
+
+Progress = Callable[[str], None]
+
+
+class SimulatedGateway:
+    """Counts its calls to each engine, and sees what the engines' metrics say. It decides where a call goes."""
+
+    def __init__(self, policy: str, engines: Iterable[str]) -> None:
+        self._policy = POLICIES[policy]()
+        self._members = {name: Member(name) for name in engines}
+        self._in_flight = dict.fromkeys(self._members, 0)
+        self._metrics: dict[str, tuple[int, int, float]] = dict.fromkeys(self._in_flight, (0, 0, 0.0))
+
+    def place(self, call: Call) -> str:
+        """The engine that takes `call`."""
+        member = self._policy.choose(call, list(self._members.values()))
+        self._policy.placed(call, member)
+        return member.name
+
+    def count(self, name: str, change: int) -> None:
+        """So many more of its own calls are under way at the engine."""
+        self._in_flight[name] += change
+        self._update(name)
+
+    def scrape(self, engine: SimulatedEngine) -> None:
+        """Read the engine's metrics."""
+        name = engine.name
+        others = max(0, engine.calls - self._in_flight[name])
+        self._metrics[name] = others, engine.queued, engine.kv_use
+        self._update(name)
+
+    def _update(self, name: str) -> None:
+        self._members[name] = Member(name, 1.0, self._in_flight[name], *self._metrics[name])
 
 
 class Simulation:
     """One run of a scenario over recorded shapes, which are drawn with replacement. `run` can be called once."""
 
     def __init__(self, scenario: Scenario, shapes: Sequence[SessionShape]) -> None:
-        scenario.require_room(shapes)
+        require_room(scenario, shapes)
         self._scenario, self._shapes = scenario, shapes
         self.counts = SimulationCounts(int(scenario.sessions * scenario.warm_up), scenario.costs.block_tokens)
         # Drawn in order of arrival, so that every policy sees the same sessions with the same pauses.
         self._draws = random.Random(scenario.seed)
-        self._deaths = random.Random(scenario.seed + 1)
-        self._balancer = random.Random(scenario.seed + 2)
         self._engines = {name: self._engine(name) for name in map("engine-{}".format, range(scenario.engines))}
-        self._gateways = [SimulatedGateway(scenario.policy, self._engines) for _ in range(scenario.gateways)]
+        self._gateway = SimulatedGateway(scenario.policy, self._engines)
         self._scraped = dict.fromkeys(self._engines, -inf)
         self._shared_blocks = _shared_blocks(shapes, scenario.block_tokens)
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
-        self._dead: set[str] = set()
         self._number = 0
         self._came = self._open = 0
 
@@ -42,8 +72,6 @@ class Simulation:
         """Simulate until the last session is over."""
         events, counts = self._events, self.counts
         self._at(self._draws.expovariate(self._scenario.rate), self._arrive, None)
-        if self._scenario.kill_every:
-            self._at(self._scenario.kill_every, self._kill, None)
         while self._open or self._came < self._scenario.sessions:
             now, _, happens, about = heappop(events)
             counts.events += 1
@@ -76,19 +104,10 @@ class Simulation:
         return [median * exp(draw(0, spread)) if call.pause is None else call.pause for call in shape.calls[1:]]
 
     def _send(self, now: float, session: SimulatedSession) -> None:
-        """The session makes its next call, or the same one again."""
+        """The session makes its next call."""
         shape = session.shape
         session.begin(now, self._scenario.block_tokens, self._shared_blocks[shape.shared])
-        self._place(now, session)
-
-    def _place(self, now: float, session: SimulatedSession) -> None:
-        number, before = self._balancer.randrange(len(self._gateways)), session.member
-        session.member = self._gateways[number].place(session.placement())
-        if before and not session.known_to >> number & 1:
-            self.counts.handed_over += 1
-            self.counts.agreed += session.member == before
-        session.gateway = number
-        session.known_to |= 1 << number
+        session.member = self._gateway.place(session.placement())
         engine = self._engines[session.member]
         engine.submit(session, now)
         self._count(engine, session, 1, now)
@@ -105,10 +124,7 @@ class Simulation:
             self._at(now + session.pauses[session.position - 1], self._send, session)
         else:
             self.counts.closed(session, now)
-            self._close(session)
-
-    def _close(self, session: SimulatedSession) -> None:
-        self._open -= 1
+            self._open -= 1
 
     # Engines.
 
@@ -130,45 +146,20 @@ class Simulation:
 
     def _count(self, engine: SimulatedEngine, session: SimulatedSession, change: int, now: float) -> None:
         """A call has gone to the engine, or has ended there. What its metrics say is seldom asked."""
-        self._gateways[session.gateway].count(engine.name, change)
+        self._gateway.count(engine.name, change)
         if now - self._scraped[engine.name] >= self._scenario.scrape:
             self._scraped[engine.name] = now
-            for gateway in self._gateways:
-                gateway.scrape(engine)
+            self._gateway.scrape(engine)
 
-    def _kill(self, now: float, _: object) -> None:
-        """One engine dies: what has begun to stream is cut short, and its client asks again; all else is retried."""
-        scenario = self._scenario
-        victim = self._engines[self._deaths.choice([name for name in self._engines if name not in self._dead])]
-        self._dead.add(victim.name)
-        for gateway in self._gateways:
-            gateway.lost(victim.name)
-        victim.next_at = inf
-        self.counts.deaths += 1
-        for session in victim.abandoned():
-            self._rescue(now, session)
-        self._at(now + scenario.restart, self._restart, victim.name)
-        self._at(now + scenario.kill_every, self._kill, None)
 
-    def _rescue(self, now: float, session: SimulatedSession) -> None:
-        scenario, counts = self._scenario, self.counts
-        if session.streamed:
-            counts.cut += 1
-            self._at(now + scenario.detect, self._send, session)
-        elif session.tries < scenario.retries:
-            session.tries += 1
-            counts.retried += 1
-            self._at(now + scenario.detect, self._place, session)
-        else:
-            counts.lost += 1
-            self._close(session)
-
-    def _restart(self, now: float, name: str) -> None:
-        self._engines[name] = self._engine(name)
-        self._dead.remove(name)
-        self._scraped[name] = -inf
-        for gateway in self._gateways:
-            gateway.found(name)
+def require_room(scenario: Scenario, shapes: Sequence[SessionShape]) -> None:
+    """Raise `ConfigurationError` for a call that no engine can hold."""
+    longest, room = max(shape.longest for shape in shapes), scenario.costs.kv_tokens
+    if longest > room:
+        raise ConfigurationError(
+            f"a call of {longest} tokens fits into no engine: kv_tokens is {room}; "
+            "give engines with more room by --costs, or leave the recording out"
+        )
 
 
 def _shared_blocks(shapes: Sequence[SessionShape], block_tokens: int) -> dict[tuple[Stretch, ...], list[int]]:
@@ -180,3 +171,23 @@ def _shared_blocks(shapes: Sequence[SessionShape], block_tokens: int) -> dict[tu
         inside = [bisect_left(ends, (place + 1) * block_tokens) for place in places]
         blocks[shared] = [-1 - abs(hash((shared[at][0], place))) for place, at in zip(places, inside, strict=True)]
     return blocks
+
+
+def compare(
+    scenario: Scenario,
+    shapes: Sequence[SessionShape],
+    variants: Sequence[tuple[str, Order]],
+    seeds: int,
+    progress: Progress,
+) -> Comparison:
+    """Simulate each of `variants` with seeds from that of `scenario` on; every variant sees the same sessions."""
+    compared = [PolicyRun(policy, order) for policy, order in variants]
+    events, began = 0, time.process_time()
+    for seed in range(scenario.seed, scenario.seed + seeds):
+        for variant in compared:
+            progress(f"{variant.policy}, {variant.order}, seed {seed}")
+            change = {"policy": variant.policy, "order": variant.order, "seed": seed}
+            counts = Simulation(scenario.model_copy(update=change), shapes).run()
+            variant.figures.append(counts.figures())
+            events += counts.events
+    return Comparison(scenario, seeds, compared, events, time.process_time() - began)

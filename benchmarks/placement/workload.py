@@ -1,4 +1,4 @@
-"""Shapes of recorded sessions: how long each prompt and answer is, what it shares, and how long tools take."""
+"""Shapes of recorded sessions (lengths, what they share, how long tools take), and the sessions simulated from them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import inf
 from pathlib import PurePath
 
-from agentspec.benchmarks.placement.prefix_cache import Stretch
+from agentspec.benchmarks.placement.scenario import EngineCosts
 from agentspec.errors import ConfigurationError
+from agentspec.placement import Call
 from agentspec.recordings.calls import RecordedCall
 
 CHARACTERS_PER_TOKEN = 4
 SHARED_TOKENS = 64  # what sessions share is found in pieces of so many tokens
 RECORDED_TOKEN_SECONDS = 0.02  # taken off recorded times between calls, for each token of the answer
+
+
+Stretch = tuple[int, int]
+"""A stretch of prompts that is shared or not as a whole: its key, and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,70 @@ class SessionShape:
         return self.shared_tokens + max(call.prompt + call.answer for call in self.calls)
 
 
+class SimulatedSession:
+    """The state of a session and of the one call that it has under way. Times are simulated seconds."""
+
+    __slots__ = (
+        "answer",
+        "arrived",
+        "blocks",
+        "deadline",
+        "hit",
+        "keep",
+        "member",
+        "name",
+        "number",
+        "own",
+        "pauses",
+        "position",
+        "sent",
+        "shape",
+        "started",
+        "tokens",
+        "waited",
+        "work",
+    )
+
+    def __init__(self, number: int, shape: SessionShape, arrived: float, pauses: Sequence[float]) -> None:
+        self.number, self.shape, self.arrived, self.pauses = number, shape, arrived, pauses
+        self.name = f"s{number}"
+        self.deadline = inf
+        self.position = 0
+        self.blocks: list[int] = []
+        self.own = -1 - number  # its stretch in the engines' caches; shared ones are not negative
+        self.keep = self.answer = self.tokens = 0
+        self.member = ""  # where its latest call was sent
+        self.hit = self.work = 0
+        self.sent = self.started = 0.0
+        self.waited = 0.0  # by all its calls so far, before an engine began with them
+
+    @property
+    def call(self) -> CallShape:
+        return self.shape.calls[self.position]
+
+    def alone(self, costs: EngineCosts) -> float:
+        """Seconds from arrival to the last answer on an idle engine that keeps all."""
+        shared, calls = self.shape.shared_tokens, self.shape.calls
+        read = [calls[0].prompt + shared, *(call.prompt - call.keep for call in calls[1:])]
+        return sum(costs.alone(new, call.answer) for new, call in zip(read, calls, strict=True)) + sum(self.pauses)
+
+    def begin(self, now: float, block_tokens: int, shared_blocks: Sequence[int]) -> None:
+        """Make the call at `position`: `tokens` of its own stretch are held, `blocks` are what the gateway sees."""
+        call = self.call
+        self.keep, self.answer, self.tokens = call.keep, call.answer, call.prompt + call.answer
+        self.sent = now
+        self.blocks = self.blocks or list(shared_blocks)
+        shared = self.shape.shared_tokens
+        del self.blocks[max((shared + call.keep) // block_tokens, len(shared_blocks)) :]
+        base = ((self.number << 12) + self.position) << 20
+        missing = range(len(self.blocks), (shared + call.prompt) // block_tokens)
+        self.blocks.extend([base + place for place in missing])
+
+    def placement(self) -> Call:
+        """What the gateway knows of the call."""
+        return Call(self.name, self.blocks)
+
+
 @dataclass(slots=True)
 class _Recorded:
     workflow: str
@@ -76,15 +146,6 @@ def shapes(recorded: Mapping[str, Iterable[RecordedCall]]) -> list[SessionShape]
         raise ConfigurationError("the recordings hold no calls")
     shared = _shared_stretches([session.first for session in sessions.values()])
     return [_shape(session, common) for session, common in zip(sessions.values(), shared, strict=True)]
-
-
-def single_calls(sessions: Sequence[SessionShape]) -> list[SessionShape]:
-    """Every call by itself, as a session of its own that shares nothing."""
-    return [
-        SessionShape("", (), (replace(call, prompt=session.shared_tokens + call.prompt, keep=0),))
-        for session in sessions
-        for call in session.calls
-    ]
 
 
 def _add(session: _Recorded, call: RecordedCall) -> None:

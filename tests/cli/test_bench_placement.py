@@ -27,13 +27,6 @@ def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program
     assert all(figures["sessions"] == 36 for one in written["variants"] for figures in one["figures"])
 
 
-def test_what_takes_minutes_is_said_where_there_is_no_terminal(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.benchmarks.placement.capacity.capacity", lambda *_: 2.0)
-    done = program(*QUICK[:-2], "--policy", "workflow", "--load-of", "workflow")
-    assert done.exit_code == 0, done.output
-    assert "looking for the capacity of workflow" in done.stderr and "workflow, arrival, seed 1" in done.stderr
-
-
 def test_no_recording_is_lost_for_its_name(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import agentspec.benchmarks.placement.workload as workload
 
@@ -51,12 +44,6 @@ def test_no_recording_is_lost_for_its_name(program: Any, tmp_path: Path, monkeyp
     done = program(*QUICK[:2], tmp_path / "a", tmp_path / "b", *QUICK[3:], "--policy", "round_robin")
     assert done.exit_code == 0, done.output
     assert read == [str(copy) for copy in copies]
-
-
-def test_deaths_and_single_calls_are_counted(program: Any) -> None:
-    done = program(*QUICK, "--single", "--policy", "least_loaded", "--set", "kill_every=5", "--set", "restart=2")
-    assert done.exit_code == 0, done.output
-    assert "lost" in done.output
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from pydantic import BaseModel, ByteSize, ValidationError
 
 from agentspec.backends.engine_plugin import settings as engine_plugin
-from agentspec.benchmarks.placement import costs, scenario
+from agentspec.benchmarks.placement import scenario
 from agentspec.settings import load
 
-SETTINGS = (engine_plugin, costs, scenario, load)  # what they import belongs to it
+SETTINGS = (engine_plugin, scenario, load)  # what they import belongs to it
 
 
 def of(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -31,7 +31,7 @@ def parts(annotation: Any) -> Iterator[Any]:
 def numbers() -> Iterator[tuple[type[BaseModel], str]]:
     for kind in dict.fromkeys(of(BaseModel)):
         ours = kind.__module__.startswith("agentspec.")
-        if ours and ("settings" in kind.__module__ or kind.__module__ in (costs.__name__, scenario.__name__)):
+        if ours and ("settings" in kind.__module__ or kind.__module__ == scenario.__name__):
             for name, field in kind.model_fields.items():
                 if {float, int, ByteSize} & {part for part in parts(field.annotation) if isinstance(part, type)}:
                     yield kind, name

@@ -27,9 +27,7 @@ def placement(
     ] = "arrival",
     engines: Annotated[int, typer.Option(help="Engines", min=1)] = 10,
     sessions: Annotated[int, typer.Option(help="Sessions that arrive, drawn from the recorded ones", min=1)] = 5000,
-    load: Annotated[float, typer.Option(help="Share of what --load-of sustains", min=0.01)] = 0.9,
-    load_of: Annotated[str, typer.Option(help="Policy whose capacity that is")] = "least_loaded",
-    rate: Annotated[float | None, typer.Option(help="Sessions a second, instead of --load", min=0.0001)] = None,
+    rate: Annotated[float, typer.Option(help="Sessions that arrive in a second", min=0.0001)] = 1.0,
     seeds: Annotated[int, typer.Option(help="Runs of each, with other arrivals", min=1)] = 5,
     costs: Annotated[
         Path | None, typer.Option(metavar="FILE.json", exists=True, dir_okay=False, help="What an engine's steps cost")
@@ -37,9 +35,6 @@ def placement(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other parameter, as they are printed")
     ] = None,
-    single: Annotated[
-        bool, typer.Option("--single", help="Every call by itself, a session that shares nothing")
-    ] = False,
     format_: FormatOption = None,
     skip_bad: SkipOption = False,
     json: Annotated[Path | None, typer.Option(help="Write every seed's figures to this file")] = None,
@@ -47,26 +42,21 @@ def placement(
     """Replay recorded sessions on simulated engines, and compare where their calls go and which is next."""
     from rich.console import Console
 
-    from agentspec.benchmarks.placement.capacity import capacity
-    from agentspec.benchmarks.placement.comparison import compare
     from agentspec.benchmarks.placement.report import print_comparison, write_json
+    from agentspec.benchmarks.placement.simulate import compare, require_room
 
     require_writable(json)
     errors = Console(stderr=True)
-    given = {"engines": engines, "sessions": sessions, **_parameters(set_ or [])}
+    given = {"engines": engines, "sessions": sessions, "rate": rate, **_parameters(set_ or [])}
     scenario = _scenario(given, costs)
     policies, orders = _names("--policy", policy), _names("--order", order)
     tried = [_checked(scenario, {"policy": one, "order": other}) for one in policies for other in orders]
     variants: list[tuple[str, Order]] = [(one.policy, one.order) for one in tried]
-    shapes = _shapes(files, format_, skip_bad, errors, single=single)
-    scenario.require_room(shapes)
+    shapes = _shapes(files, format_, skip_bad, errors)
+    require_room(scenario, shapes)
     with errors.status("starting") as status:
         tell = status.update if errors.is_terminal else errors.print  # in a log a status shows nothing, for minutes
-        if rate is None:
-            tell(f"looking for the capacity of {load_of}, which --rate spares")
-            base = _checked(scenario, {"policy": load_of, "order": "arrival"})
-            rate = load * capacity(base, shapes)
-        comparison = compare(_checked(scenario, {"rate": rate}), shapes, variants, seeds, tell)
+        comparison = compare(scenario, shapes, variants, seeds, tell)
     print_comparison(comparison, Console(width=None if sys.stdout.isatty() else REPORT_WIDTH))
     if json is not None:
         write_json(comparison, json)
@@ -86,8 +76,7 @@ def _parameters(given: Sequence[str]) -> dict[str, str]:
 
 
 def _scenario(given: Mapping[str, Any], costs: Path | None) -> Scenario:
-    from agentspec.benchmarks.placement.costs import EngineCosts
-    from agentspec.benchmarks.placement.scenario import Scenario
+    from agentspec.benchmarks.placement.scenario import EngineCosts, Scenario
 
     engine = EngineCosts() if costs is None else EngineCosts.read(costs)
     return _checked(Scenario(costs=engine), given)
@@ -107,10 +96,9 @@ def _checked(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:
         ) from None
 
 
-def _shapes(files: list[Path], format_: Any, skip_bad: bool, console: Any, *, single: bool) -> list[SessionShape]:
-    from agentspec.benchmarks.placement.workload import shapes, single_calls
+def _shapes(files: list[Path], format_: Any, skip_bad: bool, console: Any) -> list[SessionShape]:
+    from agentspec.benchmarks.placement.workload import shapes
 
     on_bad, _ = choose(skip_bad, console)
     calls = {str(file): recorded_calls(file, format_, on_bad) for file in found(files, console)}
-    read = shapes(calls)
-    return single_calls(read) if single else read
+    return shapes(calls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.benchmarks.placement.workload import CHARACTERS_PER_TOKEN, RECORDED_TOKEN_SECONDS, shapes, single_calls
+from agentspec.benchmarks.placement.workload import CHARACTERS_PER_TOKEN, RECORDED_TOKEN_SECONDS, shapes
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import RecordedCall
 from agentspec.types import Labels
@@ -47,14 +47,6 @@ def test_pauses_are_as_recorded_without_the_time_of_the_answers():
     assert second.pause == pytest.approx(10.0 - RECORDED_TOKEN_SECONDS * second.answer)
     (unknown,) = shapes({"file": _calls("one", "a")})
     assert {call.pause for call in unknown.calls} == {None}
-
-
-def test_single_calls_keep_their_lengths_and_share_nothing():
-    read = shapes({"file": [*_calls("one", "a"), *_calls("two", "b")]})
-    single = single_calls(read)
-    assert len(single) == 6
-    assert {shape.shared for shape in single} == {()}
-    assert [shape.longest for shape in single[2::3]] == [shape.longest for shape in read]
 
 
 def test_recordings_without_calls_are_refused():

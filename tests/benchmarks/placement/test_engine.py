@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.benchmarks.placement.prefix_cache import SimulatedPrefixCache
+from agentspec.benchmarks.placement.engine import SimulatedPrefixCache
 
 SHARED = {"none": (), "short": ((1, 3),), "long": ((1, 3), (2, 4))}
 CALLS = st.lists(
