@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentspec.backends.heap import share_heaps
-from agentspec.backends.model_store import child
+from agentspec.backends.model_store import store
 from agentspec.errors import (
     AgentSpecError,
     ConfigurationError,
@@ -278,7 +278,7 @@ def spare_what_is_loaded() -> None:
 
 def end_process() -> NoReturn:
     """End the process with status 0 without waiting for the loading thread, which cannot be interrupted."""
-    child.end_all()
+    store.end_all()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

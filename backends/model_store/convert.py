@@ -13,8 +13,7 @@ import sys
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from agentspec.backends.model_store.child import run
-from agentspec.backends.model_store.store import announce, compute_sha256, file_sha256, scratch
+from agentspec.backends.model_store.store import announce, compute_sha256, file_sha256, run, scratch
 from agentspec.errors import ModelUnavailableError, install_advice
 
 FORMAT = 1

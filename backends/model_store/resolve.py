@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentspec.backends.model_store.builtin import BUILTIN, Builtin
+from agentspec.backends.model_store.builtin import BUILTIN, Builtin, download
 from agentspec.backends.model_store.convert import is_prepared, prepare
-from agentspec.backends.model_store.download import download
 from agentspec.backends.model_store.store import compute_sha256, file_sha256, fingerprint, locked, store_folder
 from agentspec.errors import ModelUnavailableError, install_advice, suggestion
 

@@ -1,4 +1,4 @@
-"""The folder of fetched and converted models, and the hashes of files, computed once per version of a file."""
+"""The folder of fetched and converted models, the hashes of files, and child programs that work on them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,41 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentspec.errors import ModelUnavailableError
+
+_running: set[subprocess.Popen[str]] = set()
+_lock = threading.Lock()
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end; returns its exit status and its output."""
+    with subprocess.Popen(command, text=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        with _lock:
+            _running.add(child)
+        try:
+            stdout, stderr = child.communicate()
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            with _lock:
+                _running.discard(child)
+    return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
+
+
+def end_all() -> None:
+    """Kill every program that a thread waits for in `run`."""
+    with _lock:
+        for child in _running:
+            child.kill()
+
 
 STORE_VARIABLE = "AGENTSPEC_MODELS"
 _PARTIAL = ".partial-"

@@ -17,7 +17,7 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.backends.torch.drafters import Drafter
+from agentspec.backends.torch.drafters.base import Drafter
 from agentspec.backends.torch.engine.cache_session import STALL_SECONDS
 from agentspec.cache import SuffixCache
 from agentspec.errors import CacheError, UpstreamError, UpstreamTimeoutError

@@ -1,18 +1,77 @@
-"""Drafts from a small model that reads the same token ids as the target."""
+"""Drafts from a small model that reads the target's token ids, or that is reached through text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from time import perf_counter
 
-from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Guess, StagedDrafter, make_draft, no_guess
-from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, draft_alone
-from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+import torch
+from torch import Tensor
+
+from agentspec.backends.torch.drafters.base import (
+    MIN_PROBABILITY,
+    DraftForward,
+    Drafting,
+    Guess,
+    StagedDrafter,
+    draft_alone,
+    make_draft,
+    no_guess,
+)
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.types import Draft, Source
+from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.types import Draft, SamplingParams, Source
+
+HEAD = 64  # candidates considered: two models hardly ever draw the same less likely token
+
+
+@dataclass(frozen=True, slots=True)
+class SharedNoiseSampler:
+    """Gumbel-max sampling with the noise of the target's request, so that a similar draft model draws the same tokens.
+
+    It considers only the `HEAD` most likely tokens and ignores penalties: a wrong draw only lowers the acceptance.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    choice: int = 0
+
+    def rank(self, logits: Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+        """The `count` best tokens for absolute `position` from `logits` [vocab], best first, each with its chance.
+
+        With scores z = logits + T * noise the draw is the argmax of z. softmax(z) estimates its chance to be the
+        target's draw too: without noise this is the model's own probability, with noise it grows with its lead in z.
+        """
+        scores, ids = self._candidates(logits)
+        if not self.sampling.greedy:
+            key = position_key(self.seed, self.choice, position)
+            scores = scores + self.sampling.temperature * gumbel_noise(key, ids)
+        best = scores.softmax(0).topk(min(count, len(ids)))
+        tokens: list[int] = ids[best.indices].tolist()
+        return tokens, best.values.tolist()
+
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits and ids of the likeliest tokens that pass top_k, min_p and top_p, in descending order."""
+        sampling = self.sampling
+        if legal := {token: bias for token, bias in sampling.logit_bias.items() if token < len(logits)}:
+            logits = logits.index_add(0, *_pair(legal, logits))
+        scores, ids = logits.topk(min(HEAD, sampling.top_k or HEAD, len(logits)))
+        if sampling.greedy:
+            return scores, ids
+        chances = (scores / sampling.temperature - (logits / sampling.temperature).logsumexp(0)).exp()
+        keep = (chances >= sampling.min_p * chances[0]) & (chances.cumsum(0) - chances < sampling.top_p)
+        keep[0] = True
+        return scores[keep], ids[keep]
+
+
+def _pair(bias: dict[int, float], like: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.tensor(list(bias), device=like.device), torch.tensor(list(bias.values()), device=like.device)
+
 
 CHUNK = 256  # tokens read per call until the model has caught up, so that a long prompt does not stall other answers
 BEHIND = 32  # with at most so many unread tokens, the model reads them and drafts in the same call
@@ -142,3 +201,97 @@ class _Tree:
     def draft(self) -> Draft:
         count = len(self._tokens)
         return make_draft(self._tokens, self._parents, self._chances, [0] * count, [Source.MODEL] * count)
+
+
+ANCHOR = 8  # committed tokens encoded again with a draft, so that its first tokens are as the target would write them
+SETTLED = 64  # tokens at the end of the context whose translation may still change
+OPEN = 256  # at most so many tokens are translated again in every call
+UNFINISHED = "\ufffd"  # the character that decoding gives for an incomplete one
+
+
+class TokenTranslation:
+    """Translates a growing list of one tokenizer's ids into another's. Special tokens are left out."""
+
+    def __init__(self, own: TokenizerAdapter, other: TokenizerAdapter) -> None:
+        self._own, self._other = own, other
+        self._ids: list[int] = other.encode("", special=True)  # a beginning-of-text token, if the model wants one
+        self._open: list[int] = []
+        self._read = 0
+
+    def follow(self, context: Sequence[int]) -> list[int] | None:
+        """The other model's ids of `context`, which extends that of earlier calls; None while it ends inside a
+        character.
+        """
+        self._open += context[self._read :]
+        self._read = len(context)
+        if len(self._open) > OPEN:
+            self._settle()
+        text = self._own.decode(self._open)
+        return None if text.endswith(UNFINISHED) else self._ids + self._other.encode(text)
+
+    def _settle(self) -> None:
+        """Translate all but the last tokens for good, up to a boundary between two characters."""
+        for end in range(len(self._open) - SETTLED, 0, -1):
+            text = self._own.decode(self._open[:end])
+            if not text.endswith(UNFINISHED):
+                self._ids += self._other.encode(text)
+                del self._open[:end]
+                return
+
+
+class CrossTokenizerDrafter(StagedDrafter):
+    """Translates between the target's tokens and the `inner` drafter's; `inner` must draft chains."""
+
+    def __init__(self, inner: ModelDrafter, own: TokenizerAdapter, other: TokenizerAdapter) -> None:
+        self._inner, self._own, self._other = inner, own, other
+        self._transcript = TokenTranslation(own, other)
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return draft_alone(self.drafting(context, budget))
+
+    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]:
+        """`guess` is not used: it is in the target's tokens."""
+        ids = self._transcript.follow(context)
+        draft = (yield from self._inner.drafting(ids, budget)) if ids else None
+        if ids is None or draft is None or not len(draft):
+            return None
+        pieces = self._pieces(ids[-ANCHOR:], draft.tokens.tolist())
+        tokens = self._translated(context, "".join(pieces))[:budget]
+        chances = self._chances(tokens, pieces, draft.probabilities.tolist())
+        count = len(tokens)
+        return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [Source.MODEL] * count)
+
+    def rest(self) -> None:
+        self._inner.rest()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _pieces(self, before: list[int], drafted: list[int]) -> list[str]:
+        """The text that each drafted token adds, before the first that changes earlier text or splits a character."""
+        texts = [self._other.decode(before + drafted[:end]) for end in range(len(drafted) + 1)]
+        pieces: list[str] = []
+        for shorter, longer in pairwise(texts):
+            if not longer.startswith(shorter) or UNFINISHED in longer[len(shorter) :]:
+                break
+            pieces.append(longer[len(shorter) :])
+        return pieces
+
+    def _translated(self, context: Sequence[int], text: str) -> list[int]:
+        """`text` in the target's tokens, up to the first special token and without the last token, which more text
+        could change.
+        """
+        anchor = [token for token in context[-ANCHOR:] if token not in self._own.special_ids]
+        whole = self._own.encode(self._own.decode(anchor) + text)
+        joined = whole[: len(anchor)] == anchor
+        tokens = (whole[len(anchor) :] if joined else self._own.encode(text))[:-1]
+        special = next((at for at, token in enumerate(tokens) if token in self._own.special_ids), len(tokens))
+        return tokens[:special]
+
+    def _chances(self, tokens: list[int], pieces: list[str], chances: list[float]) -> list[float]:
+        """For each of the target's tokens, the draft's probability up to the drafted token in which its text ends."""
+        ends: list[int] = []
+        for piece in pieces:
+            ends.append(len(piece) + (ends[-1] if ends else 0))
+        lengths = (len(self._own.decode(tokens[: count + 1])) for count in range(len(tokens)))
+        return [next((chances[at] for at, end in enumerate(ends) if end >= length), chances[-1]) for length in lengths]

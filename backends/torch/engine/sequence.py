@@ -9,10 +9,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters import Drafter, DrafterFactory, PredictionDrafter
-from agentspec.backends.torch.drafters.constrained import ConstrainedDrafter
-from agentspec.backends.torch.drafters.forwards import Drafting
-from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+from agentspec.backends.torch.drafters.base import Drafter, Drafting
+from agentspec.backends.torch.drafters.cheap import ConstrainedDrafter, PredictionDrafter
+from agentspec.backends.torch.drafters.draft_model import SharedNoiseSampler
+from agentspec.backends.torch.drafters.factory import DrafterFactory
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
 from agentspec.backends.torch.engine.request import AnswerText, EngineRequest, prompt_of

@@ -10,8 +10,7 @@ from traceback import clear_frames
 
 import numpy as np
 
-from agentspec.backends.torch.drafters import Drafter
-from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
+from agentspec.backends.torch.drafters.base import Drafter, Drafting, draft_alone, timed
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.speculation.governor import Governor

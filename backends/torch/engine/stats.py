@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from agentspec.types import Source
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch.drafters import DrafterFactory
+    from agentspec.backends.torch.drafters.factory import DrafterFactory
     from agentspec.backends.torch.engine.engine import Engine
     from agentspec.backends.torch.loader import LoadedModel
 

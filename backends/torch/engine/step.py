@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 
-from agentspec.backends.torch.drafters.forwards import draft_together
+from agentspec.backends.torch.drafters.base import draft_together
 from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, kv_length
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree

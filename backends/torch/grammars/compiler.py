@@ -2,26 +2,147 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import logging
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Final
 
-from agentspec.backends.heap import give_back
-from agentspec.backends.torch.grammars.helper import CompileHelper
+from agentspec.backends.torch.grammars import worker
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar, TokenTable, reason
 from agentspec.backends.torch.grammars.notation import lark_string
 from agentspec.backends.torch.grammars.worker import STACK, built_tokenizer, on_stack
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAMMAR_BYTES: Final = 128 << 20
+MOST_SECONDS: Final = 60.0  # of a trial, on a machine however busy
+START_SECONDS: Final = 120.0
+_DEATHS: Final[dict[int, str]] = {
+    signal.SIGSEGV: "compiling it needs too much stack: nest less, and let fewer rules lead to one another",
+    signal.SIGBUS: "compiling it needs too much stack: nest less, and let fewer rules lead to one another",
+    signal.SIGABRT: "compiling it needs too much memory: make it smaller",
+    signal.SIGXCPU: f"compiling it takes more than {worker.CPU_SECONDS} seconds: make it smaller",
+}
+
+
+class CompileHelper:
+    """The other process, started when it is first needed and again after it died. Thread-safe; tries out one grammar at
+    a time.
+    """
+
+    def __init__(self, setup: Callable[[], dict[str, Any]]) -> None:
+        self._setup = setup
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def try_out(self, source: str) -> int:
+        """How many bytes the compiled grammar takes. Blocks until the process has compiled it.
+
+        Raises `ValueError` with the reason why it cannot be compiled within the limits, `OverloadedError` if that is
+        not known now, `ShuttingDownError` after `close`, and `EngineError` if no process can be started.
+        """
+        with self._lock:
+            self._require_open()
+            process = self._process
+            if process is None or process.poll() is not None:  # it also ends by itself when it is not needed for long
+                process = self._start()
+            said = _exchange(process, source, MOST_SECONDS)
+        self._require_open()
+        if said is None:
+            raise _death(-process.wait(), len(source))
+        if "error" in said:
+            raise ValueError(said["error"])
+        if said["nbytes"] > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"it takes more than {MAX_GRAMMAR_BYTES >> 20} MiB: make it smaller")
+        return int(said["nbytes"])
+
+    def close(self) -> None:
+        """End the process, and whatever it is compiling."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+            process.wait()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ShuttingDownError("the engine is shutting down")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        setup = self._setup()  # it raises for some tokenizers
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(worker.__file__).resolve())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is for the process that asks
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
+            )
+        except OSError as error:
+            raise EngineError(f"large grammars cannot be compiled: no process can be started: {error}") from error
+        weakref.finalize(self, _end, process)
+        self._process = process
+        if self._closed:
+            process.kill()
+        if _exchange(process, setup, START_SECONDS) is None:
+            self._require_open()
+            raise EngineError("large grammars cannot be compiled: the process that tries them out does not start")
+        return process
+
+
+def _exchange(process: subprocess.Popen[bytes], asked: Any, seconds: float) -> dict[str, Any] | None:
+    """The process's answer; None if it has ended, which it does at the latest after `seconds`."""
+    assert process.stdin is not None and process.stdout is not None
+    late = threading.Timer(seconds, process.kill)
+    late.start()
+    try:
+        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except OSError:
+        line = b""
+    finally:
+        late.cancel()
+    if line.endswith(b"\n"):
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    _end(process)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def _death(number: int, length: int) -> Exception:
+    """What the death of the process by a signal says of a grammar."""
+    logger.warning("a grammar of %d characters ended its compiler by signal %d", length, number)
+    if number in (signal.SIGKILL, signal.SIGALRM):  # the machine is too busy, or short of memory
+        return OverloadedError("this machine has no time or memory to compile a large grammar now")
+    return ValueError(_DEATHS.get(number, _DEATHS[signal.SIGABRT]))
+
 
 KEPT: Final = 48  # compiled grammars kept, since agents send the same schema again and again
 KEPT_BYTES: Final = 256 << 20  # with all that they may learn from answers
-TRIED: Final = 1024  # large grammars that another process has survived
-REFUSED: Final = 256  # reasons of refusals kept
 SMALL: Final = 20_000  # characters
-TRIM_BYTES: Final = 64 << 20  # of grammars dropped, after which the memory is given back to the system
 # Expressions that must hold at once, and counted groups in counted groups, take much of both however short they are.
 _COSTLY: Final = re.compile(r"&|\)\s*\{\s*\d.*\)\s*\{\s*\d", re.DOTALL)
 
@@ -37,9 +158,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._building = threading.Lock()
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
-        self._dropped = 0  # bytes since memory was given back
-        self._tried: OrderedDict[bytes, int] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._helper = CompileHelper(self._setup)
 
     @property
@@ -59,35 +177,24 @@ class GrammarCompiler:
         `EngineError` if no process can try out a large one.
         """
         key = _key(source, param)
-        with self._lock:
-            if key in self._refused:
-                raise InvalidRequestError(self._refused[key], param=param)
-            kept = self._kept.get(key)
-        if kept is not None and not kept.worn:
-            self._keep(key, kept)  # again: answers may have let it, or others, grow
-            return kept
-        try:
-            small = _small(source)
-            size = len(source) if small else self._tried_out(key, source)
-            grammar = on_stack(STACK, lambda: self._compiled(source, param, size, small))
-        except ValueError as error:
-            message = f"the grammar of this request is refused: {reason(str(error))}"
-            self._refuse(key, message)
-            raise InvalidRequestError(message, param=param) from None
-        except InvalidRequestError as error:
-            error.param = error.param or param
-            self._refuse(key, error.message)
-            raise
-        self._keep(key, grammar)
+        grammar = self._known(key)
+        if grammar is None:
+            try:
+                small = _small(source)
+                size = len(source) if small else self._helper.try_out(source)
+                grammar = on_stack(STACK, lambda: self._compiled(source, param, size, small))
+            except ValueError as error:
+                message = f"the grammar of this request is refused: {reason(str(error))}"
+                raise InvalidRequestError(message, param=param) from None
+            except InvalidRequestError as error:
+                error.param = error.param or param
+                raise
+        self._keep(key, grammar)  # a known one too: answers may have let it, or others, grow
         return grammar
 
     def waits(self, source: str, *, param: str) -> bool:
         """Whether `compile` would wait for another process: for a large grammar that it does not know yet."""
-        key = _key(source, param)
-        with self._lock:
-            kept = self._kept.get(key)
-            known = key in self._refused or (kept is not None and not kept.worn)
-        return not known and not _small(source)
+        return not _small(source) and self._known(_key(source, param)) is None
 
     def symbol(self, text: str) -> str:
         """How a grammar must write `text`: as a token if it is one special token, else as a string literal."""
@@ -99,18 +206,10 @@ class GrammarCompiler:
         """End the other process."""
         self._helper.close()
 
-    def _tried_out(self, key: bytes, source: str) -> int:
-        """The bytes that a large grammar takes, which another process has survived, now or earlier."""
+    def _known(self, key: bytes) -> CompiledGrammar | None:
         with self._lock:
-            size = self._tried.get(key)
-        if size is None:
-            size = self._helper.try_out(source)
-        with self._lock:
-            self._tried[key] = size
-            self._tried.move_to_end(key)
-            while len(self._tried) > TRIED:
-                self._tried.popitem(last=False)
-        return size
+            kept = self._kept.get(key)
+        return None if kept is None or kept.worn else kept
 
     def _compiled(self, source: str, param: str, size: int, small: bool) -> CompiledGrammar:
         grammar = CompiledGrammar(self.table, source, param, size=size, small=small)
@@ -122,17 +221,7 @@ class GrammarCompiler:
             self._kept[key] = grammar
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT or sum(one.nbytes for one in self._kept.values()) > KEPT_BYTES:
-                self._dropped += self._kept.popitem(last=False)[1].nbytes
-            trim = self._dropped > TRIM_BYTES
-            self._dropped = 0 if trim else self._dropped
-        if trim:
-            give_back()
-
-    def _refuse(self, key: bytes, message: str) -> None:
-        with self._lock:
-            self._refused[key] = message
-            while len(self._refused) > REFUSED:
-                self._refused.popitem(last=False)
+                self._kept.popitem(last=False)
 
     def _setup(self) -> dict[str, Any]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -36,9 +33,8 @@ from agentspec.errors import InvalidRequestError, OverloadedError
 T = TypeVar("T")
 MAX_STARTS: Final = 256  # answers after which a grammar is compiled again, since what its lexer keeps only grows
 RENEWAL_SECONDS: Final = 0.05  # a grammar that takes longer to compile is not compiled again between two steps
-SPARE_SECONDS: Final = 5.0  # until a spare of such a grammar is ready, for Retry-After
+AGAIN_SECONDS: Final = 5.0  # until such a grammar is compiled for the next request, for Retry-After
 _FILLED_UP: Final = "too many states"  # what answers left in their lexer together, not what one of them did
-_SPARES: Final = ThreadPoolExecutor(1, thread_name_prefix="agentspec-spare")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +67,9 @@ class CompiledGrammar:
     """A compiled grammar, shared by all answers that must follow it. `param` is the request's field that asked for it,
     `size` the bytes it takes before any answer.
 
-    When an answer breaks the lexer, the others go on with another one. A grammar that is compiled quickly is then
-    compiled again; of one that is not, a spare is compiled ahead, in a thread of its own. The first lexer of a `small`
-    grammar that is compiled quickly has few states, so that ever new forms take little memory; those that replace it
-    have many.
+    When an answer breaks the lexer of a grammar that is compiled quickly, it is compiled again and the others go on; of
+    one that is not, they end with `OverloadedError`. The first lexer of a `small` grammar that is compiled quickly has
+    few states, so that ever new forms take little memory; those that replace it have many.
     """
 
     def __init__(self, table: TokenTable, source: str, param: str, *, size: int = 0, small: bool = True) -> None:
@@ -86,39 +81,42 @@ class CompiledGrammar:
         self._lexer = self._small() if small else self._compiled()
         self._starts = 0
         self._lock = threading.Lock()
-        self._spare: Future[SharedLexer] | None = None
         self.quick = time.thread_time() - started <= RENEWAL_SECONDS
-        if not self.quick:  # nothing replaces a lexer of few states in time
-            self._lexer = self._lexer if self._lexer.states == MOST_STATES else self._compiled()
-            self._order()
+        if not self.quick and self._lexer.states < MOST_STATES:  # nothing replaces it in time
+            self._lexer = self._compiled()
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that it takes, with its spare and all that its lexer may learn from answers."""
-        return self._size * (1 if self.quick else 2) + self._lexer.states * STATE_BYTES
+        """The most bytes that it takes, with all that its lexer may learn from answers."""
+        return self._size + self._lexer.states * STATE_BYTES
 
     @property
     def worn(self) -> bool:
         """Whether it should be compiled again before the next answer."""
-        return self._starts > MAX_STARTS or (self._lexer.broken and not (self.quick or self._has_spare()))
+        return self._starts > MAX_STARTS or (self._lexer.broken and not self.quick)
 
     def start(self) -> GrammarMatcher:
-        """The state at the start of an answer, which has no tokens yet. Raises `OverloadedError` if the lexer is broken
-        and another one is not ready yet.
-        """
+        """The state at the start of an answer. Raises `OverloadedError` as `sound_lexer` does."""
         self._starts += 1
         return GrammarMatcher(self, self.sound_lexer())
 
     def sound_lexer(self) -> SharedLexer:
-        """The lexer that answers share now. Raises `OverloadedError` if it is broken and no other one is ready yet."""
+        """The lexer that answers share now. Raises `OverloadedError` if it is broken and takes long to compile again,
+        which the next request with this grammar then does.
+        """
         with self._lock:
             if self._lexer.broken:
-                self._lexer = self.compiled_again() if self.quick else self._taken_spare()
+                if not self.quick:
+                    message = (
+                        "another answer in this form went beyond the limits of its grammar; send the request again"
+                    )
+                    raise OverloadedError(message, retry_after=AGAIN_SECONDS)
+                self._lexer = self._compiled_again()
             return self._lexer
 
     def own_lexer(self) -> SharedLexer | None:
         """A lexer for one answer alone; None if it would take long to compile one."""
-        return self.compiled_again() if self.quick else None
+        return self._compiled_again() if self.quick else None
 
     def _compiled(self, states: int = MOST_STATES) -> SharedLexer:
         return SharedLexer(compiled(self.table.tokenizer, self._source, states), states)
@@ -135,34 +133,8 @@ class CompiledGrammar:
                 return lexer
         return self._compiled()
 
-    def compiled_again(self) -> SharedLexer:
+    def _compiled_again(self) -> SharedLexer:
         return on_stack(STACK, self._compiled)
-
-    def _has_spare(self) -> bool:
-        return self._spare is not None and self._spare.done() and self._spare.exception() is None
-
-    def _taken_spare(self) -> SharedLexer:
-        spare = self._spare
-        if spare is None or not self._has_spare():
-            message = "another answer in this form went beyond the limits of its grammar; send the request again"
-            raise OverloadedError(message, retry_after=SPARE_SECONDS)
-        self._order()
-        return spare.result()
-
-    def _order(self) -> None:
-        """Compile a spare, unless nobody uses the grammar any more once its turn has come."""
-        spare, reference = Future[SharedLexer](), weakref.ref(self)
-
-        def compile_spare() -> None:
-            try:
-                if (grammar := reference()) is not None:
-                    spare.set_result(grammar.compiled_again())
-            except BaseException as error:  # no memory: the next one is ordered with the next grammar
-                spare.set_exception(error)
-
-        self._spare = spare
-        with suppress(RuntimeError):  # the process is ending
-            _SPARES.submit(compile_spare)
 
 
 class GrammarMatcher:
@@ -170,7 +142,7 @@ class GrammarMatcher:
 
     An end token is allowed once the text satisfies the grammar, and forced when no other token is allowed. All methods
     raise `InvalidRequestError` when a step is beyond the limits of time and memory, or when no text can go on, and
-    `OverloadedError` when another answer broke the lexer and no other lexer is ready.
+    `OverloadedError` when another answer broke a lexer that takes long to compile again.
     """
 
     def __init__(self, grammar: CompiledGrammar, lexer: SharedLexer) -> None:

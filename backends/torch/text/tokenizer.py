@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -13,11 +15,63 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from agentspec.backends.base import NONE
-from agentspec.backends.torch.text.chat_template import render
+from agentspec.backends.chat_templates import rendered
+from agentspec.backends.torch.text.tool_parser import HERMES, ToolFormat, format_of
 from agentspec.errors import ContextLengthError, InvalidRequestError, ModelUnavailableError
 from agentspec.protocol.validation import NOT_TEXT, is_text
 from agentspec.text import Decode
 from agentspec.types import GenerateRequest, Message
+
+
+def template_of(tokenizer: Any, *, tools: bool = False) -> str:
+    """The source of the chat template (of several, with `tools`, the one for tools); empty if there is none."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use" if tools and "tool_use" in template else "default", "")
+    return str(template)
+
+
+def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
+    """The tool call format of the model's chat template; Hermes' if the template has no tools.
+
+    For a format not known here, raises `InvalidRequestError` if a format is `required`, else returns None.
+    """
+    template = template_of(tokenizer, tools=True)
+    format = format_of(template) if "tools" in template else HERMES
+    if format is None and required:
+        raise InvalidRequestError(
+            "this model's chat template writes tool calls in a format that is not known here; known: Hermes, Llama 3, "
+            "Mistral",
+            param="tools",
+        )
+    return format
+
+
+def render(tokenizer: Any, request: GenerateRequest, *, start: bool, continue_final: bool) -> str:
+    """Render messages by the model's own chat template, in transformers' sandbox: `start` opens an answer,
+    `continue_final` leaves the last message open. Raises `InvalidRequestError` for messages that the template refuses.
+    """
+    source = template_of(tokenizer, tools=bool(request.tools))
+    if not source:
+        message = "this model has no chat template: use completions with a plain prompt instead of messages"
+        raise InvalidRequestError(message, param="messages")
+    if not request.messages:
+        raise InvalidRequestError("messages must not be empty", param="messages")
+
+    def apply(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=start,
+            continue_final_message=continue_final,
+            **request.template_arguments,
+        )
+        return str(text)
+
+    knows_tools = "tools" in source
+    return rendered(apply, request.messages, request.tools, request.template_arguments, knows_tools=knows_tools)
+
 
 LONG_TEXT = 4096  # characters
 
@@ -171,3 +225,42 @@ def _tokenizer_text(tokenizer: Any) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+class ModelTokens:
+    """`Tokenization` and `SpellsTokens` of a backend that has a tokenizer in this process."""
+
+    _tokenizer: TokenizerAdapter
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as a completion prompt."""
+        return self._tokenizer.encode(text, special=True)
+
+    def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
+        """Token ids of `messages` through the chat template, ready for the assistant's answer."""
+        return self._tokenizer.encode_chat(messages, continue_final=continue_final)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` without special tokens."""
+        return self._tokenizer.decode(token_ids)
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
+        """The prompt text that the chat template makes of `messages`, ready for the assistant's answer."""
+        shown = partial(self._tokenizer.render, messages, tools=tools, template_arguments=template_arguments)
+        return await asyncio.to_thread(shown)
+
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        """Token ids of `text` as the continuation of a prompt or, with `begins`, as its beginning."""
+        return await asyncio.to_thread(self._tokenizer.encode, text, special=begins)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids)
+
+    async def spell(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` with special tokens by their names."""
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids, special=True)

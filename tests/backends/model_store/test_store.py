@@ -1,8 +1,12 @@
+"""The store's locks, hashes and child programs."""
+
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,11 @@ from hypothesis import strategies as st
 
 from agentspec.backends.model_store.store import (
     compute_sha256,
+    end_all,
     file_sha256,
     fingerprint,
     locked,
+    run,
     scratch,
     store_folder,
 )
@@ -106,3 +112,22 @@ def test_the_fingerprint_follows_weights_and_config_only(store, tmp_path):
     second = fingerprint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert len({first, second, fingerprint(tmp_path)}) == 3
+
+
+def test_status_and_output():
+    done = run([sys.executable, "-c", "import os, sys; print(os.environ['A']); sys.exit('no')"], {"A": "b"})
+    assert (done.returncode, done.stdout, done.stderr) == (1, "b\n", "no\n")
+
+
+def test_ending_what_runs():
+    ended: list[int] = []
+    thread = threading.Thread(
+        target=lambda: ended.append(run([sys.executable, "-c", "import time; time.sleep(60)"]).returncode)
+    )
+    thread.start()
+    limit = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < limit:
+        end_all()
+        time.sleep(0.02)
+    assert ended and ended[0] < 0
+    end_all()

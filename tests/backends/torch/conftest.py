@@ -48,7 +48,8 @@ from transformers import (
 )
 
 import agentspec.backends.torch
-from agentspec.backends.torch.drafters import DrafterFactory, make_draft
+from agentspec.backends.torch.drafters.base import make_draft
+from agentspec.backends.torch.drafters.factory import DrafterFactory
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Schedule

@@ -20,7 +20,7 @@ from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.backend import LONG_PROMPT
-from agentspec.backends.torch.grammars.helper import CompileHelper
+from agentspec.backends.torch.grammars.compiler import CompileHelper
 from agentspec.backends.torch.grammars.matcher import GrammarMatcher
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.cache import SuffixCache

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agentspec.backends.torch.drafters import chain_draft
-from agentspec.backends.torch.drafters.base import Drafter
-from agentspec.backends.torch.drafters.cross_tokenizer import OPEN, CrossTokenizerDrafter, TokenTranslation
+from agentspec.backends.torch.drafters.base import Drafter, chain_draft
+from agentspec.backends.torch.drafters.draft_model import OPEN, CrossTokenizerDrafter, TokenTranslation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
 

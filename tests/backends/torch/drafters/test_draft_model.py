@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.draft_model import BEHIND, CHUNK, ModelDrafter
-from agentspec.backends.torch.drafters.forwards import draft_alone
-from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+from agentspec.backends.torch.drafters.base import draft_alone
+from agentspec.backends.torch.drafters.draft_model import BEHIND, CHUNK, ModelDrafter, SharedNoiseSampler
 from agentspec.types import SamplingParams, Source
 
 GREEDY = SharedNoiseSampler(SamplingParams(temperature=0), 0)

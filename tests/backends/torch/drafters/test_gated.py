@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from agentspec.backends.torch.drafters import Drafter, chain_draft, forwards
-from agentspec.backends.torch.drafters.base import Guess, no_guess
-from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, timed
-from agentspec.backends.torch.drafters.gated import LONGEST_WAIT, GatedDrafter
+from agentspec.backends.torch.drafters import base
+from agentspec.backends.torch.drafters.base import Drafter, DraftForward, Drafting, Guess, chain_draft, no_guess, timed
+from agentspec.backends.torch.drafters.factory import LONGEST_WAIT, GatedDrafter
 from agentspec.types import Draft, Source, path_length
 
 
@@ -36,7 +35,7 @@ class Scripted(Drafter):
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on by 10 µs each time that it is read: a drafter takes as long on a busy machine."""
     readings = itertools.count()
-    monkeypatch.setattr(forwards, "perf_counter", lambda: 1e-5 * next(readings))
+    monkeypatch.setattr(base, "perf_counter", lambda: 1e-5 * next(readings))
 
 
 def right(context: Sequence[int]) -> Draft:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+from agentspec.backends.torch.drafters.draft_model import SharedNoiseSampler
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import SamplingParams
 

@@ -13,8 +13,7 @@ import pytest
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.drafters import DrafterFactory
-from agentspec.backends.torch.drafters.factory import DraftModel
+from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.logprobs import PromptScorer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.drafters import Drafter, make_draft
+from agentspec.backends.torch.drafters.base import Drafter, make_draft
 from agentspec.backends.torch.engine.speculator import (
     NOTHING,
     Proposal,

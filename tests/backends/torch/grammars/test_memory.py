@@ -14,7 +14,6 @@ import pytest
 
 from agentspec.backends.torch.grammars import compiler, matcher
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
-from agentspec.backends.torch.grammars.helper import CompileHelper
 from agentspec.backends.torch.grammars.worker import FEW_STATES, MOST_STATES, STATE_BYTES
 from agentspec.errors import InvalidRequestError
 
@@ -87,9 +86,8 @@ def test_a_form_counts_as_the_most_that_its_lexer_may_hold(grammars: GrammarComp
 def test_a_form_that_is_compiled_slowly_has_many_states_from_the_start(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers cannot wait for another lexer, and no spare is ready here."""
+    """Its answers cannot wait for another lexer."""
     monkeypatch.setattr(matcher, "RENEWAL_SECONDS", -1.0)
-    monkeypatch.setattr(matcher.CompiledGrammar, "_order", lambda self: None)
     grammar = grammars.compile(greedy(1), param="p")
     states = used(grammar, 100)  # more than a lexer of few states holds
     assert {len(state._tokens) for state in states} == {60} and not grammar.sound_lexer().broken
@@ -112,35 +110,3 @@ def test_a_form_that_needs_many_states_at_once_gets_them(
     monkeypatch.setattr(matcher, "FEW_STATES", 2)
     grammar = grammars.compile("start: /[ab]{3}|x[yz]/", param="p")
     assert grammar.sound_lexer().states == MOST_STATES and not grammar.sound_lexer().broken
-
-
-def test_a_large_form_that_was_dropped_is_not_tried_out_again(
-    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str] = []
-
-    def try_out(self: CompileHelper, source: str) -> int:
-        tried.append(source)
-        return 1000
-
-    monkeypatch.setattr(CompileHelper, "try_out", try_out)
-    monkeypatch.setattr(compiler, "KEPT", 1)
-    sources = ["start: /[ab]{300}/" + " " * compiler.SMALL, "start: /[cd]{300}/" + " " * compiler.SMALL]
-    for source in sources * 2:
-        grammar = grammars.compile(source, param="p")
-        assert grammar.nbytes >= 1000 + MOST_STATES * STATE_BYTES
-    assert tried == sources
-    monkeypatch.setattr(compiler, "TRIED", 1)
-    for source in sources * 2:
-        grammars.compile(source, param="p")
-    assert len(grammars._tried) == 1
-
-
-def test_memory_is_given_back_once_much_was_dropped(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(compiler, "give_back", lambda: given.append(1))
-    monkeypatch.setattr(compiler, "KEPT", 1)
-    monkeypatch.setattr(compiler, "TRIM_BYTES", 3 * FEW_STATES * STATE_BYTES)
-    for number in range(9):
-        grammars.compile(f'start: "{number}"', param="p")
-    assert len(given) == 2  # of eight that were dropped

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters import DrafterFactory, make_draft
-from agentspec.backends.torch.drafters.factory import DraftModel
+from agentspec.backends.torch.drafters.base import make_draft
+from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.batch import BatchItem
@@ -33,7 +33,7 @@ def other(lab_of: Any) -> Any:
 @pytest.fixture(autouse=True)
 def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that stands still drafting takes no time, so that nothing is left undrafted on a busy machine."""
-    for module in ("draft_model", "forwards"):
+    for module in ("draft_model", "base"):
         monkeypatch.setattr(f"agentspec.backends.torch.drafters.{module}.perf_counter", lambda: 0.0)
 
 

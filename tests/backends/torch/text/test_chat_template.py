@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.text.chat_template import render, template_of, tool_format
+from agentspec.backends.torch.text.tokenizer import render, template_of, tool_format
 from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL
 from agentspec.errors import InvalidRequestError
 from agentspec.types import GenerateRequest

@@ -1,12 +1,46 @@
-"""Why an answer with tool calls ended."""
+"""Thoughts and tool calls are split from an answer's text."""
 
 from __future__ import annotations
 
 import pytest
 
-from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.output_parser import Expectation, OutputParserSpec, ReasoningParser, expectation
 from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL_NAMED, ToolFormat
 from agentspec.types import Delta
+
+CASES: list[tuple[Expectation, str, str, str]] = [
+    ("maybe", "<think>\nhm, a <b>\n</think>\n\nYes.\n", "hm, a <b>", "Yes.\n"),
+    ("maybe", "\n<think></think>Yes", "", "Yes"),
+    ("maybe", "plain <think>no</think>", "", "plain <think>no</think>"),
+    ("maybe", " <thin", "", " <thin"),
+    ("maybe", "", "", ""),
+    ("maybe", "<think>cut off ", "cut off", ""),
+    ("begun", "hm\n\nwell </think> Yes </think>", "hm\n\nwell", "Yes </think>"),
+    ("begun", "cut </thi", "cut </thi", ""),
+    ("never", " <think>a</think>", "", " <think>a</think>"),
+]
+
+
+@pytest.mark.parametrize(("expected", "answer", "thoughts", "text"), CASES)
+def test_the_cut_does_not_matter(expected: Expectation, answer: str, thoughts: str, text: str) -> None:
+    for pieces in [[answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))]:
+        splitter = ReasoningParser(expected)
+        said = [*(splitter.feed(piece) for piece in pieces), splitter.finish()]
+        assert ("".join(part[0] for part in said), "".join(part[1] for part in said)) == (thoughts, text), pieces
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinks", "expected"),
+    [
+        ("<|assistant|>", True, "maybe"),
+        ("<|assistant|><think>\n", True, "begun"),
+        ("<|assistant|><think>\n\n</think>\n\n", True, "never"),
+        ("<|assistant|><think>\n", False, "never"),
+    ],
+)
+def test_what_to_expect_is_read_off_the_prompt(prompt: str, thinks: bool, expected: Expectation) -> None:
+    assert expectation(prompt, thinks=thinks) == expected
+
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 NAMED = '[TOOL_CALLS]f[ARGS]{"a": "x"}'

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
-from agentspec.backends.torch.text.json_reader import JsonObjectParser
 from agentspec.backends.torch.text.tool_parser import (
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_IDS,
     MISTRAL_NAMED,
+    JsonObjectParser,
     ToolCallParser,
     ToolFormat,
     call_id,

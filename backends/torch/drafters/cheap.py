@@ -1,0 +1,227 @@
+"""Drafters that need no model: from the token cache, the client's prediction, the request's own text; and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.backends.torch.drafters.base import (
+    LIKELY,
+    MIN_PROBABILITY,
+    Drafter,
+    Drafting,
+    chain_draft,
+    draft_alone,
+    likeliest_path,
+    make_draft,
+)
+from agentspec.backends.torch.grammars.matcher import GrammarMatcher
+from agentspec.text import PredictedText
+from agentspec.types import Draft, Source
+
+
+class MergedDrafter(Drafter):
+    """Merges several drafters' trees: a path that several propose is kept once, with its highest probability."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self._drafters = tuple(drafters)
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return merge(drafter.propose(context, budget) for drafter in self._drafters)
+
+    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
+        return max((drafter.ahead(path, budget) for drafter in self._drafters), key=len, default=())
+
+    def rest(self) -> None:
+        for drafter in self._drafters:
+            drafter.rest()
+
+    def close(self) -> None:
+        for drafter in self._drafters:
+            drafter.close()
+
+
+def merge(drafts: Iterable[Draft | None]) -> Draft | None:
+    """One tree with every path of `drafts`; None where no draft has any. A node in several drafts takes its values from
+    the one that gives it the highest probability.
+    """
+    grown = [draft for draft in drafts if draft is not None and len(draft)]
+    if len(grown) < 2:
+        return next(iter(grown), None)
+    nodes: dict[tuple[int, int], int] = {}
+    rows: list[list[float]] = []
+    for draft in grown:
+        place: list[int] = []
+        for i in range(len(draft)):
+            parent = int(draft.parents[i])
+            above = place[parent] if parent >= 0 else -1
+            token, probability = int(draft.tokens[i]), float(draft.probabilities[i])
+            node = nodes.setdefault((above, token), len(nodes))
+            place.append(node)
+            row = [token, above, probability, int(draft.match_length[i]), int(draft.source[i])]
+            if node == len(rows):
+                rows.append(row)
+            elif probability > rows[node][2]:
+                rows[node] = row
+    return make_draft(*zip(*rows, strict=True))
+
+
+class DraftingRequest(Protocol):
+    """The open cache request that a `SuffixDrafter` drafts from."""
+
+    def draft(
+        self, max_tokens: int = 32, min_probability: float = 0.0, *, after: Sequence[int] = ()
+    ) -> Draft | None: ...
+
+
+class SuffixDrafter(Drafter):
+    """Asks the token cache for a draft; the open cache request already knows the context."""
+
+    def __init__(self, request: DraftingRequest) -> None:
+        self._request = request
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return self._request.draft(budget, MIN_PROBABILITY)
+
+    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
+        draft = self._request.draft(budget, LIKELY, after=path)
+        return () if draft is None else likeliest_path(draft, LIKELY)
+
+
+class PredictionDrafter(Drafter):
+    """Drafts from the answer that the client predicts, for as long as the real answer follows it."""
+
+    def __init__(self, prediction: Sequence[int], prompt_length: int) -> None:
+        self._text = PredictedText(prediction)
+        self._seen = prompt_length
+
+    @property
+    def accepted(self) -> int:
+        """The number of tokens of the prediction that appeared in the answer."""
+        return self._text.accepted
+
+    @property
+    def rejected(self) -> int:
+        """The number of tokens of the prediction that did not appear in the answer."""
+        return self._text.rejected
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        self.follow(context)
+        tokens = self._text.ahead(budget)
+        return chain_draft(tokens, self._text.confidence, Source.PREDICTION) if tokens else None
+
+    def follow(self, context: Sequence[int]) -> None:
+        """Follow the tokens committed since the last call and count those that were predicted."""
+        self._text.follow(context[self._seen :])
+        self._seen = len(context)
+
+
+LONGEST_MATCH = 16  # tokens; longer matches are treated alike
+SHORTEST_MATCH = 2
+RATE = 0.1  # how fast the confidence of a match length follows the observed hits
+
+
+class NgramDrafter(Drafter):
+    """Finds the longest earlier match of the context's end, the latest of several, and copies the tokens after it.
+
+    A copy that reaches the end of the text starts over with the tokens it copied, which continues a repetition. A
+    token's confidence is the running hit rate for the length of the match that it would extend.
+    """
+
+    def __init__(self) -> None:
+        self._text = np.empty(1024, dtype=np.int32)
+        self._length = 0
+        self._proposed: tuple[int, list[int]] = (0, [])  # match length, and the tokens that were proposed
+        self._rates = [length / (length + 2) for length in range(LONGEST_MATCH + 1)]
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        fresh = context[self._length :]
+        self._learn(fresh)
+        self._append(fresh)
+        matched, end = longest_match(self._text[: self._length])
+        if matched < SHORTEST_MATCH or budget <= 0:
+            return None
+        tokens = self._copy(end, budget)
+        rates = [self._rates[min(matched + i, LONGEST_MATCH)] for i in range(len(tokens))]
+        kept = max(1, int((np.cumprod(rates) >= MIN_PROBABILITY).sum()))
+        self._proposed = matched, tokens[:kept]
+        return chain_draft(tokens[:kept], rates[:kept], Source.NGRAM)
+
+    def _copy(self, end: int, count: int) -> list[int]:
+        behind: list[int] = self._text[end : self._length].tolist()
+        return (behind * (1 + count // len(behind)))[:count]
+
+    def _append(self, fresh: Sequence[int]) -> None:
+        end = self._length + len(fresh)
+        if end > len(self._text):
+            self._text = np.resize(self._text, 2 * end)
+        self._text[self._length : end] = fresh
+        self._length = end
+
+    def _learn(self, fresh: Sequence[int]) -> None:
+        """Update the hit rates by the last proposal's tokens, up to its first miss."""
+        matched, tokens = self._proposed
+        for i, (token, real) in enumerate(zip(tokens, fresh, strict=False)):
+            length = min(matched + i, LONGEST_MATCH)
+            self._rates[length] += RATE * ((token == real) - self._rates[length])
+            if token != real:
+                break
+        self._proposed = 0, []
+
+
+def longest_match(text: NDArray[np.int32]) -> tuple[int, int]:
+    """How many tokens at the end of `text` also occur earlier (at most `LONGEST_MATCH`), and where the latest such
+    occurrence ends; (0, 0) for none.
+    """
+    ends, matched = np.arange(1, len(text)), 0
+    while len(ends) and matched < LONGEST_MATCH:
+        longer = ends[ends > matched]
+        longer = longer[text[longer - 1 - matched] == text[-1 - matched]]
+        if not len(longer):
+            break
+        ends, matched = longer, matched + 1
+    return (matched, int(ends[-1])) if matched else (0, 0)
+
+
+FORCED = 0.9  # how likely the model is to spell a forced text in the same tokens as the tokenizer
+
+
+class ConstrainedDrafter(Drafter):
+    """Removes from another drafter's trees the nodes that the grammar forbids, and adds the tokens that it forces."""
+
+    def __init__(self, drafter: Drafter, constraint: GrammarMatcher) -> None:
+        self._drafter = drafter
+        self._constraint = constraint
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return draft_alone(self.drafting(context, budget))
+
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
+        forced = self._constraint.forced()[:budget]
+        draft = yield from self._drafter.drafting(context, budget)
+        self.seconds_weighed = self._drafter.seconds_weighed
+        spelled = chain_draft(forced, FORCED, Source.GRAMMAR) if forced else None
+        return merge((spelled, None if draft is None else self._cut(draft)))
+
+    def rest(self) -> None:
+        self._drafter.rest()
+
+    def close(self) -> None:
+        self._drafter.close()
+
+    def _cut(self, draft: Draft) -> Draft:
+        nodes = self._constraint.admitted(draft.tokens.tolist(), draft.parents.tolist())
+        if len(nodes) == len(draft):
+            return draft
+        place = {node: index for index, node in enumerate(nodes)}
+        parents = [place.get(int(draft.parents[node]), -1) for node in nodes]
+        return make_draft(
+            draft.tokens[nodes],  # type: ignore[arg-type]
+            parents,
+            draft.probabilities[nodes],
+            draft.match_length[nodes],  # type: ignore[arg-type]
+            draft.source[nodes],  # type: ignore[arg-type]
+        )

@@ -1,0 +1,256 @@
+"""Drafters that need no model, and the merged tree of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
+from agentspec.backends.torch.drafters.cheap import (
+    LONGEST_MATCH,
+    SHORTEST_MATCH,
+    ConstrainedDrafter,
+    MergedDrafter,
+    NgramDrafter,
+    PredictionDrafter,
+    SuffixDrafter,
+    longest_match,
+    merge,
+)
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.types import Draft, Source
+
+
+class Fixed(Drafter):
+    def __init__(self, draft: Draft | None) -> None:
+        self.fixed, self.closed = draft, False
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return self.fixed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    """A legal tree: distinct siblings, probabilities that fall along paths."""
+    edges: dict[tuple[int, int], None] = {}
+    parents, tokens, chances = [], [], []
+    for _ in range(draw(st.integers(0, 8))):
+        parent, token = draw(st.integers(-1, len(tokens) - 1)), draw(st.integers(0, 2))
+        if (parent, token) in edges:
+            continue
+        edges[parent, token] = None
+        parents.append(parent)
+        tokens.append(token)
+        chances.append((chances[parent] if parent >= 0 else 1.0) * draw(st.sampled_from([1.0, 0.5, 0.25])))
+    return make_draft(tokens, parents, chances, [0] * len(tokens), [0] * len(tokens))
+
+
+def paths(draft: Draft) -> dict[tuple[int, ...], float]:
+    known: list[tuple[int, ...]] = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        known.append((*(known[parent] if parent >= 0 else ()), token))
+    assert len(set(known)) == len(known), "siblings must be distinct"
+    return dict(zip(known, draft.probabilities.tolist(), strict=True))
+
+
+@given(drafts(), drafts(), drafts())
+def test_a_merged_tree_has_every_path_once_with_its_best_probability(a: Draft, b: Draft, c: Draft) -> None:
+    given_drafts = [draft for draft in (a, b, c) if len(draft)]
+    if not given_drafts:
+        return
+    want: dict[tuple[int, ...], float] = {}
+    for draft in given_drafts:
+        for key, chance in paths(draft).items():
+            want[key] = max(chance, want.get(key, 0.0))
+    merged = merge(given_drafts)
+    assert paths(merged) == want
+    assert all(parent < node for node, parent in enumerate(merged.parents.tolist()))
+    for node, parent in enumerate(merged.parents.tolist()):
+        assert parent < 0 or merged.probabilities[node] <= merged.probabilities[parent]
+
+
+def test_merging_asks_everyone_and_skips_silence() -> None:
+    chain = chain_draft([1, 2], 0.9, Source.PREDICTION)
+    empty = chain_draft([], 0.9, Source.SESSION)
+    assert MergedDrafter([Fixed(None), Fixed(empty), Fixed(chain)]).propose([], 4) is chain
+    assert MergedDrafter([Fixed(None), Fixed(empty)]).propose([], 4) is None
+    both = MergedDrafter([Fixed(chain), Fixed(chain_draft([1, 3], 0.5, Source.SHARED))]).propose([], 4)
+    assert both.tokens.tolist() == [1, 2, 3]
+    assert both.source.tolist() == [Source.PREDICTION, Source.PREDICTION, Source.SHARED]
+
+
+def test_closing_reaches_all() -> None:
+    drafters = [Fixed(None), Fixed(None)]
+    MergedDrafter(drafters).close()
+    assert all(drafter.closed for drafter in drafters)
+
+
+class Request:
+    def __init__(self, fixed: Draft) -> None:
+        self.fixed, self.asked = fixed, []
+
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0, *, after: Sequence[int] = ()) -> Draft | None:
+        self.asked.append((max_tokens, tuple(after)))
+        return self.fixed
+
+
+def test_the_suffix_drafter_asks_the_cache() -> None:
+    request = Request(chain_draft([1], 0.5, Source.SHARED))
+    assert SuffixDrafter(request).propose([1, 2], 7) is request.fixed
+    assert request.asked == [(7, ())]
+
+
+def test_what_comes_after_tokens_that_may_never_come() -> None:
+    request = Request(chain_draft([1, 2, 3], (0.9, 0.8, 0.1), Source.SHARED))
+    assert list(SuffixDrafter(request).ahead([8, 9], 4)) == [1, 2] and request.asked == [(4, (8, 9))]
+
+
+PROMPT = [900, 901]
+PREDICTION = list(range(100, 130))
+
+
+def proposed(drafter: PredictionDrafter, answer: Sequence[int], budget: int = 5) -> list[int]:
+    draft = drafter.propose([*PROMPT, *answer], budget)
+    return [] if draft is None else draft.tokens.tolist()
+
+
+def test_a_prediction_begins_at_its_beginning_and_is_followed() -> None:
+    drafter = PredictionDrafter(PREDICTION, len(PROMPT))
+    assert proposed(drafter, []) == PREDICTION[:5]
+    assert proposed(drafter, PREDICTION[:7]) == PREDICTION[7:12]
+    assert proposed(drafter, PREDICTION) == []
+    assert (drafter.accepted, drafter.rejected) == (30, 0)
+
+
+def test_a_prediction_is_found_again_after_a_replacement_and_an_insertion() -> None:
+    drafter = PredictionDrafter(PREDICTION, len(PROMPT))
+    answer = [*PREDICTION[:5], 7, 7]
+    assert proposed(drafter, answer) == []
+    assert proposed(drafter, [*answer, 110, 111]) == PREDICTION[12:17]
+    assert drafter.accepted == 5
+    assert proposed(drafter, [*answer, 110, 111, *PREDICTION[12:20]]) == PREDICTION[20:25]
+    assert (drafter.accepted, drafter.rejected) == (13, 17)
+
+
+def test_of_several_places_the_nearest_ahead_is_taken() -> None:
+    prediction = [1, 2, 50, 1, 2, 60, 1, 2, 70]
+    drafter = PredictionDrafter(prediction, 0)
+    assert drafter.propose([1, 2, 50, 9, 1, 2], 1).tokens.tolist() == [60]
+    assert drafter.propose([1, 2, 50, 9, 1, 2, 9, 9, 1, 2], 1).tokens.tolist() == [60]
+    assert PredictionDrafter(prediction, 0).propose([9, 9, 1, 2], 1).tokens.tolist() == [50]
+
+
+def test_the_prompt_is_no_answer() -> None:
+    drafter = PredictionDrafter([1, 2, 3, 4], 4)
+    assert drafter.propose([1, 2, 3, 9], 2).tokens.tolist() == [1, 2]
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=30), st.integers(1, 9))
+def test_proposals_come_from_the_prediction_and_counts_add_up(
+    prediction: list[int], answer: list[int], budget: int
+) -> None:
+    drafter = PredictionDrafter(prediction, 0)
+    for end in range(len(answer) + 1):
+        draft = drafter.propose(answer[:end], budget)
+        if draft is not None:
+            tokens = draft.tokens.tolist()
+            assert 0 < len(tokens) <= budget
+            assert any(prediction[i : i + len(tokens)] == tokens for i in range(len(prediction)))
+    assert 0 <= drafter.accepted <= len(answer)
+    assert drafter.rejected == max(0, len(prediction) - drafter.accepted)
+
+
+def test_confidence_falls_with_misses() -> None:
+    drafter = PredictionDrafter(PREDICTION, 0)
+    first = drafter.propose([], 1).probabilities[0]
+    answer = [100, 101, 7, 101, 102, 7, 102, 103, 7, 103, 104]
+    assert drafter.propose(answer, 1).probabilities[0] < first
+
+
+def plain_match(text: Sequence[int]) -> tuple[int, int]:
+    """Longest suffix that occurs earlier, and where its latest earlier occurrence ends."""
+    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if list(text[end - length : end]) == list(text[-length:]):
+                return length, end
+    return 0, 0
+
+
+@given(st.lists(st.integers(0, 2), max_size=60))
+def test_the_match_is_the_latest_of_the_longest(text: list[int]) -> None:
+    assert longest_match(np.asarray(text, dtype=np.int32)) == plain_match(text)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=12), st.integers(0, 9))
+def test_a_draft_continues_the_match_and_its_own_copy(rounds: list[list[int]], budget: int) -> None:
+    drafter, context = NgramDrafter(), list[int]()
+    for fresh in rounds:
+        context += fresh
+        draft = drafter.propose(context, budget)
+        matched, end = plain_match(context) if context else (0, 0)
+        if matched < SHORTEST_MATCH or budget == 0:
+            assert draft is None
+            continue
+        whole = list(context)
+        for _ in range(budget):
+            whole.append(whole[end + len(whole) - len(context)])
+        assert draft is not None and 0 < len(draft) <= budget
+        assert draft.tokens.tolist() == whole[len(context) :][: len(draft)]
+        assert (np.diff(draft.probabilities) <= 0).all() and set(draft.source.tolist()) == {Source.NGRAM}
+
+
+def test_a_period_is_continued() -> None:
+    draft = NgramDrafter().propose([1, 2, 3, 1, 2, 3, 1, 2], 7)
+    assert draft is not None and draft.tokens.tolist() == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_confidence_follows_what_happens_per_match_length() -> None:
+    """Matches of two tokens are always wrong here, and longer ones never tried."""
+    drafter, context = NgramDrafter(), [1, 2, 0]
+    first = last = 0.0
+    for token in range(3, 30):
+        context += [1, 2]
+        draft = drafter.propose(context, 1)
+        assert draft is not None
+        first, last = first or float(draft.probabilities[0]), float(draft.probabilities[0])
+        context.append(token)
+    assert first == pytest.approx(0.5) and last < 0.1
+
+
+def test_a_long_text_is_kept_whole() -> None:
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 50_000, 5000).tolist()
+    drafter = NgramDrafter()
+    for end in (10, 900, 1030, 4990):
+        assert drafter.propose(text[:end], 4) is None or end > 1030
+    draft = drafter.propose([*text, *text[3:13]], 4)
+    assert draft is not None and draft.tokens.tolist() == text[13:17]
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokens: Any) -> GrammarCompiler:
+    return GrammarCompiler(byte_tokens, 259, [256])
+
+
+def test_drafts_are_cut_and_what_is_forced_is_added(grammars: GrammarCompiler, byte_tokens: Any) -> None:
+    state = grammars.compile('start: ("x" | "yes") "!"', param="p").start()
+    x, y, e, s, bang = byte_tokens.encode("xyes!")
+    draft = make_draft([x, y, bang, s], [-1, -1, 0, 1], [0.5, 0.5, 0.4, 0.4], [1] * 4, [Source.SHARED] * 4)
+    cut = ConstrainedDrafter(Fixed(draft), state).propose([], 8)
+    assert cut is not None and cut.tokens.tolist() == [x, y, bang] and cut.parents.tolist() == [-1, -1, 0]
+    state.advance(y)
+    forced = ConstrainedDrafter(Fixed(None), state).propose([], 8)
+    assert forced is not None and forced.tokens.tolist()[:2] == [e, s]
+    assert set(forced.source.tolist()) == {Source.GRAMMAR} and np.all(np.diff(forced.probabilities) <= 0)
+    shorter = ConstrainedDrafter(Fixed(None), state).propose([], 1)
+    assert shorter is not None and len(shorter) == 1
+    free = grammars.compile("start: /(.|\\n)*/", param="p").start()
+    assert ConstrainedDrafter(Fixed(None), free).propose([], 8) is None
