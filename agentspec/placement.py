@@ -27,10 +27,9 @@ MOST_HOLDERS = 16  # of one block that are remembered, the newest
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A server of a pool as it was last seen. `load` is what every policy compares."""
+    """A server of a pool as it was last seen. `calls` is what every policy compares."""
 
     name: str
-    weight: float = 1.0
     in_flight: int = 0
     """Calls that the gateway has sent and that have not ended."""
     others: int = 0
@@ -44,11 +43,6 @@ class Member:
     def calls(self) -> int:
         """What it carries."""
         return self.in_flight + self.others + self.waiting
-
-    @property
-    def load(self) -> float:
-        """Calls per unit of weight."""
-        return self.calls / self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +84,23 @@ class _Stateless:
 
 
 class RoundRobin(_Stateless):
-    """One after the other, in proportion to their weights (smooth weighted round robin, as in nginx)."""
+    """One after the other: the one that was chosen least recently."""
 
     def __init__(self) -> None:
-        self._credit: dict[str, float] = {}
+        self._turns: dict[str, int] = {}  # when each was chosen last
 
     def choose(self, call: Call, members: Sequence[Member]) -> Member:
         del call
-        for member in members:
-            self._credit[member.name] = self._credit.get(member.name, 0.0) + member.weight
-        chosen = max(members, key=lambda member: self._credit[member.name])
-        self._credit[chosen.name] -= sum(member.weight for member in members)
+        chosen = min(members, key=lambda member: self._turns.get(member.name, 0))
+        self._turns[chosen.name] = max(self._turns.values(), default=0) + 1
         return chosen
 
     def removed(self, name: str) -> None:
-        self._credit.pop(name, None)
+        self._turns.pop(name, None)
 
 
 class LeastLoaded(_Stateless):
-    """The member with the fewest calls for its weight; of equals the one with the freest KV cache."""
+    """The member with the fewest calls; of equals the one with the freest KV cache."""
 
     def choose(self, call: Call, members: Sequence[Member]) -> Member:
         del call
@@ -116,8 +108,8 @@ class LeastLoaded(_Stateless):
 
 
 def freest(members: Sequence[Member]) -> Member:
-    """The member with the fewest calls for its weight; of equals the one with the freest KV cache."""
-    return min(members, key=lambda member: (member.load, member.kv_use))
+    """The member with the fewest calls; of equals the one with the freest KV cache."""
+    return min(members, key=lambda member: (member.calls, member.kv_use))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +190,6 @@ class Roster:
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self._calls = sum(member.calls for member in members)
-        self._weight = sum(member.weight for member in members)
 
     def find(self, name: str | None) -> Member | None:
         """The member of this name, None if it may not take a call now."""
@@ -210,12 +201,11 @@ class Roster:
         return sum(member.others for member in self.members) / max(1, self._calls)
 
     def has_room(self, member: Member, factor: float) -> bool:
-        """Whether `member` carries at most `factor` times what the others do for their weight, one call more included,
-        rounded up.
+        """Whether `member` carries at most `factor` times what the others do, one call more included, rounded up.
 
         For a factor of at least 1 the freest member always has room (Mirrokni, Thorup and Zadimoghaddam 2016).
         """
-        most = factor * member.weight * (self._calls + 1) / (self._weight + (factor - 1) * member.weight)
+        most = factor * (self._calls + 1) / (len(self.members) + factor - 1)
         return member.calls + 1 <= math.ceil(most)
 
 
@@ -273,7 +263,7 @@ class WorkflowAffinity:
         return chosen if chosen is not None and roster.has_room(chosen, BOUND) else None
 
     def _takes(self, home: Member, roster: Roster) -> bool:
-        return home.calls < FEW * home.weight or roster.has_room(home, CROWDED)
+        return home.calls < FEW or roster.has_room(home, CROWDED)
 
     def _by_hash(self, session: str, roster: Roster) -> Member:
         shared = roster.others_share > SHARED
@@ -284,12 +274,12 @@ class WorkflowAffinity:
         return roster.has_room(home, AVERAGE) or (shared and not home.waiting and self._takes(home, roster))
 
 
-def rank(session: str, member: Member) -> float:
-    """How much a session is drawn to a member: each gets sessions by its weight, and one that comes or goes moves only
+def rank(session: str, member: Member) -> int:
+    """How much a session is drawn to a member: each gets as many sessions, and one that comes or goes moves only
     its own (rendezvous hashing, Thaler and Ravishankar 1998).
     """
     digest = blake2b(f"{member.name}\0{session}".encode(errors="surrogatepass"), digest_size=8, key=_KEY).digest()
-    return -member.weight / math.log((int.from_bytes(digest) + 1) / ((1 << 64) + 1))
+    return int.from_bytes(digest)
 
 
 POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {

@@ -9,7 +9,6 @@ from pydantic import AfterValidator, ByteSize, Field, HttpUrl, SecretStr, model_
 from agentspec.errors import ConfigurationError
 from agentspec.settings_model import SettingsModel
 
-KindChoice = Literal["auto", "on", "off"]
 _HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$|^[0-9a-fA-F:]*:[0-9a-fA-F:.]*$"
 DrafterName = Literal["suffix", "prediction", "ngram", "model"]
 
@@ -97,9 +96,6 @@ class OpenAISettings(SettingsModel):
     base_urls: tuple[ServerRoot, ...] | None = Field(
         default=None, min_length=1, description="In place of base_url: the roots of several servers of the same model"
     )
-    base_urls_file: str | None = Field(
-        default=None, description="In place of base_url: a file with such a root a line, read again when it changes"
-    )
     resolve: Literal["off", "a"] = Field(
         default="off",
         description="`a`: each address of base_url's host is a server of its own, looked up again and again",
@@ -108,57 +104,29 @@ class OpenAISettings(SettingsModel):
         default=True,
         description="Whether a pool looks at its /health and, of vLLM and SGLang, its metrics; false for hosted APIs",
     )
-    weight: float = Field(
-        default=1.0,
-        gt=0,
-        le=1000,
-        description="What each of its servers takes of a pool's calls, relatively",
-    )
     model: str | None = Field(default=None, description="Model name sent upstream; unset sends the client's")
     api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
     api_key_file: str | None = Field(default=None, description="File holding the API key")
-    connect_timeout: float = Field(default=5.0, gt=0, description="Seconds to connect")
     read_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte from the upstream")
     server_kind: Literal["auto", "vllm", "sglang", "dynamo", "other"] = Field(
         default="auto", description="What it is; auto recognises vLLM and SGLang by asking"
     )
-    vllm_labels: bool = Field(
-        default=True,
-        description="Tell a vLLM server session, workflow and step names, predictions and latency goals, as vllm_xargs",
-    )
     allow_fields: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(
-        default=(), description="Fields, and types of tools, to pass on besides those of the list of the API"
+        default=(),
+        description="Fields, types of tools and names in chat_template_kwargs to pass on besides those of the list",
     )
     allow_media_hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = Field(
         default=(), description="Hosts (with :port, if unusual) of images and other media that messages may link to"
-    )
-    allow_template_arguments: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,127}$")], ...] = Field(
-        default=(), description="Names in chat_template_kwargs to pass on besides the known ones"
     )
     shared_upstream: bool = Field(
         default=False,
         description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
         " Needed with several tenants in front of an upstream that is neither vLLM nor SGLang",
     )
-    messages: KindChoice = Field(
-        default="auto",
-        description="Whether it has Anthropic's /messages; auto asks it. Without, requests become chats",
-    )
-    session_names: bool = Field(
-        default=True, description="Tell a server that knows sessions (vLLM, SGLang, Dynamo, routers) the session's name"
-    )
-    session_headers: tuple[Annotated[str, Field(pattern=r"^x-[a-z0-9-]{1,62}$")], ...] = Field(
-        default=(), description="Headers in which a router in front of it looks for the session's name"
-    )
     priority: Literal["off", "auto", "lowest_first", "highest_first"] = Field(
         default="off",
         description="Which `priority` it serves first, so that clients may send one (0: first); auto: its kind's."
         " Only for servers that schedule by priority: vLLM refuses it otherwise",
-    )
-
-    responses: KindChoice = Field(
-        default="auto",
-        description="Whether it has OpenAI's /responses; auto asks it. Without, requests become chats",
     )
 
     @property
@@ -169,7 +137,7 @@ class OpenAISettings(SettingsModel):
 
     def for_server(self, url: HttpUrl) -> Self:
         """The settings of the one server at `url`."""
-        return self.model_copy(update={"base_url": url, "base_urls": None, "base_urls_file": None, "resolve": "off"})
+        return self.model_copy(update={"base_url": url, "base_urls": None, "resolve": "off"})
 
     @property
     def has_several_servers(self) -> bool:
@@ -177,17 +145,15 @@ class OpenAISettings(SettingsModel):
 
     @model_validator(mode="after")
     def _one_way_to_servers(self) -> Self:
-        ways = {"base_url": self.base_url, "base_urls": self.base_urls, "base_urls_file": self.base_urls_file}
-        given = [name for name, value in ways.items() if value is not None]
-        if not given:
-            raise ValueError("base_url is missing: set it, or base_urls or base_urls_file for several servers")
-        if len(given) > 1:
-            raise ValueError(f"set one of {' and '.join(given)}: each says which servers there are")
+        if self.base_url is None and self.base_urls is None:
+            raise ValueError("base_url is missing: set it, or base_urls for several servers")
+        if self.base_url is not None and self.base_urls is not None:
+            raise ValueError("set one of base_url and base_urls: each says which servers there are")
         if self.resolve != "off" and self.base_url is None:
             raise ValueError(f'resolve = "{self.resolve}" looks up the host of base_url, which is not set')
         places = [(url.scheme, url.host, url.port, url.path) for url in self.base_urls or ()]  # whoever the user is
         for _, host, port, path in (place for place in places if places.count(place) > 1):
-            raise ValueError(f"base_urls names {host}:{port}{path} twice; give a server more by weight")
+            raise ValueError(f"base_urls names {host}:{port}{path} twice")
         return self
 
 

@@ -176,10 +176,10 @@ def check_reachable(settings: Settings) -> Iterator[Check]:
 
 
 def check_servers(name: str, settings: OpenAISettings) -> Iterator[Check]:
-    """Each server of an upstream: listed, by DNS, or in a file."""
+    """Each server of an upstream: listed, or by DNS."""
     import anyio
 
-    from agentspec.backends.pool.discovery import DiscoveryError, discover
+    from agentspec.backends.pool.servers import DiscoveryError, discover
 
     if not settings.has_several_servers:
         yield from check_upstream(name, settings)

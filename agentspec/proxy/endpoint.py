@@ -13,8 +13,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.backends.pool.attempts import Attempt, Attempts
-from agentspec.backends.pool.backend import PoolBackend, prompt_pieces, scoped_call
+from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Pool
+from agentspec.backends.pool.prompt import prompt_pieces, scoped_call
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
 from agentspec.protocol.requests import parse_chat, parse_completion

@@ -53,7 +53,6 @@ class MemberSample:
     retries: int
     failures: int
     ejections: int
-    weight: float = 1.0
     running: int | None = None
     waiting: int | None = None
     kv_use: float | None = None

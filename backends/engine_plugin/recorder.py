@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.request_state import Ending, RequestCache, RequestState
+from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts

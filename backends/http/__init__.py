@@ -1,10 +1,17 @@
 """The HTTP client: only this folder imports an HTTP library, so that another one is a change in one place."""
 
-from agentspec.backends.http.connections import Transport
+from agentspec.backends.http.connections import Transport, httpx
 from agentspec.backends.http.endpoint import Endpoint
-from agentspec.backends.http.failures import decode_json, mapped_errors, status_error
-from agentspec.backends.http.library import httpx
-from agentspec.backends.http.response import MAX_ANSWER_BYTES, MAX_LIST_BYTES, MEMBER_HEADER, Room, UpstreamResponse
+from agentspec.backends.http.response import (
+    MAX_ANSWER_BYTES,
+    MAX_LIST_BYTES,
+    MEMBER_HEADER,
+    Room,
+    UpstreamResponse,
+    decode_json,
+    mapped_errors,
+    status_error,
+)
 
 __all__ = [
     "MAX_ANSWER_BYTES",

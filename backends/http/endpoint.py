@@ -11,9 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from agentspec.backends.base import MESSAGES, NONE
-from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, open_connections
-from agentspec.backends.http.failures import mapped_errors, status_error
-from agentspec.backends.http.library import httpx
+from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, httpx, open_connections
 from agentspec.backends.http.response import (
     ACCOUNT_HEADERS,
     MAX_ANSWER_BYTES,
@@ -21,12 +19,15 @@ from agentspec.backends.http.response import (
     REQUEST_PREFIXES,
     UpstreamResponse,
     allowed,
+    mapped_errors,
+    status_error,
 )
 from agentspec.backends.key_files import read_secret, sendable
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
 
 logger = logging.getLogger(__name__)
+CONNECT_SECONDS = 3.0  # enough for two lost packets
 KEEPALIVE_SECONDS = 4.0  # that an idle connection is kept: vLLM closes one after 5
 MOST_URLS = 64  # that are kept: stored responses have one each
 
@@ -50,7 +51,7 @@ class Endpoint:
         self._url = httpx.URL(str(settings.url).rstrip("/"))
         self._address = address
         self._authorization = _authorization(settings, self._url)
-        self._timeouts = (settings.connect_timeout, settings.read_timeout)
+        self._timeouts = (CONNECT_SECONDS, settings.read_timeout)
         self._transport = transport
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServerConnections]
         self._pools = weakref.WeakKeyDictionary()

@@ -1,13 +1,16 @@
-"""An upstream's answer, and the headers that travel with it and with its request."""
+"""An upstream's answer, the headers that travel with it and with its request, and its failures as our errors."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+import json
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any
 
-from agentspec.backends.http.connections import RawAnswer
-from agentspec.backends.http.failures import mapped_errors
-from agentspec.errors import UpstreamError
+from agentspec.backends.http.connections import NothingAnsweredError, RawAnswer, httpcore, httpx
+from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.protocol.errors import MAX_ERROR_BYTES, error_message
 
 MAX_ANSWER_BYTES = 64 << 20
 SMALL_ANSWER_BYTES = 64 << 10
@@ -27,6 +30,20 @@ _OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agen
 
 Room = Callable[[int], Awaitable[None]]
 """Takes memory for so many bytes of an answer, or waits for it."""
+_NOTHING_SENT = (httpx.ConnectError, httpcore.ConnectError, httpx.ConnectTimeout, httpcore.ConnectTimeout)
+_CERTIFICATE = "its certificate is not trusted, or for another name; SSL_CERT_FILE can name authorities to trust"
+_LATE = (httpx.TimeoutException, httpcore.TimeoutException)
+_BROKEN = (
+    httpx.HTTPError,
+    httpx.InvalidURL,
+    httpx.CookieConflict,
+    httpx.StreamError,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.ProxyError,
+    httpcore.UnsupportedProtocol,
+    httpcore.ConnectionNotAvailable,
+)
 
 
 class UpstreamResponse:
@@ -90,3 +107,47 @@ def allowed(headers: Iterable[tuple[str, str]], names: frozenset[str], prefixes:
     """The headers that are named in `names` or begin with one of `prefixes`, in lower case."""
     lower = ((name.lower(), value) for name, value in headers)
     return {name: value for name, value in lower if name in names or name.startswith(prefixes)}
+
+
+@contextmanager
+def mapped_errors(name: str) -> Iterator[None]:
+    """Turn every error of the HTTP library into an `UpstreamError`, keeping the original as its cause."""
+    try:
+        yield
+    except (*_LATE, *_BROKEN) as error:
+        raise _mapped(name, error) from error
+
+
+def _mapped(name: str, error: Exception) -> UpstreamError:
+    if isinstance(error, _LATE):
+        mapped: UpstreamError = UpstreamTimeoutError(f"upstream {name} did not answer in time ({type(error).__name__})")
+    elif isinstance(error, _NOTHING_SENT):
+        check = _CERTIFICATE if _is_untrusted(error) else "check its address, and that it runs"
+        mapped = UpstreamError(f"upstream {name} could not be reached ({type(error).__name__}): {check}")
+    else:
+        mapped = UpstreamError(f"upstream {name} broke off ({type(error).__name__})")
+    mapped.retryable = isinstance(error, (*_NOTHING_SENT, NothingAnsweredError))
+    return mapped
+
+
+def _is_untrusted(error: BaseException) -> bool:
+    """Whether the server was left because of its certificate. What ssl says of it would tell clients the address."""
+    causes = (error.__cause__, error.__cause__ and error.__cause__.__cause__)
+    return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes)
+
+
+def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
+    """The exception for an upstream's error answer: it keeps the whole answer and quotes its message, if any."""
+    try:
+        message = error_message(decode_json(body, name)) if len(body) <= MAX_ERROR_BYTES else None
+    except UpstreamError:
+        message = None
+    text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if message else "")
+    return UpstreamStatusError(text, status=status, body=body, headers=headers)
+
+
+def decode_json(body: bytes, name: str) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise UpstreamError(f"upstream {name} answered with something that is not JSON") from None

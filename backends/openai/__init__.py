@@ -2,9 +2,8 @@
 
 from agentspec.backends.http import UpstreamResponse
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.openai.probe import ProbeReport
-from agentspec.backends.openai.vllm import VllmReport
-from agentspec.backends.openai.vllm_metrics import DraftCounts, DrafterInfo, ServerMetrics
+from agentspec.backends.openai.metrics import DraftCounts, DrafterInfo, ServerMetrics
+from agentspec.backends.openai.probe import ProbeReport, VllmReport
 
 __all__ = [
     "DraftCounts",

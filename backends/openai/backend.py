@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
@@ -13,18 +14,29 @@ from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Endpoint, Room, Transport, UpstreamResponse
-from agentspec.backends.http.failures import decode_json, status_error
-from agentspec.backends.openai import hints
+from agentspec.backends.http.response import decode_json, status_error
+from agentspec.backends.openai.fields import (
+    GOAL,
+    PRIORITY,
+    SESSION,
+    goal_fields,
+    label_fields,
+    labels_in,
+    prediction_fields,
+    priority_fields,
+    session_fields,
+    session_headers,
+    switch_fields,
+    switched_off,
+    takes_switches,
+    token_id_fields,
+)
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
-from agentspec.backends.openai.latency import GOAL, goal_fields
+from agentspec.backends.openai.metrics import read_metrics
 from agentspec.backends.openai.payload import payload
-from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.routes import RouteDetector
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
-from agentspec.backends.openai.vectors import vectors
-from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import CallNumbers, merged, size_of, to_delta
@@ -34,6 +46,7 @@ from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
+
 SCRAPE_SECONDS = 1.0
 MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
@@ -59,7 +72,6 @@ class OpenAIBackend:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport, address=address)
         self._detector = ServerDetector(self._endpoint, settings)
-        self._routes = RouteDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
@@ -96,10 +108,10 @@ class OpenAIBackend:
         if self._capabilities.token_ids or await self._detector.is_vllm():
             body |= token_id_fields(body)
         if request.priority and self.settings.priority != "off":
-            body[hints.PRIORITY] = request.priority
+            body[PRIORITY] = request.priority
         goal = request.latency_target_ms_per_token
         asked = body if goal is None else body | {GOAL: goal}
-        off = hints.switched_off(store=request.store, speculation=request.speculation)
+        off = switched_off(store=request.store, speculation=request.speculation)
         body |= await self.body_fields(path, request.tenant, request.labels, asked, off)
         labels = self._own_labels(request.tenant, request.labels)
         headers = {
@@ -203,27 +215,26 @@ class OpenAIBackend:
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
             return salts
-        sent = labels if self.settings.vllm_labels else Labels()
+        sent = labels
         if self._apart:
             own = labels_in(given)
-            named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
+            named = Labels(labels.session or own.session, labels.workflow or own.workflow, labels.step)
             sent = self._apart.labels(tenant, named)
         fields = salts | await self._labels_told(tenant, sent, labels, given)
         kind = await self._detector.kind() if off else None
-        return fields | hints.switch_fields(kind, path, off, {**given, **fields})
+        return fields | switch_fields(kind, path, off, {**given, **fields})
 
     async def _labels_told(self, tenant: str, sent: Labels, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields for the labels `sent` to our drafter, the session of `labels`, and the priority in `given`."""
         added = label_fields(sent, given)
-        tells = self.settings.vllm_labels
-        predicts, hurries = (tells and given.get(field) is not None for field in ("prediction", GOAL))
-        session = self._own_labels(tenant, labels).session if self.settings.session_names else None
-        if self._apart and not isinstance(given.get(hints.SESSION), (str, NoneType)):
-            raise InvalidRequestError(f"{hints.SESSION} must be a string", param=hints.SESSION)
-        if not (added or predicts or hurries or session or hints.PRIORITY in given):
+        predicts, hurries = (given.get(field) is not None for field in ("prediction", GOAL))
+        session = self._own_labels(tenant, labels).session
+        if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
+            raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
+        if not (added or predicts or hurries or session or PRIORITY in given):
             return {}
         kind = await self._detector.kind()
-        if (given.get(hints.SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
+        if given.get(SESSION) and not self._apart:
             session = None  # the client's own stays
         fields = added if kind == "vllm" else {}
         if predicts and kind == "vllm":
@@ -231,7 +242,7 @@ class OpenAIBackend:
             fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
         if hurries and kind == "vllm" and await self._detector.keeps_latency():
             fields |= goal_fields({**given, **fields})
-        return fields | hints.session_fields(kind, session, given) | hints.priority_fields(self.settings, kind, given)
+        return fields | session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
 
     @property
     def needs_salt(self) -> bool:
@@ -243,9 +254,9 @@ class OpenAIBackend:
         route cannot carry; nor one of the switches `off` that vLLM or SGLang could be told at another one.
         """
         kind = await self._detector.kind() if off else None
-        if hints.takes_switches(kind, CHAT) and not hints.takes_switches(kind, path):
+        if takes_switches(kind, CHAT) and not takes_switches(kind, path):
             return False
-        return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
+        return (self._apart is None or path in _LABELLED) and await self._detector.has_route(path, headers)
 
     async def server_kind(self) -> ServerKind | None:
         """What the upstream is; None if it has never answered."""
@@ -253,7 +264,7 @@ class OpenAIBackend:
 
     async def keeps_latency(self, path: str) -> bool:
         """Whether the upstream's drafts serve latency goals first: it runs our drafter, and can be told them there."""
-        return path in _LABELLED and self.settings.vllm_labels and await self._detector.keeps_latency()
+        return path in _LABELLED and await self._detector.keeps_latency()
 
     def tokenizer_of(self, model: str) -> ServerTokenization:
         """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
@@ -332,7 +343,7 @@ class OpenAIBackend:
         """The headers that name the session in `labels`, which are the tenant's own, to routers."""
         parent = self._own_labels(tenant, Labels(headers.get(SESSION_PARENT) or None)).session
         final = headers.get(SESSION_FINAL, "").strip().lower()
-        return hints.session_headers(self.settings, self._detector.known, labels.session, parent, final)
+        return session_headers(self.settings, self._detector.known, labels.session, parent, final)
 
     async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if self._isolation is None or not (self._apart or given.get(SALT)):
@@ -383,3 +394,19 @@ class OpenAIBackend:
 
 def _encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def vectors(answer: bytes, count: int) -> list[list[float]]:
+    """The `count` vectors of an answer to /embeddings, all of one length.
+
+    Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
+    """
+    data = json.loads(answer)["data"]
+    if not isinstance(data, list):
+        raise TypeError("data is no array")
+    found = [[float(number) for number in item["embedding"]] for item in data]
+    if len(found) != count or len({len(vector) for vector in found}) > 1 or not all(found):
+        raise ValueError("there are other vectors than were asked for")
+    if not all(math.isfinite(sum(vector)) for vector in found):
+        raise ValueError("a vector holds what is no number")
+    return found

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.backends.http import Endpoint, decode_json
+from agentspec.backends.openai.fields import XARGS
+from agentspec.backends.openai.metrics import ServerMetrics, read_metrics
 from agentspec.backends.openai.server_kind import configured_kind, list_models, owner_of
 from agentspec.backends.openai.tokenization import ServerTokenization
-from agentspec.backends.openai.vllm import XARGS, VllmReport, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.wire import SseDecoder
@@ -23,6 +24,15 @@ _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 _TELLING = [
     {"role": "user", "content": "def f(x):\n\treturn  x ** 1234567890  # na\u00efve \u6771\u4eac \U0001f642\r\n"}
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmReport:
+    """A vLLM server's version, whether it accepts `vllm_xargs` (`labels`), and its metrics, None if it shows none."""
+
+    version: str | None = None
+    labels: bool = False
+    metrics: ServerMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +214,13 @@ def _prompt_tokens(answer: dict[str, Any]) -> int | None:
     usage = answer.get("usage")
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     return count if isinstance(count, int) else None
+
+
+async def read_version(endpoint: Endpoint, timeout: float) -> str | None:
+    """The server's vLLM version; None if the server does not tell it."""
+    try:
+        answer = json.loads(await endpoint.fetch("GET", "/version", above=True, timeout=timeout))
+    except (UpstreamError, ValueError, RecursionError):
+        return None
+    version = answer.get("version") if isinstance(answer, dict) else None
+    return version if isinstance(version, str) else None

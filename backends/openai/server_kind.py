@@ -1,14 +1,15 @@
-"""Recognises the upstreams whose own fields we use: vLLM and SGLang."""
+"""Finds out what an upstream is, vLLM or SGLang, whose own fields we use, and which routes it has."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from agentspec.backends.http import MAX_LIST_BYTES, Endpoint, decode_json
-from agentspec.backends.openai.vllm import read_metrics
+from agentspec.backends.openai.metrics import read_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError
 
@@ -16,11 +17,16 @@ ServerKind = Literal["vllm", "sglang", "other"]
 FRESH_SECONDS = 60.0  # how long a detection result holds: another server may replace the upstream
 RETRY_SECONDS = 5.0
 LOOK_SECONDS = 2.0
+ROUTE_SECONDS = 3600.0  # how long it holds that an upstream has a route, or has it not
+ROUTE_RETRY_SECONDS = 60.0  # after an answer that tells nothing, such as a refused key
+_ACCOUNT = ("authorization", "x-api-key", "openai-", "anthropic-")  # another header would tell of the real request
+_HAS, _HAS_NOT = (400, 422), (200, 404, 405, 501)  # a server that takes an empty request has no such route either
 _DRAFTER = ("agentspec", "suffix")  # the drafter, and the method whose chains serve a latency goal first
 
 
 class ServerDetector:
-    """Tells what an upstream is: by the configuration, or by asking its `/models`.
+    """Tells what an upstream is, by the configuration or by asking its `/models`, and which routes it has besides those
+    of chats and completions, by an empty request, which costs it nothing.
 
     If the upstream does not answer, the last result holds. Safe to use from several event loops.
     """
@@ -31,6 +37,7 @@ class ServerDetector:
         self._until = 0.0 if self._kind is None else math.inf
         self._keeps_latency: bool | None = None
         self._look_at = 0.0  # when to ask for the drafter again
+        self._routes: dict[str, tuple[bool, float]] = {}  # whether there is one, and until when that holds
 
     @property
     def known(self) -> ServerKind | None:
@@ -73,6 +80,28 @@ class ServerDetector:
                 drafter = metrics.drafter
                 self._keeps_latency = drafter is not None and (drafter.name, drafter.method) == _DRAFTER
         return bool(self._keeps_latency)
+
+    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether `path` is there, asked with the client's key in `headers`. Missing while it is not known."""
+        found, until = self._routes.get(path, (False, -math.inf))
+        if time.monotonic() < until:
+            return found
+        status = await self._ask(path, headers)
+        known = status in _HAS or status in _HAS_NOT
+        found = status in _HAS if known else found
+        self._routes[path] = (found, time.monotonic() + (ROUTE_SECONDS if known else ROUTE_RETRY_SECONDS))
+        return found
+
+    async def _ask(self, path: str, headers: Mapping[str, str]) -> int:
+        """The status of an empty request; 0 without an answer."""
+        account = {name: value for name, value in headers.items() if name.startswith(_ACCOUNT)}
+        given = {**account, "content-type": "application/json"}
+        sending = self._endpoint.send("POST", path, headers=given, body=b"{}", timeout=LOOK_SECONDS)
+        try:
+            async with sending as response:
+                return response.status
+        except UpstreamError:
+            return 0
 
 
 def configured_kind(settings: OpenAISettings) -> ServerKind | None:

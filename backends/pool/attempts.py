@@ -9,9 +9,9 @@ from email.utils import parsedate_to_datetime
 from types import TracebackType
 
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.blocks import PromptBlocks
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Placed, Pool
+from agentspec.backends.pool.prompt import PromptBlocks
 from agentspec.errors import (
     InvalidRequestError,
     UpstreamError,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from typing import Any, TypeVar
 
 from agentspec.backends.base import NONE, Capabilities
@@ -16,17 +14,14 @@ from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.blocks import MAX_BYTES, PromptBlocks
 from agentspec.backends.pool.pool import Pool
+from agentspec.backends.pool.prompt import prompt_pieces, scoped_call
 from agentspec.errors import NoServerError, UpstreamError
 from agentspec.placement import Call
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
 
 PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
 T = TypeVar("T")
-_TEXT_MESSAGE = {"role", "content"}
-ITEMS = 256  # of a list of token ids that are encoded at once
-MOST_PIECES = 4096  # of a prompt that are looked at: more than it may have messages
 
 
 class PoolBackend:
@@ -145,52 +140,6 @@ class PoolTokenization:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await self.pool.ask_tokenizer(lambda side: side.detokenize(token_ids))
-
-
-def scoped_call(tenant: str, session: str | None, pieces: Iterable[bytes] | None = None) -> Call:
-    """What policies know of a tenant's call of a `session`; `pieces` of its prompt are read only if a policy asks."""
-    blocks = () if pieces is None else PromptBlocks(tenant, lambda: pieces)
-    return Call(session and f"{tenant}\n{session}", blocks)
-
-
-def prompt_pieces(fields: Mapping[str, Any]) -> Iterable[bytes]:
-    """The prompt in a body with these `fields`, piece by piece, as text in which equal beginnings are equal.
-
-    What lies beyond `MOST_PIECES` is left out, so that no body takes long to read.
-    """
-    return islice(_pieces(fields), MOST_PIECES)
-
-
-def _pieces(fields: Mapping[str, Any]) -> Iterator[bytes]:
-    yield _encoded(fields.get("tools"))
-    for name in ("system", "instructions", "prompt", "input", "messages"):
-        value = fields.get(name)
-        if isinstance(value, list):
-            yield from chain.from_iterable(
-                _items(value[start : start + ITEMS]) for start in range(0, len(value), ITEMS)
-            )
-        elif value is not None:
-            yield _encoded(value)
-
-
-def _items(items: list[Any]) -> Iterator[bytes]:
-    """Some items of a list: messages and prompts each by itself, token ids all at once, since they are many and small.
-
-    A longer list begins as a shorter one does: each item ends with its comma, and no bracket ends the list.
-    """
-    if isinstance(items[0], (dict, list)):
-        yield from map(_encoded, items)
-    else:
-        yield _encoded(items)[1:-1] + b","
-
-
-def _encoded(value: Any) -> bytes:
-    """As JSON, which is no need for a message that is only text; of a long text, its beginning."""
-    if isinstance(value, str):
-        value = value[:MAX_BYTES]
-    elif isinstance(value, dict) and value.keys() == _TEXT_MESSAGE and isinstance(text := value["content"], str):
-        return f"{value['role']}\0{text[:MAX_BYTES]}\0".encode("utf-8", "replace")
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _call(request: GenerateRequest) -> Call:

@@ -3,24 +3,137 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from time import monotonic
-from weakref import WeakSet
+from typing import Any
 
+from agentspec.backends.http import MAX_LIST_BYTES
 from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.openai.metrics import parse_load
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings, PoolSpec
-from agentspec.backends.pool.watch import PoolWatch
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
 from agentspec.placement import POLICIES
 from agentspec.telemetry.samples import MemberSample
 
-_fleets: WeakSet[Fleet] = WeakSet()
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+PROBE_SECONDS = 2.0  # between two looks at a server's /health
+LOOK_SECONDS = 2.0  # that one look at a server may take
+METRICS_SECONDS = 1.0  # between two readings of its metrics
+NO_METRICS_SECONDS = 60.0  # until a server that shows no metrics is asked again
+
+
+class PoolWatch:
+    """The task that does it, in the event loop of the first call. `clock` is in seconds."""
+
+    def __init__(self, servers: Sequence[Servers], clock: Callable[[], float]) -> None:
+        self._servers, self._clock = servers, clock
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._due: dict[tuple[str, str], float] = {}  # of what, for which member
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def ensure(self) -> None:
+        """Begin, if it does not run: another loop's task ended with its loop."""
+        if self._task is None or self._task.done() or self._loop is None or self._loop.is_closed():
+            self._loop = asyncio.get_running_loop()
+            self._running.clear()
+            self._task = self._loop.create_task(self._run())
+
+    async def aclose(self) -> None:
+        """End it, wherever it runs. Idempotent."""
+        task, self._task = self._task, None
+        if task is None or self._loop is None or self._loop.is_closed():
+            return
+        tasks = [task, *self._running.values()]
+        if self._loop is not asyncio.get_running_loop():
+            for one in tasks:
+                self._loop.call_soon_threadsafe(one.cancel)
+            return
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.tick()
+            except Exception:  # one odd answer must not end the looking after all servers
+                logger.exception("looking after the servers failed")
+            await asyncio.sleep(TICK_SECONDS)
+
+    def tick(self) -> None:
+        """Begin everything that is due, at most once at a time for each server."""
+        now = self._clock()
+        for servers in self._servers:
+            if servers.is_due(now):
+                self._begin(("servers", servers.name), servers.refresh(now))
+            for member in servers.members:
+                if servers.settings.probe:
+                    self._look_after(member, now)
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        there = {member.name for servers in self._servers for member in servers.members}
+        self._due = {key: at for key, at in self._due.items() if key[1] in there}
+
+    def _look_after(self, member: PoolMember, now: float) -> None:
+        probe, metrics = ("probe", member.name), ("metrics", member.name)
+        if now >= self._due.get(probe, 0.0) and probe not in self._running:
+            self._due[probe] = now + PROBE_SECONDS
+            self._begin(probe, self._probe(member))
+        if member.kind in ("vllm", "sglang") and now >= self._due.get(metrics, 0.0) and metrics not in self._running:
+            self._due[metrics] = now + METRICS_SECONDS
+            self._begin(metrics, self._measure(member))
+
+    def _begin(self, key: tuple[str, str], work: Coroutine[Any, Any, None]) -> None:
+        if key in self._running:
+            work.close()
+            return
+        task = self._running[key] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    def _ended(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self._running.pop(key, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("looking after %s failed", " of ".join(key), exc_info=error)
+
+    async def _probe(self, member: PoolMember) -> None:
+        """Whether it answers, whatever below 500. Then what it is, so that no call has to ask."""
+        alive = await is_alive(member)
+        member.probed(self._clock(), alive=alive)
+        if alive:
+            member.kind = await member.backend.server_kind()
+
+    async def _measure(self, member: PoolMember) -> None:
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                content = await member.backend.endpoint.fetch(
+                    "GET", "/metrics", above=True, limit=MAX_LIST_BYTES, probing=True
+                )
+        except (UpstreamError, TimeoutError) as error:
+            member.measured(None)
+            if isinstance(error, UpstreamStatusError):
+                self._due["metrics", member.name] = self._clock() + NO_METRICS_SECONDS
+            return
+        member.measured(parse_load(content.decode("utf-8", "replace")))
+
+
+async def is_alive(member: PoolMember) -> bool:
+    """Whether the server answers `GET /health` in time: vLLM says 503 there once its engine is dead."""
+    asked = member.backend.endpoint.send("GET", "/health", headers={}, above=True, probing=True)
+    try:
+        async with asyncio.timeout(LOOK_SECONDS), asked as response:
+            return response.status < 500
+    except (UpstreamError, TimeoutError):
+        return False
 
 
 class Fleet:
@@ -42,22 +155,7 @@ class Fleet:
         for name in specs:
             self._build(name, specs, settings)
         self._first_look: asyncio.Future[list[None]] | None = None
-        self._settings = settings
-        self._watch = self._new_watch()
-        self._of_parent: object = None
-        _fleets.add(self)
-
-    def _new_watch(self) -> PoolWatch:
-        return PoolWatch(list(self.servers.values()), self._settings, monotonic)
-
-    def leave_behind(self) -> None:
-        """Begin anew in a forked process: what looks after the servers, and the calls to them, ran in the parent. That
-        stays unfreed, as the loop is that it belongs to.
-        """
-        self._of_parent = self._first_look, self._watch
-        self._first_look, self._watch = None, self._new_watch()
-        for servers in self.servers.values():
-            servers.leave_behind()
+        self._watch = PoolWatch(list(self.servers.values()), monotonic)
 
     def _build(self, name: str, specs: Mapping[str, PoolSpec], settings: FleetSettings) -> Pool:
         """The pool `name`, after those that it falls back on. The settings have refused cycles."""
@@ -123,11 +221,3 @@ class Fleet:
 
     def _members(self) -> list[PoolMember]:
         return [member for servers in self.servers.values() for member in servers.members]
-
-
-def _leave_all_behind() -> None:
-    for fleet in list(_fleets):
-        fleet.leave_behind()
-
-
-os.register_at_fork(after_in_child=_leave_all_behind)

@@ -7,14 +7,78 @@ from collections.abc import Callable
 from typing import Literal
 
 from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.openai.metrics import ServerLoad
 from agentspec.backends.openai.server_kind import ServerKind
-from agentspec.backends.pool.breaker import CircuitBreaker
-from agentspec.backends.pool.load import ServerLoad
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.placement import Member
 from agentspec.telemetry.samples import MemberSample
 
 logger = logging.getLogger(__name__)
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+
+class CircuitBreaker:
+    """Opens after `failures` in a row. After `open_seconds` it is half open: one trial decides (Nygard, *Release It!*,
+    chapter 5), and another one each `open_seconds` as long as none has: an answer may take minutes to begin. Times are
+    seconds of any clock.
+    """
+
+    __slots__ = ("_in_a_row", "_most", "_open_seconds", "_opened", "_trial_at")
+
+    def __init__(self, failures: int, open_seconds: float) -> None:
+        self._most, self._open_seconds = failures, open_seconds
+        self._in_a_row = 0
+        self._opened: float | None = None
+        self._trial_at: float | None = None  # when the latest trial began, if one runs
+
+    def state(self, now: float) -> BreakerState:
+        if self._opened is None:
+            return "closed"
+        return "half_open" if now >= self._opened + self._open_seconds else "open"
+
+    def allows(self, now: float) -> bool:
+        """Whether a call may begin now. When half open, few may beside the trial."""
+        at = self.trial_at()
+        return at is None or now >= at
+
+    def begin(self, now: float) -> bool:
+        """Note that a call begins, which was allowed; returns whether it is a trial."""
+        if self._opened is None:
+            return False
+        self._trial_at = now
+        return True
+
+    def succeeded(self) -> None:
+        self._in_a_row, self._opened, self._trial_at = 0, None, None
+
+    def failed(self, now: float, *, trial: bool = False) -> None:
+        """Count a failure. One of a call that began before the breaker opened does not prolong the time."""
+        self._in_a_row += 1
+        opens = self._in_a_row >= self._most if self._opened is None else trial
+        if opens:
+            self._opened, self._trial_at = now, None
+
+    def given_up(self) -> None:
+        """Note that a trial ended without telling anything, so that another may begin."""
+        self._trial_at = None
+
+    def reached(self, now: float) -> None:
+        """Something else has shown that the server is back: allow the trial at once. One that runs by now, and has not
+        failed, has found the server: nobody need wait for its answer.
+        """
+        if self._trial_at is not None:
+            self.succeeded()
+        elif self._opened is not None:
+            self._opened = min(self._opened, now - self._open_seconds)
+
+    def trial_at(self) -> float | None:
+        """When the next trial may begin; None while it is closed."""
+        if self._opened is None:
+            return None
+        since = self._opened if self._trial_at is None else self._trial_at
+        return since + self._open_seconds
+
 
 MemberState = Literal["ready", "busy", "unhealthy", "ejected", "half_open", "open", "draining"]
 FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
@@ -36,10 +100,9 @@ class PoolMember:
         backend: OpenAIBackend,
         settings: FleetSettings,
         *,
-        weight: float = 1.0,
         lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.name, self.group, self.backend, self.weight = name, group, backend, weight
+        self.name, self.group, self.backend = name, group, backend
         self.draining = False
         self.kind: ServerKind | None = None  # what it is, once it has been looked at
         self.load: ServerLoad | None = None
@@ -89,7 +152,7 @@ class PoolMember:
         """What policies see of it."""
         if self._seen is None:
             waiting, kv_use = (self.load.waiting, self.load.kv_use) if self.load else (0, 0.0)
-            self._seen = Member(self.name, self.weight, self.in_flight, self._others, waiting, kv_use)
+            self._seen = Member(self.name, self.in_flight, self._others, waiting, kv_use)
         return self._seen
 
     # What happens to calls.
@@ -187,7 +250,6 @@ class PoolMember:
             retries=self.retries,
             failures=self.failures,
             ejections=self.ejections,
-            weight=self.weight,
             running=None if load is None else load.running,
             waiting=None if load is None else load.waiting,
             kv_use=None if load is None else load.kv_use,

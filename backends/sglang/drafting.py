@@ -1,4 +1,6 @@
-"""Draft trees for all requests of a server, once per step (a round). Independent of SGLang's classes."""
+"""Draft trees for all requests of a server, once per step (a round), and the flat arrays in which SGLang's NGRAM worker
+takes them. Independent of SGLang's classes.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,73 @@ from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple
 
-from agentspec.backends.engine_plugin.failure_log import FailureLog
+import numpy as np
+from numpy.typing import NDArray
+
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
-from agentspec.backends.engine_plugin.round_search import RoundSearch
-from agentspec.backends.engine_plugin.round_stats import RoundStats
-from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, chain, within
+from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats
 from agentspec.cache.index import DraftJob, Sourced
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.speculation.governor import RequestStats
 from agentspec.types import path_length
 
+logger = logging.getLogger(__name__)
+
+Int64s = NDArray[np.int64]
 PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
 
-logger = logging.getLogger(__name__)
+
+class TokenTree(NamedTuple):
+    """Tokens that may follow a context. `parents[i]` < i is a node, or -1 for the context itself."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+EMPTY_TREE = TokenTree([], [])
+
+
+def chain(tokens: Sequence[int]) -> TokenTree:
+    return TokenTree(list(tokens), list(range(-1, len(tokens) - 1)))
+
+
+def within(tree: TokenTree, vocabulary: int) -> TokenTree:
+    """The tree without nodes whose token, or that of a node above, is not in the vocabulary."""
+    if max(tree.tokens, default=0) < vocabulary:
+        return tree
+    kept: dict[int, int] = {-1: -1}
+    tokens, parents = list[int](), list[int]()
+    for node, (token, parent) in enumerate(zip(*tree, strict=True)):
+        if token < vocabulary and parent in kept:
+            kept[node] = len(tokens)
+            tokens.append(token)
+            parents.append(kept[parent])
+    return TokenTree(tokens, parents)
+
+
+def to_arrays(last_tokens: Sequence[int], trees: Sequence[TokenTree], nodes: int) -> tuple[Int64s, Int64s]:
+    """The trees of a batch of requests, flat: tokens of shape (requests * nodes,), and a mask of shape
+    (requests * nodes * nodes,) that is 1 where the column's node is the row's node or above it.
+
+    Node 0 of each tree is its request's last token, so that a tree has at most `nodes` - 1 nodes. A smaller one is
+    filled up with a chain of token 0 below its last node: siblings stay distinct, which sampling relies on.
+    """
+    batch = len(trees)
+    tokens, parents = np.zeros((batch, nodes), np.int64), np.zeros((batch, nodes), np.int64)
+    tokens[:, 0] = last_tokens
+    parents[:, 1:] = np.arange(nodes - 1)
+    for row, tree in enumerate(trees):
+        count = len(tree.tokens)
+        tokens[row, 1 : count + 1] = tree.tokens
+        parents[row, 1 : count + 1] = np.array(tree.parents, dtype=np.int64) + 1
+    mask = np.zeros((batch, nodes, nodes), np.int64)
+    mask[:, 0, 0] = 1
+    rows = np.arange(batch)
+    for node in range(1, nodes):
+        mask[:, node] = mask[rows, parents[:, node]]
+        mask[:, node, node] = 1
+    return tokens.reshape(-1), mask.reshape(-1)
 
 
 class TreeRequest:

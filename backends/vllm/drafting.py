@@ -11,14 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
-from agentspec.backends.engine_plugin.round_search import SearchOrder
-from agentspec.backends.engine_plugin.round_stats import RoundStats
+from agentspec.backends.engine_plugin.rounds import FailureLog, RoundStats, SearchOrder
 from agentspec.backends.vllm.padding import ChainPadding
-from agentspec.backends.vllm.step_cost import StepTimeModel
-from agentspec.backends.vllm.trial_steps import LIKELY, TrialSteps
+from agentspec.backends.vllm.step_cost import LIKELY, StepTimeModel, TrialSteps
 from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats

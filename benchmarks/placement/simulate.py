@@ -48,7 +48,7 @@ class SimulatedGateway:
         self._update(name)
 
     def _update(self, name: str) -> None:
-        self._members[name] = Member(name, 1.0, self._in_flight[name], *self._metrics[name])
+        self._members[name] = Member(name, self._in_flight[name], *self._metrics[name])
 
 
 class Simulation:

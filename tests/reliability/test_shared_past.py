@@ -37,12 +37,10 @@ GATEWAY = """
 kind = "openai"
 base_url = "{one}/v1"
 model = "tiny"
-responses = "off"
 [backends.two]
 kind = "openai"
 base_url = "{two}/v1"
 model = "tiny"
-responses = "off"
 [models.one]
 backend = "one"
 [models.two]

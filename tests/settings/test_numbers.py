@@ -44,7 +44,7 @@ def test_the_numbers_of_all_parts_are_looked_at() -> None:
         "CacheSettings.retention",
         "OpenAISettings.read_timeout",
         "TorchSettings.kv_bytes",
-        "FleetSettings.probe_interval",
+        "FleetSettings.open_seconds",
         "KnnLmSettings.temperature",
         "RemoteSettings.timeout",
         "EngineCosts.step",

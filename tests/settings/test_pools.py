@@ -20,7 +20,6 @@ base_url = "http://a:8000/v1"
 kind = "openai"
 base_urls = ["http://b1:8000/v1", "http://b2:8000/v1"]
 model = "served"
-weight = 2.0
 [backends.here]
 kind = "torch"
 """
@@ -61,8 +60,8 @@ def load(tmp_path: Path, text: str) -> Settings:
         ),
         ('[backends.c]\nkind = "openai"\nbase_urls = ["http://x/v1"]\nresolve = "a"\n', 'resolve = "a" looks up'),
         ('[backends.c]\nkind = "openai"\nbase_urls = ["http://u:p@x/v1"]\n', "must not carry a password"),
-        ("[fleet]\nprobe_intervall = 1\n", "did you mean 'probe_interval'?"),
-        ("[fleet]\nprobe_interval = 0\n", "fleet.probe_interval"),
+        ("[fleet]\nfailuress = 1\n", "did you mean 'failures'?"),
+        ("[fleet]\nopen_seconds = 0\n", "fleet.open_seconds"),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, text: str, message: str) -> None:
@@ -94,7 +93,6 @@ def test_one_server_is_one_member_of_all_pools_that_it_is_in(tmp_path: Path) -> 
     members = {name: [member for member, _ in pool.members()] for name, pool in fleet.pools.items()}
     assert [one.name for one in members["models.m"]] == ["a", "b/b1:8000", "b/b2:8000"]
     assert members["models.n"][0] is members["models.m"][0]
-    assert [one.weight for one in members["b"]] == [2.0, 2.0]
 
 
 def test_without_several_servers_there_is_no_pool(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from agentspec.backends.openai.hints import switched_off
+from agentspec.backends.openai.fields import switched_off
 from agentspec.errors import AuthenticationError
 from agentspec.protocol.headers import ANY, StepPolicy, read_labels, read_policy, read_switch, refuse_misspelt
 from agentspec.proxy.admission.identity import identified

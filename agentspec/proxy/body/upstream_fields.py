@@ -265,7 +265,7 @@ class UpstreamFields:
         self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
         self._kinds = {"vllm", "sglang"} if settings.server_kind == "auto" else {settings.server_kind} - {"other"}
         self._added = frozenset(settings.allow_fields) | ({"priority"} if settings.priority != "off" else set())
-        self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_template_arguments)
+        self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_fields)
 
     def check(self, fields: Mapping[str, Any], path: str) -> None:
         """Raise `InvalidRequestError`, whose `param` is the path of the field, for what is not allowed in a request to
@@ -289,7 +289,7 @@ class UpstreamFields:
             if name not in self._arguments:
                 param = f"chat_template_kwargs.{_shown(name)}"
                 raise InvalidRequestError(
-                    f"{param} is not among the template arguments that may be set (allow_template_arguments)",
+                    f"{param} is not among the template arguments that may be set (allow_fields of the backend)",
                     param=param,
                 )
 

@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentspec.backends.base import RESPONSES, Forwards
-from agentspec.backends.openai.hints import PRIORITY, takes_switches
-from agentspec.backends.openai.latency import GOAL
+from agentspec.backends.openai.fields import GOAL, PRIORITY, takes_switches
 from agentspec.proxy.admission.auth import Caller
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
 from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.backends.engine_plugin.source_contract import Requirement
+from agentspec.backends.vllm.proposer import ENGINE, drafts_here
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
-from agentspec.backends.vllm.startup import ENGINE, drafts_here
 
 SWITCH = f"{ENGINE}_V2"
 METHODS = ("ngram", "ngram_gpu")  # of vLLM, which its second runner gives to the speculator that ours replaces

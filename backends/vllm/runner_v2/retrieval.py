@@ -9,11 +9,9 @@ from time import perf_counter
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.failure_log import FailureLog
 from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate
 from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
-from agentspec.backends.engine_plugin.round_search import RoundSearch
-from agentspec.backends.engine_plugin.round_stats import RoundStats
+from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows, likeliest_paths, passages
 from agentspec.cache.index import DEPTH, DraftJob
 from agentspec.cache.tokens import Tokens

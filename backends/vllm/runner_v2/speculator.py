@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from agentspec.backends.engine_plugin.failure_log import FailureLog
+from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import PassageShape, shape_for

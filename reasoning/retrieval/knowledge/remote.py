@@ -100,7 +100,6 @@ def _http_settings(settings: RemoteSettings) -> OpenAISettings:
         base_url=settings.url,
         api_key=settings.api_key,
         api_key_file=settings.api_key_file,
-        connect_timeout=settings.connect_timeout,
         read_timeout=settings.timeout,
         server_kind="other",
     )

@@ -25,7 +25,6 @@ class RemoteSettings(SettingsModel):
     kind: Literal["remote"] = "remote"
     url: HttpUrl = Field(description="The service's root, to which /search is added")
     timeout: float = Field(default=30.0, gt=0, description="Seconds a search may take")
-    connect_timeout: float = Field(default=5.0, gt=0, description="Seconds to connect")
     api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
     api_key_file: str | None = Field(default=None, description="File holding the API key")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.engine_plugin.round_search import SearchOrder
+from agentspec.backends.engine_plugin.rounds import SearchOrder
 
 
 @given(st.integers(1, 128), st.data())

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.http.library import httpcore
-from agentspec.backends.http.network import MAX_HEAD_BYTES, HttpConnection, connect
+from agentspec.backends.http.connections import MAX_HEAD_BYTES, HttpConnection, connect, httpcore
 
 pytestmark = pytest.mark.anyio
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

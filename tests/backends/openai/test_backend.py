@@ -14,7 +14,6 @@ from agentspec.backends.base import Backend
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.openai import backend as backend_module
-from agentspec.backends.openai import vectors as vectors_module
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.wire import MAX_EVENT_BYTES
@@ -252,7 +251,7 @@ async def test_embeddings_of_any_size_are_read_and_long_ones_off_the_loop(monkey
         threads.add(threading.get_ident())
         return json.loads(text)
 
-    monkeypatch.setattr(vectors_module, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
+    monkeypatch.setattr(backend_module, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
     for count, apart in ((1, False), (50, True)):
         vectors = [[0.125 * place] * 1000 for place in range(count)]
         data = [{"object": "embedding", "index": place, "embedding": one} for place, one in enumerate(vectors)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.openai.hints import priority_fields, session_fields, session_headers
+from agentspec.backends.openai.fields import priority_fields, session_fields, session_headers
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 
@@ -59,20 +59,12 @@ def test_servers_that_know_sessions_get_their_names() -> None:
 
 
 def test_headers_of_routers() -> None:
-    plain, both = settings(), settings(session_headers=("x-user-id",), server_kind="dynamo")
+    plain, both = settings(), settings(server_kind="dynamo")
     assert session_headers(plain, "vllm", "s", None, "") == session_headers(plain, "other", "s", None, "") == {}
     assert session_headers(plain, "sglang", "s é", None, "") == {"x-smg-routing-key": "s %C3%A9"}
     assert session_headers(both, "other", "s", "p", "true") == {
-        "x-user-id": "s",
         "x-dynamo-session-id": "s",
         "x-dynamo-parent-session-id": "p",
         "x-dynamo-session-final": "true",
     }
     assert session_headers(both, "other", None, "p", "true") == {}
-    assert session_headers(settings(server_kind="dynamo", session_names=False), "other", "s", None, "") == {}
-
-
-def test_a_header_for_sessions_is_none_that_means_something_else() -> None:
-    for wrong in ("authorization", "host", "X-Session", "x-a b"):
-        with pytest.raises(ValueError):
-            settings(session_headers=(wrong,))

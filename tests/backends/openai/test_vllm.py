@@ -11,8 +11,8 @@ import pytest
 from agentspec.backends.base import CHAT, EMBEDDINGS
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, server_kind
-from agentspec.backends.openai.vllm import label_fields, token_id_fields
-from agentspec.backends.openai.vllm_metrics import parse_metrics
+from agentspec.backends.openai.fields import label_fields, token_id_fields
+from agentspec.backends.openai.metrics import parse_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.telemetry.samples import UpstreamSample
@@ -123,13 +123,6 @@ async def test_a_server_behind_a_router_is_named_by_the_settings() -> None:
     assert server.body["vllm_xargs"] == OURS and server.paths == ["/v1/completions"]
 
 
-async def test_labels_stay_here_where_the_operator_wants_that() -> None:
-    server = VllmServer()
-    await collect(backend(server, vllm_labels=False))
-    assert "vllm_xargs" not in server.body and "session_id" not in server.body
-    assert server.body["return_token_ids"] is True
-
-
 async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics() -> None:
     server = VllmServer(key="secret")
     told = {"vllm_xargs": OURS, "session_id": "s1"}
@@ -216,7 +209,6 @@ async def test_our_drafter_is_told_the_latency_goal() -> None:
         (VllmServer(metrics=DRAFTER.replace('drafter="agentspec"', 'drafter="arctic"')), {}),
         (VllmServer("somebody"), {}),
         (VllmServer(), {"server_kind": "other"}),
-        (VllmServer(), {"vllm_labels": False}),
     ],
 )
 async def test_no_other_server_is_told_a_latency_goal(server: VllmServer, settings: dict[str, Any]) -> None:

@@ -14,14 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.backend import (
-    ITEMS,
-    MOST_PIECES,
-    PoolBackend,
-    prompt_pieces,
-    scoped_call,
-)
-from agentspec.backends.pool.blocks import block_hashes
+from agentspec.backends.pool.backend import PoolBackend
+from agentspec.backends.pool.prompt import ITEMS, MOST_PIECES, block_hashes, prompt_pieces, scoped_call
 from agentspec.errors import NoServerError, UpstreamError, UpstreamIsolationError, UpstreamStatusError
 from agentspec.placement import Call, LeastLoaded, Member, RoundRobin
 from agentspec.types import GenerateRequest

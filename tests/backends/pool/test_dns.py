@@ -15,7 +15,7 @@ import dns.resolver
 import dns.rrset
 import pytest
 
-from agentspec.backends.pool import discovery
+from agentspec.backends.pool import servers as discovery
 from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
@@ -72,7 +72,7 @@ def by_dns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             one.port, one.nameservers, one.timeout, one.lifetime = port, ["127.0.0.1"], 0.2, 0.3
             dns.resolver.override_system_resolver(one)
             own = OpenAISettings(base_url="http://vllm.test:8000/v1", resolve="a")  # type: ignore[arg-type]
-            servers = Servers("a", own, FleetSettings(discovery_interval=INTERVAL))
+            servers = Servers("a", own, FleetSettings())
             try:
                 await work(server, servers)
             finally:

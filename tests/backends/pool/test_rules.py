@@ -9,11 +9,11 @@ from email.utils import format_datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.backends.openai.metrics import ServerLoad, parse_load
 from agentspec.backends.pool.attempts import retry_after
-from agentspec.backends.pool.blocks import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks, block_hashes
-from agentspec.backends.pool.breaker import CircuitBreaker
-from agentspec.backends.pool.budget import RetryBudget
-from agentspec.backends.pool.load import ServerLoad, parse_load
+from agentspec.backends.pool.member import CircuitBreaker
+from agentspec.backends.pool.pool import RetryBudget
+from agentspec.backends.pool.prompt import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks, block_hashes
 
 
 def test_the_breaker_opens_after_five_failures_in_a_row_and_allows_one_trial_after_ten_seconds() -> None:

@@ -1,21 +1,17 @@
-"""Servers that come and go: by DNS, in a file, by a reload. A drained one stays drained."""
+"""Servers that are listed, and those that come and go by DNS. A drained one stays drained."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentspec.backends.pool.discovery import DiscoveryError, discover, listed
 from agentspec.backends.pool.fleet import Fleet
-from agentspec.backends.pool.servers import Servers
+from agentspec.backends.pool.servers import Servers, listed
 from agentspec.backends.pool.settings import FleetSettings, PoolSpec, PoolTarget
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
@@ -37,34 +33,19 @@ def test_listed_servers_are_named_by_host_and_port_and_by_path_if_need_be() -> N
     assert named(listed(urls.base_urls or ())) == expected
 
 
-def test_servers_that_differ_by_their_scheme_alone_are_two(tmp_path: Path) -> None:
+def test_servers_that_differ_by_their_scheme_alone_are_two() -> None:
     urls = ["http://a:1/v1", "https://a:1/v1", "http://a:1/x", "https://b:1/v1", "http://b:2/v1"]
     expected = ["http://a:1/v1", "https://a:1/v1", "a:1/x", "b:1", "b:2"]
     assert named(listed(settings(base_urls=urls).base_urls or ())) == expected
-    file = tmp_path / "servers"
-    file.write_text("\n".join(urls))
-    servers = Servers("s", settings(base_urls_file=str(file)), FleetSettings())
-    asyncio.run(servers.refresh(0.0))
+    servers = Servers("s", settings(base_urls=urls), FleetSettings())
     assert [one.name for one in servers.members] == [f"s/{name}" for name in expected]
     assert [str(one.backend.settings.url) for one in servers.members] == urls
 
 
-def test_a_server_under_two_users_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "servers"
-    file.write_text("http://me@a/v1\nhttp://you@a/v1\n")
-    with pytest.raises(DiscoveryError, match="http://a:80/v1 under several users"):
-        asyncio.run(discover(settings(base_urls_file=str(file))))
+@pytest.mark.parametrize("same", [("http://me@a/v1", "http://you@a/v1"), ("http://a/v1", "http://A:80/v1/")])
+def test_one_server_is_no_two_for_a_user_or_a_slash_at_the_end(same: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="names a:80/v1 twice"):
-        settings(base_urls=["http://me@a/v1", "http://you@a/v1"])
-
-
-def test_one_server_is_no_two_for_a_slash_at_the_end(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="twice"):
-        settings(base_urls=["http://a/v1", "http://A:80/v1/"])
-    file = tmp_path / "servers"
-    file.write_text("http://a/v1\nhttp://a/v1/\nhttp://b\nhttp://b/\n")
-    found = asyncio.run(discover(settings(base_urls_file=str(file))))
-    assert named(found) == ["a:80", "b:80"]
+        settings(base_urls=same)
 
 
 @pytest.mark.parametrize("wrong", ["http://a/v1 # gpu 1", "http://a/v1?key=1", "http://a/v1#1"])
@@ -145,14 +126,14 @@ def test_a_lookup_that_hangs_holds_up_nothing_and_the_next_one_counts(monkeypatc
         return ["10.0.0.1"]
 
     resolving(monkeypatch, answer)
-    monkeypatch.setattr("agentspec.backends.pool.discovery.LOOKUP_SECONDS", 0.001)
+    monkeypatch.setattr("agentspec.backends.pool.servers.LOOKUP_SECONDS", 0.001)
     servers = Servers("a", settings(base_url="http://vllm.test:8000/v1", resolve="a"), FleetSettings())
 
     async def work() -> None:
         while not lookups:
             await servers.refresh(0.0)
         assert servers.members == () and lookups[0].daemon
-        monkeypatch.setattr("agentspec.backends.pool.discovery.LOOKUP_SECONDS", 60.0)
+        monkeypatch.setattr("agentspec.backends.pool.servers.LOOKUP_SECONDS", 60.0)
         await servers.refresh(5.0)
         assert named(servers.members) == ["a/10.0.0.1:8000"]
         over.set()
@@ -174,85 +155,9 @@ def test_a_lookup_that_fails_is_reported_once(
     assert servers.members == () and [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "names no server"),
-        ("# none\n\n", "names no server"),
-        ("http://a/v1\nnode2\n", "'node2'"),
-        ("http://a/v1 v2\n", "blanks"),
-        ("http://a/v1#1\n", "without"),
-        ("http://a/v1?x=1\n", "without"),
-    ],
-)
-def test_a_file_that_names_no_servers_changes_nothing(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "servers"
-    file.write_text("http://a:1/v1\n\n  # spare\nhttp://b:1/v1  # gpu 1\nhttp://a:1/v1\n")
-    servers = Servers("s", settings(base_urls_file=str(file)), FleetSettings())
-    asyncio.run(servers.refresh(0.0))
-    assert [str(one.backend.settings.url) for one in servers.members] == ["http://a:1/v1", "http://b:1/v1"]
-    file.write_text(text)
-    asyncio.run(servers.refresh(5.0))
-    assert named(servers.members) == ["s/a:1", "s/b:1"]
-    with pytest.raises(DiscoveryError, match=message):
-        asyncio.run(discover(servers.settings))
-    file.unlink()
-    with pytest.raises(DiscoveryError, match="No such file"):
-        asyncio.run(discover(servers.settings))
-
-
 def fleet(*urls: str, **given: Any) -> Fleet:
     own = settings(base_urls=urls, **given)
     return Fleet({"a": PoolSpec("a", (PoolTarget("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
-
-
-def test_a_server_at_another_path_or_scheme_is_another_one(tmp_path: Path) -> None:
-    file = tmp_path / "servers"
-    file.write_text("http://a:1/v1\nhttp://b:1/v1\n")
-    own = settings(base_urls_file=str(file))
-    made = Fleet({"a": PoolSpec("a", (PoolTarget("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
-    servers, lost = made.servers["a"], list[str]()
-    asyncio.run(servers.refresh(0.0))
-    servers.lost.append(lost.append)
-    made.drain("a/a:1", on=True)
-    kept = servers.members[1]
-    file.write_text("https://a:1/v2\nhttp://b:1/v1\n")
-    asyncio.run(servers.refresh(5.0))
-    assert [str(one.backend.settings.url) for one in servers.members] == ["https://a:1/v2", "http://b:1/v1"]
-    assert servers.members[1] is kept and lost == ["a/a:1"] and made.drained() == ["a/a:1"]
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_process_looks_after_its_servers_itself(tmp_path: Path) -> None:
-    """The parent's loop goes on in the parent alone, with the calls and the look that run there."""
-    file = tmp_path / "servers"
-    file.write_text("http://127.0.0.1:9/v1\nhttp://127.0.0.1:10/v1\n")
-    spec = PoolSpec("s", (PoolTarget("s", None),), "round_robin")
-    made = Fleet({"s": spec}, {"s": settings(base_urls_file=str(file), probe=False)}, {}, FleetSettings())
-
-    async def in_child() -> bool:
-        await made.begin()
-        servers = made.servers["s"]
-        anew = [(one.in_flight, one.draining) for one in servers.members] == [(0, False), (0, True)]
-        file.write_text("http://127.0.0.1:11/v1\n")
-        servers.look_at = 0.0
-        while named(servers.members) != ["s/127.0.0.1:11"]:
-            await asyncio.sleep(0.01)
-        return anew
-
-    async def in_parent() -> int:
-        await made.begin()
-        first, second = made.servers["s"].members
-        first.begin(0.0, retry=False)
-        second.draining = True
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)  # ends it, should it wait for the parent's
-            asyncio._set_running_loop(None)
-            os._exit(not asyncio.run(in_child()))
-        return os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, child, 0))[1])
-
-    assert asyncio.run(in_parent()) == 0
 
 
 def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() -> None:
@@ -267,19 +172,22 @@ def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() 
         made.drain("c", on=True)
 
 
-def test_what_is_drained_is_so_when_it_leaves_and_comes_back(tmp_path: Path) -> None:
-    file = tmp_path / "servers"
-    file.write_text(both := "http://a:1/v1\nhttp://b:1/v1\n")
-    own = settings(base_urls_file=str(file))
+def test_what_is_drained_is_so_when_it_leaves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, both = [""], ["10.0.0.1", "10.0.0.2"]
+    resolving(monkeypatch, lambda: there)
+    own = settings(base_url="http://vllm.test/v1", resolve="a")
     made = Fleet({"s": PoolSpec("s", (PoolTarget("s", None),), "round_robin")}, {"s": own}, {}, FleetSettings())
     servers = made.servers["s"]
-    asyncio.run(servers.refresh(0.0))
-    made.drain("s/b:1", on=True)
-    for now, text, drained in ((5.0, "http://a:1/v1\n", []), (10.0, both, ["s/b:1"]), (15.0, "http://a:1/v1\n", [])):
-        file.write_text(text)
+
+    def look(now: float, found: list[str]) -> None:
+        there[:] = found
         asyncio.run(servers.refresh(now))
+
+    look(0.0, both)
+    made.drain("s/10.0.0.2:80", on=True)
+    for now, found, drained in ((5.0, both[:1], []), (10.0, both, ["s/10.0.0.2:80"]), (15.0, both[:1], [])):
+        look(now, found)
         assert made.drained() == drained
-    assert made.drain("s", on=False) == ["s/a:1"]  # of the backend: also of what is away
-    file.write_text(both)
-    asyncio.run(servers.refresh(20.0))
+    assert made.drain("s", on=False) == ["s/10.0.0.1:80"]  # of the backend: also of what is away
+    look(20.0, both)
     assert made.drained() == []

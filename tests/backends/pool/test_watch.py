@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.load import ServerLoad
+from agentspec.backends.openai.metrics import ServerLoad
+from agentspec.backends.pool.fleet import PROBE_SECONDS, TICK_SECONDS, PoolWatch
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.pool.watch import TICK_SECONDS, PoolWatch
 from agentspec.backends.settings import OpenAISettings
 
 MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
@@ -28,9 +28,8 @@ async def answering(content: bytes, status: int = 200) -> httpx.Response:
     return httpx.Response(status, content=content)
 
 
-def watching(made: Any, **settings: Any) -> PoolWatch:
-    fleet = made.pool.fleet.model_copy(update=settings)
-    return PoolWatch(made.servers, fleet, asyncio.get_running_loop().time)
+def watching(made: Any) -> PoolWatch:
+    return PoolWatch(made.servers, asyncio.get_running_loop().time)
 
 
 def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
@@ -197,7 +196,7 @@ def test_a_server_that_was_gone_gets_calls_within_an_interval_of_coming_back(
         await asyncio.sleep(7)
         assert member.state(loop.time()) == "open"
         one.error = None
-        await asyncio.sleep(made.pool.fleet.probe_interval + TICK_SECONDS)
+        await asyncio.sleep(PROBE_SECONDS + TICK_SECONDS)
         assert member.state(loop.time()) == "half_open"
         await watch.aclose()
 

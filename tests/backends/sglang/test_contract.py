@@ -26,7 +26,7 @@ import torch
 from agentspec.backends.engine_plugin.source_contract import missing
 from agentspec.backends.sglang import plugin
 from agentspec.backends.sglang.corpus import TokenCacheCorpus
-from agentspec.backends.sglang.tree_layout import TokenTree, to_arrays
+from agentspec.backends.sglang.drafting import TokenTree, to_arrays
 from agentspec.cache import SuffixCache
 from agentspec.types import path_length
 from tests.backends.conftest import Unpack

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin import round_search
+from agentspec.backends.engine_plugin import rounds
 from agentspec.backends.engine_plugin.request_state import PREDICTION
 from agentspec.backends.sglang import drafting
-from agentspec.backends.sglang.corpus import TokenCacheCorpus, request_info
-from agentspec.backends.sglang.external_text import SEPARATOR
+from agentspec.backends.sglang.corpus import SEPARATOR, TokenCacheCorpus, request_info
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH, IndexDrafter
 from agentspec.cache.tokens import EMPTY
@@ -146,9 +145,9 @@ def test_every_request_has_its_search_where_a_round_has_no_time_for_all(
     corpora: Corpora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = Draft(EMPTY, EMPTY, np.array([], dtype=np.float32), EMPTY, np.array([], dtype=np.uint8))
-    propose_batch = round_search.propose_batch
+    propose_batch = rounds.propose_batch
     monkeypatch.setattr(
-        round_search, "propose_batch", lambda jobs, _: [*propose_batch(jobs[:3]), *[nothing] * (len(jobs) - 3)]
+        rounds, "propose_batch", lambda jobs, _: [*propose_batch(jobs[:3]), *[nothing] * (len(jobs) - 3)]
     )
     corpus, reqs = corpora(), [Req(f"r{number}", TEXT, []) for number in range(8)]
     for req in reqs:
@@ -156,8 +155,8 @@ def test_every_request_has_its_search_where_a_round_has_no_time_for_all(
     corpus.see(reqs)
     monkeypatch.setattr(drafting, "PATIENCE", 0.0)
     given = [(req.rid, [*TEXT[:9]], len(TEXT) + 9) for req in reqs]
-    rounds = [corpus.batch_get(*zip(*given, strict=True))[0].reshape(8, NODES) for _ in range(3)]
-    assert all(any(TEXT[9] in tokens[row] for tokens in rounds) for row in range(8))
+    found = [corpus.batch_get(*zip(*given, strict=True))[0].reshape(8, NODES) for _ in range(3)]
+    assert all(any(TEXT[9] in tokens[row] for tokens in found) for row in range(8))
 
 
 def test_salts_keep_requests_apart(corpora: Corpora, cache: SuffixCache) -> None:
@@ -282,9 +281,9 @@ def test_more_text_counts_than_the_tail_that_is_given(
 ) -> None:
     """SGLang passes the last 18 tokens, of which the last `pending` are not in the request's output yet."""
     searched: list[list[int]] = []
-    propose_batch = round_search.propose_batch
+    propose_batch = rounds.propose_batch
     monkeypatch.setattr(
-        round_search,
+        rounds,
         "propose_batch",
         lambda jobs, *more: (searched.extend(job[2].tolist() for job in jobs), propose_batch(jobs, *more))[1],
     )

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from agentspec.backends.sglang.tree_layout import EMPTY_TREE, TokenTree, chain, to_arrays, within
+from agentspec.backends.sglang.drafting import EMPTY_TREE, TokenTree, chain, to_arrays, within
 from agentspec.types import path_length
 from tests.backends.sglang.conftest import parents_of, verified
 

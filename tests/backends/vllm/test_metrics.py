@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import generate_latest
 
-from agentspec.backends.openai.vllm_metrics import DRAFTER_METRIC, DrafterInfo, parse_metrics
-from agentspec.backends.vllm.metrics import NAME, drafter_of, publish
+from agentspec.backends.openai.metrics import DRAFTER_METRIC, DrafterInfo, parse_metrics
+from agentspec.backends.vllm.plugin import METRIC, drafter_of, publish
 from agentspec.version import __version__
 
 
@@ -39,6 +39,6 @@ def test_the_second_runner_gives_its_ngram_method_to_ours() -> None:
 def test_what_is_published_is_what_the_upstream_backend_reads() -> None:
     for _ in range(2):
         publish(speculative("suffix"), took_over=True)
-    assert NAME == DRAFTER_METRIC
+    assert METRIC == DRAFTER_METRIC
     found = parse_metrics(generate_latest().decode())
     assert found.drafter == DrafterInfo("agentspec", "suffix", __version__)

@@ -17,7 +17,7 @@ import torch
 
 from agentspec.backends.engine_plugin import cache_router
 from agentspec.backends.engine_plugin.source_contract import Requirement
-from agentspec.backends.vllm import plugin, proposer, startup
+from agentspec.backends.vllm import plugin, proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
 from agentspec.errors import ConfigurationError
@@ -278,7 +278,7 @@ def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: p
 def test_ranks_with_schedulers_of_their_own_are_refused() -> None:
     parallel = SimpleNamespace(distributed_executor_backend="external_launcher")
     with pytest.raises(ConfigurationError, match="external_launcher"):
-        startup.drafts_here(SimpleNamespace(parallel_config=parallel))
+        proposer.drafts_here(SimpleNamespace(parallel_config=parallel))
 
 
 def model(folder: str, **config: object) -> Any:
@@ -309,7 +309,7 @@ def test_a_drafter_from_a_configuration(
     config = SimpleNamespace(model_config=model(str(tmp_path)))
     config.model_config.get_vocab_size = lambda: 100
     with caplog.at_level(logging.INFO, "agentspec"):
-        drafter = startup.open_drafter(config)
+        drafter = proposer.open_drafter(config)
     assert "tenant 'acme'" in caplog.text
     state = drafter.begin(np.arange(10, dtype=np.int32))
     assert drafter.flush()

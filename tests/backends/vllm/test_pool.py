@@ -22,7 +22,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from agentspec.backends.model_store import locate
-from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.proxy import create_app
@@ -115,7 +114,7 @@ class Clients:
 def asking(*urls: str) -> Iterator[Clients]:
     backend = OpenAISettings.model_validate({"base_urls": [f"{url}/v1" for url in urls], "server_kind": "vllm"})
     models = {"m": ModelSettings(backend="pair", upstream_model="model")}
-    settings = Settings(backends={"pair": backend}, models=models, fleet=FleetSettings(probe_interval=1.0))
+    settings = Settings(backends={"pair": backend}, models=models)
     runtime = Runtime(settings)
     runtime.start()
     with TestClient(create_app(runtime, settings), base_url="http://127.0.0.1") as client:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.vllm.step_cost import StepTimeModel
-from agentspec.backends.vllm.trial_steps import LIKELY, TrialSteps
+from agentspec.backends.vllm.step_cost import LIKELY, StepTimeModel, TrialSteps
 from agentspec.cache.drafting.chains import StepCurve
 from agentspec.speculation.governor import allocate_budget
 

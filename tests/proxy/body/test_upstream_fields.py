@@ -256,7 +256,7 @@ def test_the_operator_may_allow_fields_hosts_and_template_arguments() -> None:
     check({"priority": 1}, CHAT, priority="auto")
     with pytest.raises(InvalidRequestError):
         check({"kv_transfer_params": {"remote_host": "http://x"}}, CHAT, allow_fields=["kv_transfer_params"])
-    check({"chat_template_kwargs": {"depth": 1}}, allow_template_arguments=["depth"])
+    check({"chat_template_kwargs": {"depth": 1}}, allow_fields=["depth"])
     for url, good in {
         "https://img.example.com/a.png": True,
         "HTTPS://IMG.example.com:443/a.png": True,
@@ -285,7 +285,7 @@ def test_the_operator_may_allow_fields_hosts_and_template_arguments() -> None:
 @pytest.mark.parametrize(
     "settings",
     [{"allow_media_hosts": ["https://x"]}, {"allow_media_hosts": ["*"]}, {"allow_media_hosts": [""]},
-     {"allow_fields": [""]}, {"allow_template_arguments": ["a b"]}],
+     {"allow_fields": [""]}],
 )  # fmt: skip
 def test_what_cannot_be_allowed(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError):

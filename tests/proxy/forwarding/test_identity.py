@@ -61,12 +61,9 @@ def test_a_local_model_is_told_the_labels(gateway: Any, path: str) -> None:
     ("owner", "settings", "fields", "headers"),
     [
         ("vllm", {}, {"session_id": "s1", "vllm_xargs": {"agentspec_session": "s1", "agentspec_step": "a1"}}, {}),
-        ("vllm", {"vllm_labels": False}, {}, {}),
         ("sglang", {}, {"session_id": "s1"}, {"x-smg-routing-key": "s1"}),
         ("somebody", {}, {}, {}),
-        ("somebody", {"session_headers": ["x-user-id"]}, {}, {"x-user-id": "s1"}),
         ("somebody", {"server_kind": "dynamo"}, {}, {"x-dynamo-session-id": "s1"}),
-        ("sglang", {"session_names": False}, {}, {}),
     ],
 )
 def test_an_upstream_is_told_in_its_words(
@@ -76,7 +73,7 @@ def test_an_upstream_is_told_in_its_words(
     assert post(gateway({}, through(server.url, **settings)), path, **CLAUDE, **TRACE).status_code == 200
     request = asked(server)
     assert request.json == {**BODY, **fields}
-    said = {name: value for name, value in request.headers.items() if name.startswith(("x-smg", "x-dynamo", "x-user"))}
+    said = {name: value for name, value in request.headers.items() if name.startswith(("x-smg", "x-dynamo"))}
     assert said == headers
     assert {name: request.headers[name] for name in TRACE} == TRACE
 
@@ -110,8 +107,7 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: py
     monkeypatch.setenv("KEY_B", "bbb")
     keys = ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B")
     server = upstream(serve("sglang"))
-    settings = through(server.url, ServerSettings(api_keys=keys), session_headers=["x-user-id"])
-    running = gateway({}, settings)
+    running = gateway({}, through(server.url, ServerSettings(api_keys=keys)))
     parents = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p"}
     told = []
     for path in ("/v1/chat/completions", "/v1/messages"):
@@ -119,10 +115,10 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: py
             for given, headers in ((BODY, parents), ({**BODY, "session_id": "s"}, {})):
                 assert post(running, path, given, authorization=f"Bearer {key}", **headers).status_code == 200
                 request = asked(server)
-                names = [request.headers[name] for name in ("x-smg-routing-key", "x-user-id")]
-                assert set(names) == {request.json["session_id"]} and names[0] != "s"
+                name = request.headers["x-smg-routing-key"]
+                assert name == request.json["session_id"] and name != "s"
                 assert request.headers.get("x-dynamo-parent-session-id", "") not in ("s", "p")
-                told.append((key, names[0]))
+                told.append((key, name))
     assert len(set(told)) == 2 and len({name for _, name in told}) == 2
     odd = post(running, body={**BODY, "session_id": 5}, authorization="Bearer aaa")
     assert odd.status_code == 400 and odd.json()["error"]["param"] == "session_id"

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from agentspec.backends.pool.backend import prompt_pieces
+from agentspec.backends.pool.prompt import prompt_pieces
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.cli import app as program
@@ -50,7 +50,7 @@ def broken(request: Any) -> None:
 
 
 def backends(*urls: str, **given: Any) -> dict[str, OpenAISettings]:
-    options = {"probe": False, "messages": "off", **given}
+    options = {"probe": False, **given}
     return {f"s{number}": OpenAISettings(base_url=url, **options) for number, url in enumerate(urls)}  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def test_every_route_leaves_a_broken_server_for_another(
 ) -> None:
     """Each server sees the same request, made for it."""
     servers = [upstream(broken), upstream(working)]
-    running = gateway({}, pooled(*(one.url for one in servers), responses="on"))
+    running = gateway({}, pooled(*(one.url for one in servers)))
     assert [httpx.post(f"{running.url}{path}", json=body, timeout=60, verify=TRUST).status_code for _ in range(2)] == [
         200,
         200,

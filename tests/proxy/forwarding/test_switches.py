@@ -30,20 +30,21 @@ def serve(owner: str) -> Any:
     """A server of this kind that has every route."""
 
     def script(request: Any) -> None:
-        request.answer(json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode() if not request.body else CHAT)
+        models = json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
+        request.answer(CHAT if request.body else models, 400 if request.body == b"{}" else 200)
 
     return script
 
 
 def in_front_of(url: str, *, store: bool = True, **options: Any) -> Settings:
-    up = OpenAISettings(base_url=url, messages="on", responses="on", **options)  # type: ignore[arg-type]
+    up = OpenAISettings(base_url=url, **options)  # type: ignore[arg-type]
     cache = CacheSettings(path=None, store=store)
     return Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")}, cache=cache)
 
 
 def told(server: Any) -> list[Any]:
     """What each request told the drafter, in either field."""
-    bodies = [request.json for request in server.requests if request.method == "POST"]
+    bodies = [request.json for request in server.requests if request.method == "POST" and request.body != b"{}"]
     return [body.get("vllm_xargs", body.get("custom_params")) for body in bodies]
 
 
@@ -53,7 +54,7 @@ def test_a_server_with_a_drafter_of_its_own_is_told(
     gateway: Any, upstream: Any, route: str, owner: str, expected: Any
 ) -> None:
     server = upstream(serve(owner))
-    running = gateway({}, in_front_of(server.url, vllm_labels=False))
+    running = gateway({}, in_front_of(server.url))
     for headers in (SWITCHED, {}):
         httpx.post(f"{running.url}{route}", json={"model": "m", **ROUTES[route]}, headers=headers, timeout=60)
     assert told(server) == [expected, None]

@@ -76,20 +76,11 @@ def test_the_clients_own_arguments_stay(gateway: Any, upstream: Any) -> None:
     assert json.loads(sent(server)[0])["vllm_xargs"] == {"k": [1, "a"], **XARGS}
 
 
-@pytest.mark.parametrize(
-    ("owner", "settings", "path"),
-    [
-        ("somebody", {}, "/v1/chat/completions"),
-        ("vllm", {"vllm_labels": False}, "/v1/completions"),
-        ("vllm", {}, "/v1/embeddings"),
-    ],
-)
-def test_the_same_bytes_for_everybody_else(
-    gateway: Any, upstream: Any, owner: str, settings: dict[str, Any], path: str
-) -> None:
+@pytest.mark.parametrize(("owner", "path"), [("somebody", "/v1/chat/completions"), ("vllm", "/v1/embeddings")])
+def test_the_same_bytes_for_everybody_else(gateway: Any, upstream: Any, owner: str, path: str) -> None:
     server = upstream(serve(owner))
     body = b' { "model":"m", "vllm_xargs":{"k":1.0} }'
-    post(gateway(*in_front_of(server.url, **settings)), body, path)
+    post(gateway(*in_front_of(server.url)), body, path)
     assert sent(server) == [body]
 
 
@@ -154,5 +145,4 @@ def test_no_tokens_are_asked_for_without_a_prediction_or_a_vllm(gateway: Any, up
     post(gateway(*in_front_of(other.url)), PREDICTED)
     assert sent(other) == [PREDICTED]
     post(gateway(*in_front_of(vllm.url)), b'{"model":"m", "messages":[], "prediction": {"type": "other"}}')
-    post(gateway(*in_front_of(vllm.url, vllm_labels=False)), PREDICTED)
     assert not [request for request in vllm.requests if request.target == "/tokenize"]

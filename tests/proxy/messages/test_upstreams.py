@@ -137,7 +137,7 @@ def test_the_operators_key_goes_where_the_route_looks_for_it(gateway: Any, upstr
 
 def test_what_may_not_reach_an_upstream_is_refused_on_this_route_too(gateway: Any, upstream: Any) -> None:
     server = upstream(native(lambda request: request.answer(b"{}")))
-    running = gateway({}, through(server.url, messages="on"))
+    running = gateway({}, through(server.url))
     image = {"type": "image", "source": {"type": "url", "url": "http://10.0.0.1/"}}
     for wrong, param in (
         ({"api_base": "http://10.0.0.1"}, "api_base"),
@@ -312,7 +312,7 @@ def test_tenants_are_kept_apart_by_salts_even_if_the_upstream_has_the_route(
         request.answer(b'{"data":[{"id":"x","owned_by":"vllm"}]}' if request.method == "GET" else answer, 200)
 
     server = upstream(both)
-    running = gateway({}, through(server.url, messages="on", server={"api_keys": keys(monkeypatch)}))
+    running = gateway({}, through(server.url, server={"api_keys": keys(monkeypatch)}))
     for key in ("aaa", "bbb"):
         assert post(running, **{"x-api-key": key}).headers["x-agentspec-translated"] == "chat.completions"
     salts = [request.json["cache_salt"] for request in answered(server)]

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.vllm.runner_v2 import plugin
-from agentspec.backends.vllm.runner_v2.drafter_choice import NEVER, DrafterChoice, HitRate, RequestChoice
-from agentspec.backends.vllm.runner_v2.hybrid import stays_exact
+from agentspec.backends.vllm.runner_v2.hybrid import NEVER, DrafterChoice, HitRate, RequestChoice, stays_exact
 from agentspec.backends.vllm.runner_v2.matching import DEPTH
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever

@@ -8,7 +8,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin import round_search
+from agentspec.backends.engine_plugin import rounds
 from agentspec.backends.engine_plugin.request_state import RequestInfo
 from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.backends.vllm.runner_v2.passages import Rows, shape_for
@@ -33,7 +33,7 @@ def in_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return [*propose_batch(jobs[: served[-1]]), *[NOTHING] * (len(jobs) - served[-1])]
 
     monkeypatch.setattr(retrieval, "PATIENCE", 0.0)
-    monkeypatch.setattr(round_search, "propose_batch", searched)
+    monkeypatch.setattr(rounds, "propose_batch", searched)
     return served
 
 

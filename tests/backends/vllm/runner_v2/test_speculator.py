@@ -204,7 +204,7 @@ def test_a_dummy_run_touches_nothing(runner: Runner) -> None:
 
 def test_failing_retrieval_costs_only_drafts(runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     learn(runner, late)
-    monkeypatch.setattr("agentspec.backends.engine_plugin.round_search.propose_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr("agentspec.backends.engine_plugin.rounds.propose_batch", lambda *_: 1 / 0)
     assert learn(runner, late) == len(ANSWER)
 
 

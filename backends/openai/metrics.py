@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agentspec.backends.http import MAX_LIST_BYTES, Endpoint
+from agentspec.errors import UpstreamError
 
 DRAFTER_METRIC = "agentspec_vllm_drafter_info"  # published by our plug-in in the server
 _COUNTERS = {
@@ -54,6 +56,15 @@ async def fetch_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics:
     return parse_metrics(content.decode("utf-8", "replace"))
 
 
+async def read_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics | None:
+    """The server's metrics; None if it does not answer in time."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await fetch_metrics(endpoint, timeout)
+    except (UpstreamError, TimeoutError):
+        return None
+
+
 def parse_metrics(text: str) -> ServerMetrics:
     """Parse Prometheus' text format. Lines in another format and counters without a number are skipped."""
     totals: dict[str, float] = {}
@@ -81,3 +92,34 @@ def _finite(text: str) -> float | None:
     except ValueError:
         return None
     return value if abs(value) < float("inf") else None
+
+
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+NAMES = (*_RUNNING, *_WAITING, *_KV_USE)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """Requests being computed and queued, those of other gateways included; the share of the KV cache in use."""
+
+    running: int
+    waiting: int
+    kv_use: float
+
+
+def parse_load(text: str) -> ServerLoad | None:
+    """The load in metrics of Prometheus' text format, of all engines of the server; None if it tells none.
+
+    Counts are added up. Of KV caches the fullest counts: its engine is the one that preempts.
+    """
+    running, waiting, kv_use, found = 0.0, 0.0, 0.0, False
+    for name, _, value in samples(text, NAMES):
+        if name in _RUNNING:
+            running, found = running + value, True
+        elif name in _WAITING:
+            waiting, found = waiting + value, True
+        elif name in _KV_USE:
+            kv_use, found = max(kv_use, value), True
+    return ServerLoad(max(0, int(running)), max(0, int(waiting)), min(max(kv_use, 0.0), 1.0)) if found else None

@@ -1,0 +1,134 @@
+"""What the drafters of all engines do each round: search for all requests in the time that there is, count and log it,
+and keep failures of our code away from the engine that it runs in.
+
+The process that drafts is not the one that serves the metrics: the counter is seen where Prometheus's client collects
+those of several processes (PROMETHEUS_MULTIPROC_DIR).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from time import monotonic, perf_counter
+
+from prometheus_client import Counter
+
+from agentspec.cache.index import DraftJob, propose_batch
+from agentspec.telemetry.safe_errors import safe_message
+from agentspec.types import Draft
+
+LOG_SECONDS = 10.0  # the interval at which vLLM logs its own figures
+
+logger = logging.getLogger(__name__)
+
+
+class FailureLog:
+    """Warns that something failed and what that costs: of the first failure, the tenth, the hundredth and so on."""
+
+    def __init__(self, logger: logging.Logger, cost: str) -> None:
+        self._logger, self._cost = logger, cost
+        self.failures = 0
+
+    def report(self, error: Exception) -> None:
+        self.failures += 1
+        level = logging.WARNING if re.fullmatch("10*", str(self.failures)) else logging.DEBUG
+        self._logger.log(level, "agentspec: %s (failure %d): %s", self._cost, self.failures, safe_message(error))
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Report what is raised within."""
+        try:
+            yield
+        except Exception as error:
+            self.report(error)
+
+
+class RoundStats:
+    """Counts rounds, drafted and accepted tokens, and logs them every `LOG_SECONDS` while there are rounds."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self._missed = 0
+        self.last_seconds = 0.0
+        self._seconds: list[float] = []
+        self._drafted = 0
+        self._logged = monotonic()
+
+    def add(self, seconds: float, drafted: int) -> None:
+        self.last_seconds = seconds
+        self._seconds.append(seconds)
+        self._drafted += drafted
+        if monotonic() - self._logged >= LOG_SECONDS:
+            self.log()
+
+    def searched(self, count: int, missed: int) -> None:
+        """Count the searches of a round, and those of them that had no time."""
+        self._missed += missed
+        _searches().labels("done").inc(count - missed)
+        _searches().labels("missed").inc(missed)
+
+    def log(self) -> None:
+        """Log the counts since the last call, and reset them."""
+        if self._seconds:
+            ordered = sorted(self._seconds)
+            logger.info(
+                "agentspec: %d rounds, drafting %.3f ms (median), %.3f ms (longest), %d tokens drafted, %d accepted,"
+                " %d searches had no time",
+                len(ordered),
+                1e3 * ordered[len(ordered) // 2],
+                1e3 * ordered[-1],
+                self._drafted,
+                self.accepted,
+                self._missed,
+            )
+        self._logged = monotonic()
+        self._seconds, self._drafted, self.accepted, self._missed = [], 0, 0, 0
+
+
+@cache
+def _searches() -> Counter:
+    return Counter("agentspec_drafter_searches", "Searches for drafts, done or missed for want of time", ["outcome"])
+
+
+class SearchOrder:
+    """Goes round: a round begins behind the last row that the round before has reached in its time."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def rows(self, count: int) -> list[int]:
+        """The rows 0 to `count` - 1 of this round, the first to be searched for first."""
+        first = self._first % count if count else 0
+        return [*range(first, count), *range(first)]
+
+    def reached(self, rows: Sequence[int], found: Sequence[bool]) -> None:
+        """Note whether anything was `found` for each of the `rows`, in the order of the search."""
+        last = max((place for place, something in enumerate(found) if something), default=0)
+        if last + 1 < len(rows):  # else all were reached
+            self._first = rows[last + 1]
+
+
+class RoundSearch:
+    """Searches for the rows of each round with one deadline for all of them, and counts the searches in `stats`."""
+
+    def __init__(self, stats: RoundStats) -> None:
+        self._order = SearchOrder()
+        self._stats = stats
+
+    def search(self, jobs: Sequence[DraftJob | None], patience: float) -> list[Draft | None]:
+        """What follows each row's text; None for a row without a job, and for one that had no time."""
+        rows = [row for row in self._order.rows(len(jobs)) if jobs[row] is not None]
+        found: list[Draft | None] = [None] * len(jobs)
+        if not rows:
+            return found
+        until = perf_counter() + patience
+        drafts = propose_batch([job for row in rows if (job := jobs[row])], patience)
+        late = perf_counter() >= until
+        self._order.reached(rows, [len(draft.tokens) > 0 for draft in drafts])
+        for row, draft in zip(rows, drafts, strict=True):
+            found[row] = None if late and not len(draft.tokens) else draft
+        self._stats.searched(len(rows), missed=sum(found[row] is None for row in rows))
+        return found
