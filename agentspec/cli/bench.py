@@ -81,9 +81,6 @@ def cache(
     budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
     costs: Annotated[bool, typer.Option(help="Measure times and sizes on synthetic text too")] = True,
     open_tokens: Annotated[int, typer.Option(help="Size of the cache on disk that is opened", min=1000)] = 1_000_000,
-    tenants: Annotated[
-        int, typer.Option(help="Tenants that are served beside each other; 0 leaves this out", min=0)
-    ] = 1000,
     large: Annotated[
         bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
     ] = False,
@@ -92,7 +89,6 @@ def cache(
     """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
     from agentspec.benchmarks.cache.costs import measure_costs
     from agentspec.benchmarks.cache.replay import run_cache
-    from agentspec.benchmarks.cache.tenants import measure_tenancy
     from agentspec.recordings.traces import load_encoder
 
     run = partial(
@@ -102,7 +98,6 @@ def cache(
         calls=calls,
         budgets=budgets,
         costs=partial(measure_costs, open_tokens, large=large) if costs else None,
-        tenancy=partial(measure_tenancy, tenants) if costs and tenants else None,
     )
     packages = ("tokenizers", "numpy")
     publish(run, json, packages=packages, subject={"tokenizer": str(tokenizer)})
@@ -120,13 +115,10 @@ def gateway(
     connections: Annotated[str | None, typer.Option(help="Numbers of connections [default: 16,64]")] = None,
     streams: Annotated[int | None, typer.Option(help="Streams at once [default: 1000]", min=1, max=20_000)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes where none are given: half a minute")] = False,
-    soak: Annotated[
-        str | None, typer.Option(help="An even load for so long, e.g. 2h, after the measures that --measure names")
-    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
 ) -> None:
     """Put load on a gateway before a scripted upstream: added latency, calls per second, processor time, overload."""
-    from agentspec.benchmarks.gateway.bench import QUICK, connections_of, length_of, run_gateway
+    from agentspec.benchmarks.gateway.bench import QUICK, connections_of, run_gateway
     from agentspec.benchmarks.gateway.measures import GatewayPlan
 
     require_writable(json)
@@ -137,9 +129,7 @@ def gateway(
         connections=connections_of(connections) if connections is not None else plan.connections,
         streams=streams or plan.streams,
     )
-    named = [one.value for one in (measure or ([] if soak else list(GatewayMeasure)))]
-    length = length_of(soak) if soak is not None else 0.0
-    run = partial(run_gateway, plan, measures=named, runs=runs, soak_seconds=length)
+    run = partial(run_gateway, plan, measures=[one.value for one in measure or GatewayMeasure], runs=runs)
     publish(run, json, packages=("starlette", "uvicorn"))
 
 
@@ -167,7 +157,6 @@ def retrieval(
     count: Annotated[int, typer.Option(help="Questions of each case (at least 7)", min=1)] = 7,
     max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 32,
     synthetic: Annotated[int, typer.Option(help="Vectors of the large exact index; 0: left out", min=0)] = 1_000_000,
-    sweep: Annotated[int, typer.Option(help="Questions at each delay from 1 ms to 1 s; 0: none", min=0)] = 2,
     check: Annotated[
         bool, typer.Option("--check", help="Only compare answers, over every knowledge base and in every way")
     ] = False,
@@ -193,7 +182,7 @@ def retrieval(
         ):
             if check:
                 return bench.check(opened, bases, asked)
-            return bench.run_retrieval(opened, bases, asked, synthetic=synthetic, sweep=sweep)
+            return bench.run_retrieval(opened, bases, asked, synthetic=synthetic)
 
     if check:
         raise typer.Exit(FAILED if publish(measure, None).differ else 0)

@@ -8,7 +8,6 @@ from pathlib import Path
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import Costs
 from agentspec.benchmarks.cache.report import CacheReport, FileResult
-from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.report import Progress
 from agentspec.recordings.formats import names_of
 from agentspec.recordings.replay import replay_cache
@@ -22,10 +21,9 @@ def run_cache(
     calls: int,
     budgets: Sequence[int],
     costs: Callable[[Progress], Costs] | None = None,
-    tenancy: Callable[[Progress], Tenancy] | None = None,
     progress: Progress,
 ) -> CacheReport:
-    """Replay the first `calls` calls of each file at every budget, then measure `costs` and `tenancy`.
+    """Replay the first `calls` calls of each file at every budget, then measure `costs`.
 
     Raises `ConfigurationError`.
     """
@@ -46,7 +44,7 @@ def run_cache(
         files.append(result)
     source = f"arctic-inference {installed}, best tree, run here" if installed else peer.MEASURED_SOURCE
     measured = costs(progress) if costs else None
-    return CacheReport(files, sorted(budgets), source, measured, tenancy(progress) if tenancy else None)
+    return CacheReport(files, sorted(budgets), source, measured)
 
 
 def _peer(name: str, recorded: Sequence[EncodedCall], budget: int, calls: int, installed: str | None) -> float | None:

@@ -11,7 +11,6 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
-from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.report import Figure
 from agentspec.recordings.replay import Replay, geometric_mean
 
@@ -40,7 +39,6 @@ class CacheReport:
     budgets: Sequence[int]  # ascending
     peer_source: str  # where the peer's figures come from
     costs: Costs | None
-    tenancy: Tenancy | None = None
 
     def ratios(self, budget: int) -> list[float]:
         """Tokens per step divided by the peer's, for each file with a figure of the peer."""
@@ -53,7 +51,7 @@ class CacheReport:
 
     def goals(self) -> list[Figure]:
         """Every goal, including goals without a measurement."""
-        return [*_drafting_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
+        return [*_drafting_goals(self), *_cost_goals(self.costs)]
 
     def show(self) -> Iterator[RenderableType]:
         yield _quality_table(self)
@@ -71,7 +69,6 @@ class CacheReport:
             "peer": self.peer_source,
             "files": [_file_data(file) for file in self.files],
             "costs": asdict(self.costs) if self.costs else None,
-            "tenancy": asdict(self.tenancy) if self.tenancy else None,
             "goals": [_goal_data(goal) for goal in self.goals()],
         }
 
@@ -100,26 +97,6 @@ def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
     yield Figure("bytes per cached token, memory", costs.memory_bytes if costs else None, "B", 60, 30)
     yield Figure("bytes per cached token, segment", costs.segment_bytes if costs else None, "B", 12, 9)
     yield _open_goal(costs)
-
-
-def _tenancy_goals(found: Tenancy | None) -> Iterator[Figure]:
-    note = f"{found.tenants:,} tenants" if found else ""
-    in_use = f"{100 * found.budget_most:.0f} % at most" if found else ""
-    values: tuple[float | None, ...] = (None,) * 5
-    if found:
-        milliseconds = (1e3 * found.first_draft_seconds, 1e3 * found.worst_close)
-        values = (found.empty_bytes, found.request_ratio, found.open_seconds, *milliseconds)
-    rows = (
-        ("bytes of an empty namespace", "B", 4096, 4096, note),
-        ("a request beside many tenants vs alone", "x", 1.1, 1.05, note),
-        ("open a cache of many namespaces", "s", 2.0, 1.0, note),
-        ("first draft of 100,000 tokens not loaded", "ms", 20, 10, note),
-        ("another tenant's worst close while one overflows", "ms", 5, 2, ""),
-    )
-    for value, (name, unit, required, aim, how) in zip(values, rows, strict=True):
-        yield Figure(name, value, unit, required, aim, note=how)
-    share = found.budget_share if found else None
-    yield Figure("share of the memory budget in use", share, "", 0.9, 0.95, at_most=False, note=in_use)
 
 
 def _latency_goals(

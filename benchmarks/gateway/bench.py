@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,16 +13,12 @@ from typing import Any
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.gateway.measures import MEASURES, PLACES, GatewayPlan, SoakWindows, soak, warm_up
+from agentspec.benchmarks.gateway.measures import MEASURES, PLACES, GatewayPlan, warm_up
 from agentspec.benchmarks.gateway.processes import Bench, running
 from agentspec.benchmarks.report import Figure, Progress
 from agentspec.errors import ConfigurationError
 
-QUICK = GatewayPlan(
-    pairs=200, calls=1000, streams=100, ramp=1.0, stream_seconds=3.0, overload_seconds=4.0, soak_rate=50.0, window=2.0
-)
-_LENGTH = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+QUICK = GatewayPlan(pairs=200, calls=1000, streams=100, ramp=1.0, stream_seconds=3.0, overload_seconds=4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +47,6 @@ GOALS = {
     "failed": Goal("overload: failed in another way", "", 0, 0),
     "overload_p99": Goal("overload: good answers, p99", "ms"),
     "recovery": Goal("overload: seconds to recover", "s", 5, 1),
-    "soak_growth": Goal("soak: memory growth per hour", "MB/h", 1),
-    "soak_drift": Goal("soak: drift of the p99", "%", 10),
-    "soak_failures": Goal("soak: failed", "", 0, 0),
 }
 BY_CONNECTIONS = {
     "rate": Goal("calls per second", "/s", 800, 1500, at_most=False),
@@ -67,11 +59,10 @@ BY_CONNECTIONS = {
 
 @dataclass(slots=True)
 class GatewayReport:
-    """Each figure of each run, and the windows of a soak."""
+    """Each figure of each run."""
 
     plan: GatewayPlan
     runs: dict[str, list[float]] = field(default_factory=dict)
-    soak: SoakWindows | None = None
 
     def add(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
@@ -90,7 +81,6 @@ class GatewayReport:
             "plan": asdict(self.plan),
             "runs": self.runs,
             "figures": [asdict(figure) | {"verdict": figure.verdict} for figure in self.figures()],
-            "soak": asdict(self.soak) if self.soak else None,
         }
 
 
@@ -99,10 +89,9 @@ def run_gateway(
     *,
     measures: Sequence[str] = tuple(MEASURES),
     runs: int = 1,
-    soak_seconds: float = 0.0,
     progress: Progress = lambda message: None,
 ) -> GatewayReport:
-    """Run the named measures `runs` times, then a soak of so many seconds, if any.
+    """Run the named measures `runs` times.
 
     Raises `ConfigurationError` where the system cannot run or measure this, and `BenchmarkFailedError`.
     """
@@ -112,19 +101,7 @@ def run_gateway(
             progress(f"run {number + 1} of {runs}: {name}")
             with _processes(plan.streams if name == "streams" else 0) as bench:
                 found.add(MEASURES[name](bench, plan))
-    if soak_seconds:
-        with _processes(0) as bench:
-            found.soak = soak(bench, plan, soak_seconds, progress)
-        found.add(found.soak.figures())
     return found
-
-
-def length_of(text: str) -> float:
-    """The seconds of "90s", "10m" or "2h". Raises `ConfigurationError` for anything else."""
-    found = _LENGTH.fullmatch(text.strip())
-    if found is None or not float(found[1]):
-        raise ConfigurationError(f"{text!r} is not a length of time: write for instance 90s, 10m or 2h")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def connections_of(text: str) -> tuple[int, ...]:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from agentspec.benchmarks.gateway.processes import Bench
 from agentspec.benchmarks.gateway.wire import Script, Target
-from agentspec.benchmarks.report import Progress
 
 MIB = 1 << 20
 PLACES, PLACE_SECONDS = 16, 0.16  # the upstream whose capacity the overload exceeds
 PLACED = Script("placed", 0, PLACE_SECONDS)
 CAPACITY = PLACES / PLACE_SECONDS  # calls per second
 PATIENCE = 10.0  # seconds after which a client of the overload gives up
-SOAK_PATIENCE = 60.0  # the same of the soak, which is about failures and not about haste
 MOST_CONNECTIONS = 8192  # of the client
 RECOVERED = 2.0  # times the latency before the overload
 SHED = ("429", "503")
@@ -46,8 +41,6 @@ class GatewayPlan:
     stream_seconds: float = 20.0
     overload: float = 5.0
     overload_seconds: float = 20.0
-    soak_rate: float = 200.0
-    window: float = 60.0
 
 
 @dataclass(slots=True)
@@ -119,9 +112,9 @@ def streams(bench: Bench, plan: GatewayPlan) -> Figures:
 
 def overload(bench: Bench, plan: GatewayPlan) -> Figures:
     """More calls than the upstream has places for: good answers against the peak, refusals, and the time to recover."""
-    peak = _arrivals(bench, CAPACITY, plan.overload_seconds)
-    calm = _arrivals(bench, CAPACITY / 2, 2.0)["p50"]
-    flood = _arrivals(bench, CAPACITY * plan.overload, plan.overload_seconds)
+    peak = arrivals(bench, CAPACITY, plan.overload_seconds)
+    calm = arrivals(bench, CAPACITY / 2, 2.0)["p50"]
+    flood = arrivals(bench, CAPACITY * plan.overload, plan.overload_seconds)
     recovery = _recovery(bench, RECOVERED * calm)
     statuses = flood["statuses"]
     return {
@@ -131,46 +124,6 @@ def overload(bench: Bench, plan: GatewayPlan) -> Figures:
         "overload_p99": 1000 * (flood["p99"] or 0.0),
         "recovery": recovery,
     }
-
-
-@dataclass(slots=True)
-class SoakWindows:
-    """Windows of a long, even load: when each ended, the gateway's memory then, and within it the p99 and how many
-    calls failed with which status.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    failed: list[dict[str, int]] = field(default_factory=list)
-    resident: list[float] = field(default_factory=list)
-    p99: list[float] = field(default_factory=list)
-
-    def figures(self) -> Figures:
-        """Growth in MB per hour and drift of the p99 in percent, both without the first quarter, which warms up."""
-        warm = len(self.seconds) // 4
-        hours, sizes, late = np.asarray(self.seconds[warm:]) / 3600, self.resident[warm:], self.p99[warm:]
-        third = max(1, len(late) // 3)
-        first, last = np.median(late[:third]), np.median(late[-third:])
-        slope = np.polyfit(hours, np.asarray(sizes) / 1e6, 1)[0] if len(sizes) > 1 else 0.0
-        drift = 100 * (last / first - 1)
-        failures = sum(sum(window.values()) for window in self.failed)
-        return {"soak_growth": float(slope), "soak_drift": float(drift), "soak_failures": failures}
-
-
-def soak(bench: Bench, plan: GatewayPlan, length: float, progress: Progress) -> SoakWindows:
-    """An even load for `length` seconds, in windows: calls, and in each window some streams."""
-    found, started = SoakWindows(), time.monotonic()
-    while (passed := time.monotonic() - started) < length:
-        progress(f"soak: {passed:.0f} of {length:.0f} s")
-        sizes: dict[str, Any] = {"count": 20, "every": 0.05, "ramp": 0.5, "seconds": 0.5}
-        streamed = bench.client.do("streams", target=bench.gateway.target, **sizes)
-        seconds = min(plan.window, max(1.0, length - passed))
-        result = _arrivals(bench, plan.soak_rate, seconds, Script("whole", 0, 0.02), SOAK_PATIENCE)
-        found.seconds.append(time.monotonic() - started)
-        found.resident.append(bench.gateway.resident())
-        found.p99.append(1000 * (result["p99"] or 0.0))
-        statuses = Counter(result["statuses"]) + Counter(streamed["statuses"])
-        found.failed.append({status: count for status, count in statuses.items() if status != "200"})
-    return found
 
 
 MEASURES: dict[str, Callable[[Bench, GatewayPlan], Figures]] = {
@@ -195,7 +148,7 @@ def _calls(bench: Bench, connections: int, count: int) -> dict[str, Any]:
     return bench.client.do("calls", target=target, script=Script(), connections=connections, count=count)
 
 
-def _arrivals(
+def arrivals(
     bench: Bench, rate: float, seconds: float, script: Script = PLACED, patience: float = PATIENCE
 ) -> dict[str, Any]:
     sizes: dict[str, Any] = {"rate": rate, "seconds": seconds, "patience": patience, "connections": MOST_CONNECTIONS}
@@ -212,7 +165,7 @@ def _recovery(bench: Bench, limit: float) -> float:
     """Seconds after an overload until half the capacity is answered as fast as before, in windows of half a second."""
     started = time.monotonic()
     while time.monotonic() - started < 60:
-        result = _arrivals(bench, CAPACITY / 2, 0.5)
+        result = arrivals(bench, CAPACITY / 2, 0.5)
         if set(result["statuses"]) == {"200"} and result["p50"] <= limit:
             break
     return max(0.0, time.monotonic() - started - 0.5)

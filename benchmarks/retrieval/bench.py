@@ -21,7 +21,6 @@ from agentspec.benchmarks.retrieval.cases import (
     SEQUENTIAL,
     SPECULATIVE,
     WAITING,
-    DelayPoint,
     RetrievalCase,
     RetrievalReport,
     RetrievalRun,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 SAMPLED = 0.8
 CHECKED: tuple[int | Literal["os3"], ...] = (3, "os3")
 SAVED_TOKENS = 96  # long enough for batching to pay: an answer's first and last queries form small batches
-SWEPT = (0.001, 0.01, 0.1, 0.3, 1.0)
 
 
 @dataclass(slots=True)
@@ -118,9 +116,9 @@ class RetrievalBench:
 
 
 def run_retrieval(
-    bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion], *, synthetic: int, sweep: int
+    bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion], *, synthetic: int
 ) -> RetrievalReport:
-    """Run all cases: `synthetic` vectors in an exact index (0: none), `sweep` questions at each delay (0: no sweep)."""
+    """Run all cases, with `synthetic` vectors in an exact index (0: none)."""
     report = RetrievalReport()
     for kind in ("hnsw", "bm25"):
         with bases.local(kind) as base:
@@ -142,17 +140,7 @@ def run_retrieval(
             delayed.delay = times * report.round_seconds
             case = RetrievalCase(f"dense, a delay of {times} rounds", goals, delayed.delay)
             report.cases.append(bench.measure(case, delayed, questions, variants))
-        for delay in SWEPT if sweep else ():
-            delayed.delay = delay
-            case = RetrievalCase(f"dense, {1000 * delay:g} ms", (), delay)
-            bench.measure(case, delayed, questions[:sweep], (SEQUENTIAL, SPECULATIVE))
-            report.points.append(_point(case))
     return report
-
-
-def _point(case: RetrievalCase) -> DelayPoint:
-    generate, retrieve, encode = case.costs()
-    return DelayPoint(case.delay, case.speedup(), case.bound(), generate + encode, retrieve, case.gamma())
 
 
 def batches_saved(

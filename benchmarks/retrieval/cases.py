@@ -1,4 +1,4 @@
-"""The cases of the retrieval benchmark: their runs, bounds, goals, tables and plot."""
+"""The cases of the retrieval benchmark: their runs, bounds, goals and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.console import RenderableType
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Ratio, RatioGoal, paired_ratio
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
-from agentspec.speculation.stride import expected, latency, one_by_one, os3
 
 SEQUENTIAL, SPECULATIVE, WAITING = "sequential", "speculative", "speculative, waiting"
 SAVED_REQUIRED, SAVED_AIM = 0.5, 0.65
@@ -42,10 +41,6 @@ class RetrievalCase:
         """How many times faster the goal's variant is than its baseline."""
         baseline, variant = (self._seconds(name) for name in (goal.baseline, goal.variant))
         return paired_ratio(baseline, variant)
-
-    def speedup(self, variant: str = SPECULATIVE) -> float:
-        """The speed-up over all questions together."""
-        return sum(self._seconds(SEQUENTIAL)) / sum(self._seconds(variant))
 
     def same(self, variant: str) -> int:
         """The number of answers that equal sequential retrieval's, token for token."""
@@ -86,28 +81,11 @@ class RetrievalCase:
         return [run.seconds for run in self.runs[variant]]
 
 
-@dataclass(frozen=True, slots=True)
-class DelayPoint:
-    """The speed-up at one delay of the knowledge base, as measured and as the costs and the hit rate imply."""
-
-    delay: float
-    speedup: float
-    bound: float
-    generate: float
-    retrieve: float
-    gamma: float
-
-    @property
-    def theory(self) -> float:
-        return published(self.generate, self.retrieve, self.gamma)
-
-
 @dataclass(slots=True)
 class RetrievalReport:
     """All measurements. `saved` is 1 - batches / queries at a fixed stride of 3 with synchronous verification."""
 
     cases: list[RetrievalCase] = field(default_factory=list)
-    points: list[DelayPoint] = field(default_factory=list)
     saved: float = 0.0
     saved_gamma: float = 0.0
     round_seconds: float = 0.0
@@ -120,8 +98,6 @@ class RetrievalReport:
             f" hit rate {self.saved_gamma:.2f}): {'met' if self.saved >= SAVED_REQUIRED else 'MISSED'}"
         )
         yield _times(self.cases)
-        if self.points:
-            yield _sweep(self.points)
 
     def data(self) -> dict[str, Any]:
         return {**asdict(self), "cases": list(map(_data, self.cases))}
@@ -181,25 +157,6 @@ def _strides(case: RetrievalCase, variant: str) -> str:
     """How often each stride was taken; 0 stands for a search that the answer waited for."""
     counts = Counter(stride for run in case.runs[variant] for stride in run.account.strides)
     return ", ".join(f"{count} of {stride}" for stride, count in sorted(counts.items()))
-
-
-def _sweep(points: Sequence[DelayPoint]) -> RenderableType:
-    rows = (
-        (
-            f"{1000 * point.delay:g} ms",
-            *(f"{value:.2f}" for value in (point.speedup, point.bound, point.theory, point.gamma)),
-        )
-        for point in points
-    )
-    columns = ("delay", "measured", "bound", "OS3's formula", "gamma")
-    return report.table("speed-up by the knowledge base's delay", columns, rows)
-
-
-def published(speak: float, ask: float, gamma: float) -> float:
-    """The speed-up that the paper's formula gives at its best stride with asynchronous verification."""
-    stride = os3(speak, ask, gamma, asynchronous=True)
-    seconds = latency(stride, speak, ask, gamma, asynchronous=True) / expected(stride, gamma)
-    return one_by_one(speak, ask) / seconds
 
 
 def _data(case: RetrievalCase) -> dict[str, Any]:

@@ -18,19 +18,15 @@ from agentspec.benchmarks.gateway.bench import (
     QUICK,
     GatewayReport,
     connections_of,
-    length_of,
     run_gateway,
 )
-from agentspec.benchmarks.gateway.measures import SoakWindows
 from agentspec.benchmarks.gateway.processes import Bench, BenchmarkFailedError, LineProcess, running
 from agentspec.benchmarks.gateway.wire import Script, Target, percentile, summary
 from agentspec.errors import ConfigurationError
 
 pytest.importorskip("uvicorn")
 
-TINY = replace(
-    QUICK, pairs=5, calls=100, connections=(2,), streams=3, ramp=0.1, stream_seconds=0.5, every=0.1, window=0.5
-)
+TINY = replace(QUICK, pairs=5, calls=100, connections=(2,), streams=3, ramp=0.1, stream_seconds=0.5, every=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +41,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.mark.counted
 def test_figures_of_a_tiny_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.benchmarks.gateway.bench.running", lambda *_, **__: nullcontext(bench))
-    report = run_gateway(TINY, measures=("latency", "throughput", "streams"), soak_seconds=0.5)
+    report = run_gateway(TINY, measures=("latency", "throughput", "streams"))
     figures = {figure.name: figure for figure in report.figures()}
     assert figures["added latency, one at a time, p50"].value
     assert (figures["calls per second, 2 connections"].value or 0) > 0
-    assert figures["streams: failed"].value == figures["soak: failed"].value == 0
+    assert figures["streams: failed"].value == 0
     assert figures["streams: processor time per event"].required == 0.1
     data = json.loads(json.dumps(report.data()))
-    assert data["plan"]["calls"] == 100 and len(data["runs"]["rate_2"]) == 1 and data["soak"]["p99"]
+    assert data["plan"]["calls"] == 100 and len(data["runs"]["rate_2"]) == 1
     [table] = report.show()
     assert table.row_count == len(figures)  # type: ignore[union-attr]
 
@@ -93,17 +89,6 @@ def test_a_report_takes_the_median_and_judges_it() -> None:
     assert figure.verdict == "met" and figure.note == "3 runs, 0.4 to 3"
 
 
-def test_growth_and_drift_of_a_soak() -> None:
-    windows = SoakWindows()
-    for number in range(1, 25):
-        windows.seconds.append(number * 300.0)
-        windows.resident.append(100e6 + number * 1e6 / 12 * 2)
-        windows.p99.append(10.0 + number / 10)
-    figures = windows.figures()
-    assert figures["soak_growth"] == pytest.approx(2.0)
-    assert 5 < figures["soak_drift"] < 20 and figures["soak_failures"] == 0
-
-
 def broken_bench(**results: Any) -> Any:
     """A bench whose load client reports these results by job, on a gateway that uses a second of processor time."""
     client = SimpleNamespace(do=lambda job, **given: results[job])
@@ -115,26 +100,6 @@ def test_calls_that_a_broken_connection_kept_from_being_made_are_no_throughput()
     bench = broken_bench(calls={"elapsed": 0.5, "processor": 0.1, "statuses": {"200": 9, "broken": 1}})
     figures = measures.throughput(bench, replace(TINY, calls=1000))
     assert figures["rate_2"] == 18 and figures["call_client_2"] == 10 and figures["call_failures_2"] == 991
-
-
-def test_a_soak_counts_streams_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(monotonic=iter([0.0, 0.0, 2.0, 2.0]).__next__)
-    monkeypatch.setattr(measures, "time", clock)  # there is one window
-    calls = {"p99": 0.01, "statuses": {"200": 5, "429": 1}}
-    bench = broken_bench(streams={"statuses": {"200": 17, "broken": 3}}, arrivals=calls)
-    windows = measures.soak(bench, TINY, 1.0, lambda message: None)
-    assert windows.failed == [{"429": 1, "broken": 3}]
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1.5m", 90), ("2h", 7200)])
-def test_lengths(text: str, seconds: float) -> None:
-    assert length_of(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "2", "h", "-1h", "0s", "2d", "1e3s"])
-def test_a_wrong_length_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="write for instance"):
-        length_of(text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "16,16", "a", "1,,2", "-1", "10001"])

@@ -21,7 +21,6 @@ from agentspec.benchmarks.retrieval.cases import (
     WAITING,
     RetrievalCase,
     RetrievalRun,
-    published,
     speedup_goal,
 )
 from agentspec.errors import ConfigurationError
@@ -55,13 +54,9 @@ def test_the_bound_is_what_free_verification_would_give() -> None:
     case.runs[SPECULATIVE] = [RetrievalRun((1,), 25.0, account(10.0, 10, guesses=9, right=6))]
     assert case.gamma() == pytest.approx(2 / 3)
     assert case.bound() == pytest.approx(50 / (10 + 4 * (1 + 9 / 3)))
-    assert case.speedup() == 2.0 and case.same(SPECULATIVE) == 1
+    assert case.same(SPECULATIVE) == 1
     case.runs[SPECULATIVE] = [RetrievalRun((2,), 25.0, account(10.0, 10, guesses=9, right=9))]
     assert case.bound() == pytest.approx(50 / (10 + 4)) and case.same(SPECULATIVE) == 0
-
-
-def test_the_published_formula_at_its_best_stride() -> None:
-    assert published(1.0, 5.0, 0.6) == pytest.approx(6 / ((0.216 * 7 + 0.784 * 8) / 1.96))
 
 
 @pytest.fixture
@@ -86,13 +81,10 @@ QUESTIONS = [CorpusQuestion(str(n), f"Which {word}?") for n, word in enumerate(W
 
 @pytest.mark.slow
 @pytest.mark.counted
-def test_every_case_is_measured_and_reported(
-    bench: RetrievalBench, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentspec.benchmarks.retrieval.bench.SWEPT", (0.001, 0.002))
+def test_every_case_is_measured_and_reported(bench: RetrievalBench, corpus: Path, tmp_path: Path) -> None:
     with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases:
-        report = run_retrieval(bench, bases, QUESTIONS, synthetic=90, sweep=2)
-    assert len(report.cases) == 5 and len(report.points) == 2 and 0 < report.saved < 1
+        report = run_retrieval(bench, bases, QUESTIONS, synthetic=90)
+    assert len(report.cases) == 5 and 0 < report.saved < 1
     for case in report.cases:
         assert case.same(SPECULATIVE) == 7 and case.ratio(speedup_goal(1.0)).pairs == 7
     assert WAITING in report.cases[3].runs
