@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentspec.recordings.replay import replay_cache
-from agentspec.recordings.savings import measure, print_savings
+from agentspec.recordings.replay import measure, print_savings, replay_cache
 from agentspec.recordings.traces import EncodedCall
 
 

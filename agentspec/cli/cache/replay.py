@@ -47,8 +47,7 @@ def replay(
 
     Every call is drafted step by step against what was really answered. The files are one log, in the order given.
     """
-    from agentspec.recordings.replay import replay_cache
-    from agentspec.recordings.savings import measure, print_savings
+    from agentspec.recordings.replay import measure, print_savings, replay_cache
 
     encode = _encoder(load(config), model, tokenizer)
     with progress() as (console, advance):

@@ -14,7 +14,7 @@ from agentspec.cache.storage.export import write
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import as_tokens
 from agentspec.types import Labels, Namespace
-from tests.recordings.agents.conftest import SECRETS, claude_code
+from tests.recordings.conftest import SECRETS, claude_code
 
 MESSAGES = [{"role": "user", "content": "Count to five, in words."}]
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.agents.turns import moment
-from agentspec.recordings.calls import BadLineError
+from agentspec.recordings.calls import BadLineError, moment
 from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.recordings.redaction import Redaction
 from tests.instructions import counted_instructions
-from tests.recordings.agents.conftest import (
+from tests.recordings.conftest import (
     ARGUMENTS,
     FIRST,
     LAST,

@@ -1,16 +1,30 @@
-"""Reads conversations made of items, as OpenAI's Responses API has them."""
+"""Reads conversations made of items, as OpenAI's Responses API has them: its logged calls, and the sessions that Codex
+keeps in `~/.codex/sessions`, an item a line.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentspec.protocol.openai_responses.tools import ARGUMENT
 from agentspec.protocol.tool_names import ToolNames, key_of
-from agentspec.recordings.agents.turns import Turn, answer, text_of, tool_call, tool_result
-from agentspec.recordings.calls import RecordedCall, seconds_in
+from agentspec.recordings.calls import (
+    OnBad,
+    RecordedCall,
+    Turn,
+    answer,
+    calls_of,
+    moment,
+    records,
+    seconds_in,
+    text_of,
+    tool_call,
+    tool_result,
+)
 from agentspec.types import Labels, Message
 
 
@@ -93,7 +107,7 @@ def _is_models(item: Mapping[str, Any], kind: str) -> bool:
     return kind == "reasoning" or kind.endswith("_call") or (kind == "message" and item.get("role") == "assistant")
 
 
-def logged_call(request: Mapping[str, Any], response: Mapping[str, Any], place: str) -> Iterator[RecordedCall]:
+def logged_response(request: Mapping[str, Any], response: Mapping[str, Any], place: str) -> Iterator[RecordedCall]:
     """A logged request and response of `/v1/responses`; nothing if the response holds no answer."""
     given = request.get("input") or []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -104,3 +118,36 @@ def logged_call(request: Mapping[str, Any], response: Mapping[str, Any], place: 
     for turn in turns_of(Item(item, place) for item in response["output"]):
         finished = response.get("status") != "incomplete"
         yield RecordedCall(place, Labels(), messages, turn.message, finished=finished, created_at=at)
+
+
+def read_codex(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
+    """Every answer of a session. Older versions write the items by themselves, after a line about the session."""
+    session, contexts = path.stem, [list[Item]()]
+    for place, record in records(path, on_bad):
+        at = moment(record.get("timestamp"))
+        kind, payload = record.get("type"), record.get("payload")
+        if not isinstance(payload, dict):
+            if kind is None and "id" in record:
+                session = str(record["id"])
+            kind, payload = ("session_meta" if kind is None and "id" in record else "response_item"), record
+        if kind == "session_meta":
+            session = str(payload.get("id") or session)
+            contexts[-1] += _instructions(payload, place)
+        elif kind == "compacted":
+            contexts.append(_replacement(payload, place))
+        elif kind == "response_item":
+            contexts[-1].append(Item(payload, place, at))
+    for context in contexts:
+        yield from calls_of(turns_of(context), Labels(session, "codex"))
+
+
+def _instructions(payload: dict[str, Any], place: str) -> list[Item]:
+    given = payload.get("base_instructions") or payload.get("instructions")
+    text = given.get("text") if isinstance(given, dict) else given
+    return [Item({"role": "system", "content": text}, place)] if text else []
+
+
+def _replacement(payload: dict[str, Any], place: str) -> list[Item]:
+    """What stands for the history from now on: items, or a summary."""
+    items = payload.get("replacement_history") or [{"role": "user", "content": payload.get("message") or ""}]
+    return [Item(item, place, said=False) for item in items]
