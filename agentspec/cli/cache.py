@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.cache import replay, transfer
-from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, shown
+from agentspec.cli import cache_files
+from agentspec.cli.cache_files import PathOption, folder_of, reference_of, shown
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
+from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -92,7 +93,6 @@ def _wait_for_erasure(opened: SuffixCache) -> bool:
 
 def _conditions(session: str | None, tenant: str | None, older_than: str | None) -> dict[str, Any]:
     from agentspec.cache.settings import parse_span
-    from agentspec.errors import ConfigurationError
 
     try:
         values = {"session": session, "tenant": tenant, "older_than": parse_span(older_than)}
@@ -103,8 +103,6 @@ def _conditions(session: str | None, tenant: str | None, older_than: str | None)
 
 def _search(settings: Settings, text: str | None, model: str | None) -> dict[str, Any]:
     """The text to search for, and the tokenizer of a configured model or of a model reference that decodes tokens."""
-    from agentspec.errors import ConfigurationError
-
     if text is None and model is None:
         return {}
     if text is None or model is None:
@@ -117,8 +115,6 @@ def _search(settings: Settings, text: str | None, model: str | None) -> dict[str
 
 
 def _describe(session: str | None, tenant: str | None, older_than: str | None, model: str | None) -> str:
-    from agentspec.errors import ConfigurationError
-
     words = {
         f"session {session!r}": session,
         f"tenant {tenant!r}": tenant,
@@ -131,8 +127,8 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
     return described
 
 
-app.command("import")(transfer.import_files)
-app.command()(transfer.export)
+app.command("import")(cache_files.import_files)
+app.command()(cache_files.export)
 
 
 @app.command()
@@ -174,4 +170,4 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
     typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
 
 
-app.command()(replay.replay)
+app.command()(cache_files.replay)

@@ -1,16 +1,16 @@
-"""`agentspec cache import` and `export` write recorded sequences into the cache, and its sequences to a file."""
+"""`agentspec cache import`, `export` and `replay`: calls into the cache, its sequences out of it, and what it saves."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from agentspec.cli.cache.folder import PathOption, adapter_of, folder_of, reference_of, shown
 from agentspec.cli.common import ConfigOption, JsonOption, load, plural, print_json
 from agentspec.cli.recorded_files import (
     Advance,
@@ -30,9 +30,75 @@ from agentspec.recordings.redaction import SECRETS, Redaction
 from agentspec.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
+    from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch.text.model_text import ModelText
     from agentspec.cache.record import SequenceRecord
+    from agentspec.recordings.traces import EncodedCall
     from agentspec.settings.load import Settings
+
+PathOption = Annotated[str | None, typer.Option(help="The cache's folder or address [default: cache.path]")]
+
+
+def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> Path | str:
+    """The folder or database at `path`, or the configured one.
+
+    Raises `ConfigurationError` if neither is set, and for a folder without a cache unless `create` is true.
+    """
+    from agentspec.cache.storage.sqlite import DATABASE
+
+    chosen = settings.cache if path is None else settings.cache.model_copy(update={"path": _location(path)})
+    folder = chosen.location()
+    if folder is None:
+        raise ConfigurationError(
+            "the cache is in memory only, so there is no folder to use: give --path FOLDER, or set cache.path in"
+            " agentspec.toml"
+        )
+    if isinstance(folder, Path) and not (create or (folder / DATABASE).is_file()):  # else one would be made there
+        raise ConfigurationError(f"there is no cache at {str(folder)!r}; a server with this cache.path creates it")
+    return folder
+
+
+def shown(folder: Path | str) -> str:
+    """The folder or database address for printing, without a password."""
+    from agentspec.cache.settings import without_password
+
+    return without_password(str(folder))
+
+
+def _location(path: str) -> Path | str:
+    from agentspec.cache.settings import parse_location
+
+    try:
+        return cast("Path | str", parse_location(path))
+    except ValueError as error:
+        raise ConfigurationError(f"--path {error}") from None
+
+
+def adapter_of(settings: Settings, name: str) -> str | None:
+    """The folder of the LoRA adapter of a configured model or backend name, if it has one."""
+    local = _local(settings, name)
+    return None if local is None else local.adapter
+
+
+def reference_of(settings: Settings, name: str) -> str:
+    """The model reference of a configured model or backend name; any other name is itself a reference.
+
+    For a strategy it is the reference of the base model.
+    """
+    local = _local(settings, name)
+    return name if local is None else local.model
+
+
+def _local(settings: Settings, name: str) -> TorchSettings | None:
+    """The local backend of a model or backend name."""
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.settings.models import ModelSettings
+
+    model = settings.models.get(name)
+    if model is not None and not isinstance(model, ModelSettings):
+        return _local(settings, model.base)
+    found = settings.backends.get(name if model is None else model.sources[0])
+    return found if isinstance(found, TorchSettings) else None
 
 
 def import_files(
@@ -204,3 +270,79 @@ def _text(settings: Settings, model: str) -> ModelText:
     from agentspec.backends.torch.text.model_text import ModelText
 
     return ModelText.load(reference_of(settings, model), adapter=adapter_of(settings, model))
+
+
+def replay(
+    files: Files,
+    model: Annotated[str | None, typer.Option(help="The model that would answer; only its tokenizer is read")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="In place of --model: folder with a ChatML tokenizer.json", file_okay=False)
+    ] = None,
+    format_: FormatOption = None,
+    skip_bad: SkipOption = False,
+    calls: Annotated[int | None, typer.Option(help="Only the first so many calls", min=1)] = None,
+    budget: Annotated[int, typer.Option(help="Most drafted tokens a step", min=1)] = 32,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Tell what recorded calls would have saved with an empty cache at their start, without running a model.
+
+    Every call is drafted step by step against what was really answered. The files are one log, in the order given.
+    """
+    from agentspec.recordings.replay import measure, print_savings, replay_cache
+
+    encode = _encoder(load(config), model, tokenizer)
+    with progress() as (console, advance):
+        on_bad, bad = choose(skip_bad, console)
+        recorded = (
+            call
+            for file in found(files, console)
+            for call in counted(recorded_calls(file, format_, on_bad), str(file), advance)
+        )
+        encoded = list(islice(_encoded(recorded, encode, on_bad), calls))
+        if not encoded:
+            raise ConfigurationError(f"no model calls in {', '.join(map(str, files))}")
+        what = f"replaying {plural(len(encoded), 'call')}"
+        advance(what, 0)
+        savings = measure(replay_cache(encoded, budget))
+        advance(what, len(encoded))
+    if json:
+        print_json(asdict(savings) | {"budget": budget, "bad": len(bad)})
+    else:
+        print_savings(savings)
+
+
+def _encoder(settings: Settings, model: str | None, tokenizer: Path | None) -> Callable[[RecordedCall], EncodedCall]:
+    """An encoder of recorded calls as token arrays; it raises `InvalidRequestError` or `BadLineError` for bad calls."""
+    if (model is None) == (tokenizer is None):
+        raise ConfigurationError("give either --model or --tokenizer: tokens are what is drafted")
+    from agentspec.recordings.traces import EncodedCall, chatml, load_encoder
+
+    if tokenizer is not None:
+        return chatml(load_encoder(tokenizer))
+    from agentspec.backends.torch.text.model_text import ModelText
+    from agentspec.cache.tokens import as_tokens
+
+    name = model or ""
+    text = ModelText.load(reference_of(settings, name), adapter=adapter_of(settings, name))
+
+    def encode(recorded: RecordedCall) -> EncodedCall:
+        tokens = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
+        prompt, answer = map(as_tokens, tokens)
+        return EncodedCall(recorded.labels.session or "", prompt, answer)
+
+    return encode
+
+
+def _encoded(
+    recorded: Iterable[RecordedCall], encode: Callable[[RecordedCall], EncodedCall], on_bad: OnBad
+) -> Iterator[EncodedCall]:
+    for call in recorded:
+        try:
+            encoded = encode(call)
+        except BadLineError as error:
+            on_bad(error)
+        except InvalidRequestError as error:
+            on_bad(BadLineError(call.place, error.message))
+        else:
+            yield encoded

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 from contextlib import closing
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.storage.sqlite import DATABASE
 
 
 @pytest.fixture
@@ -139,3 +141,40 @@ def test_forgetting_a_text_however_it_was_tokenised(program, tmp_path, default_m
     wanted = name if name == "mine" else str(default_model.folder)
     result = program("cache", "forget", "--text", "password is hunter2", "--model", wanted, "-y", "--json")
     assert json.loads(result.output)["forgotten"] == 2, result.stderr
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    with SuffixCache.open(tmp_path / "cache") as cache:
+        for number in range(100):
+            with cache.request([1, 2, 3]) as request:
+                request.extend([int(byte) for byte in os.urandom(500 + number)])
+    return tmp_path / "cache"
+
+
+def test_verify(program, large):
+    result = program("cache", "verify", "--path", large)
+    assert (result.exit_code, result.stdout) == (0, f"ok: {large}\n"), result.stderr
+    with closing(sqlite3.connect(large / DATABASE)) as database, database:
+        database.execute("UPDATE sequences SET tokens = x'00' WHERE id = 3")
+    result = program("cache", "verify", "--path", large, "--json")
+    values = json.loads(result.stdout)
+    assert result.exit_code == 1 and not values["ok"] and "sequence 3" in values["problems"][0]
+    assert "sequence 3" in program("cache", "verify", "--path", large).stdout
+
+
+def test_compact_gives_room_back(program, large):
+    with closing(sqlite3.connect(large / DATABASE)) as database, database:
+        database.execute("DELETE FROM sequences WHERE id > 10")
+    values = json.loads(program("cache", "compact", "--path", large, "--json").stdout)
+    files = sum(file.stat().st_size for file in large.glob(f"{DATABASE}*"))
+    assert values["disk_bytes"] < values["before"] / 2 and files <= values["disk_bytes"]
+    with SuffixCache.open(large) as cache:
+        assert cache.stats().sequences == 10
+    assert "bytes, " in program("cache", "compact", "--path", large).stdout
+
+
+def test_compact_is_refused_while_a_server_writes(program, large):
+    with SuffixCache.open(large, mode="writer"):
+        result = program("cache", "compact", "--path", large)
+    assert (result.exit_code, f"process {os.getpid()}" in result.stderr) == (1, True)
