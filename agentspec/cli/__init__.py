@@ -8,22 +8,10 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import (
-    bench,
-    bench_engines,
-    cache,
-    config,
-    demo,
-    fleet,
-    kb,
-    knn,
-    model,
-    serve,
-    trace,
-    verify,
-)
+from agentspec.cli import bench, cache, config, demo, fleet, kb, model, serve, trace, verify
+from agentspec.cli.bench import engines
+from agentspec.cli.bench.placement import placement
 from agentspec.cli.common import ErrorGroup
-from agentspec.cli.fleet.placement import placement
 
 app = typer.Typer(
     name="agentspec",
@@ -56,8 +44,8 @@ def main(
 
 app.command()(serve.serve)
 app.command()(demo.demo)
-bench.app.command()(bench_engines.gpu)
-bench.app.command()(bench_engines.vllm)
+bench.app.command()(engines.gpu)
+bench.app.command()(engines.vllm)
 bench.app.command()(placement)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
@@ -65,7 +53,7 @@ app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(kb.app, name="kb")
-app.add_typer(knn.app, name="knn")
+app.add_typer(kb.knn, name="knn")
 app.command()(config.doctor)
 app.command()(trace.trace)
 app.command()(verify.verify)

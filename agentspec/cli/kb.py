@@ -1,4 +1,4 @@
-"""`agentspec kb build` makes knowledge bases on disk."""
+"""`agentspec kb build` makes knowledge bases on disk, and `agentspec knn build` datastores of KNN-LM."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from enum import StrEnum
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.common import JsonOption, print_json
+from agentspec.cli.common import JsonOption, ModelOption, print_json
 from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
 from agentspec.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from agentspec.reasoning.retrieval.knn.build import Progress
+
 app = typer.Typer(help="Make knowledge bases.", no_args_is_help=True)
+knn = typer.Typer(help="Build a KNN-LM datastore.", no_args_is_help=True)
 
 
 class KindName(StrEnum):
@@ -25,8 +29,13 @@ class KindName(StrEnum):
 
 
 @app.callback()
-def kb() -> None:
+def of_documents() -> None:
     """Make knowledge bases."""
+
+
+@knn.callback()
+def of_hidden_states() -> None:
+    """Build a KNN-LM datastore."""
 
 
 @app.command()
@@ -81,3 +90,40 @@ def _lasting(model: str) -> str:
     """The absolute path of a model's folder; other names unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.exists() else model
+
+
+@knn.command("build")
+def build_datastore(
+    corpus: Annotated[
+        list[Path],
+        typer.Argument(metavar="CORPUS.jsonl...", exists=True, dir_okay=False, help="JSON lines with text; .gz too"),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is gone on with")],
+    model: ModelOption = "smollm2-135m",
+) -> None:
+    """Read a corpus with a model and keep the hidden state before every token: 2 bytes a number, on disk."""
+    import anyio
+
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.reasoning.retrieval.knn.build import Corpus
+    from agentspec.reasoning.retrieval.knn.build import build as build_store
+
+    async def run() -> None:
+        written = 0
+
+        def moved(now: Progress) -> None:
+            nonlocal written
+            advance("documents", now.documents - written, total=now.total)
+            written = now.documents
+
+        try:
+            source = Corpus(tuple(corpus))
+            manifest = await build_store(source, out, backend, backend.model_name, backend.encode, moved)
+            typer.echo(f"{out}: {manifest.entries} entries of {manifest.documents} documents")
+        finally:
+            await backend.aclose()
+
+    with progress(sized=True) as (_, advance):
+        backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
+        anyio.run(run)

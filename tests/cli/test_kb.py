@@ -80,3 +80,28 @@ def test_what_cannot_be_built_says_why(program, tmp_path, corpus):
     assert "no documents" in program("kb", "build", empty, "--out", "kb", "--kind", "bm25").stderr
     refused = program("kb", "build", corpus, "--out", tmp_path, "--kind", "bm25")
     assert refused.exit_code == 2 and "exists and is no knowledge base" in refused.stderr
+
+
+WORDS = "one two three four five six seven eight"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"title": f"Part {i}", "text": WORDS * 2}) + "\n" for i in range(8)))
+    return file
+
+
+def test_a_datastore_is_built(program, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    store, model = tmp_path / "store", ("--model", tiny_model)
+    built = program("knn", "build", texts, "--out", store, *model)
+    assert built.exit_code == 0, built.output
+    assert "entries of 8 documents" in built.output
+
+
+def test_another_corpus_is_refused(program, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    store, model = tmp_path / "store", ("--model", tiny_model)
+    assert program("knn", "build", texts, "--out", store, *model).exit_code == 0
+    texts.write_text(json.dumps({"text": "something else"}) + "\n")
+    refused = program("knn", "build", texts, "--out", store, *model)
+    assert refused.exit_code == 2 and "another corpus" in refused.output

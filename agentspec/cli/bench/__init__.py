@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.bench_agent import agent
+from agentspec.cli.bench.agent import agent
+from agentspec.cli.bench.publish import TORCH, publish
 from agentspec.cli.common import FAILED, ModelOption, plural, require_writable
-from agentspec.cli.publish import TORCH, publish
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:

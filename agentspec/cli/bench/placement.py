@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentspec.cli.bench.publish import REPORT_WIDTH
 from agentspec.cli.common import require_writable
-from agentspec.cli.publish import REPORT_WIDTH
 from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found, recorded_calls
 from agentspec.errors import ConfigurationError
 

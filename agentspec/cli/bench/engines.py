@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from agentspec.cli.bench.publish import TORCH, publish
 from agentspec.cli.common import FAILED
-from agentspec.cli.publish import TORCH, publish
 
 
 class ModelShape(StrEnum):

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from agentspec.cli.bench.publish import TORCH, publish
 from agentspec.cli.common import ModelOption
-from agentspec.cli.publish import TORCH, publish
 
 
 def agent(
