@@ -9,6 +9,10 @@ from typing import Any
 
 from agentspec.errors import InvalidRequestError
 
+SAMPLED = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop".split()
+)
+"""The fields of `SamplingParams` that every API which takes them calls so."""
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5  # below this temperature, scaling would overflow before it changed anything
 

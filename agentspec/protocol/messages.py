@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.validation import (
     REQUIRED,
+    Closed,
     Content,
     Model,
     Refused,
     Text,
     check_json,
     must,
-    refuse_unknown,
     validated,
     wrong_type,
 )
@@ -26,9 +26,11 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ROLE: TypeAdapter[str] = TypeAdapter(Text)
 _CHOICES = ("none", "auto", "required")
+_ROLE_FIELD = frozenset({"role"})
 
 
-class _Message(Model):
+class _Message(Closed):
+    inert: ClassVar[frozenset[str]] = _ROLE_FIELD
     name: Any = None  # labels a speaker for hosted models; no chat template that the local engine runs reads it
     content: Content = REQUIRED
 
@@ -47,14 +49,12 @@ class _ToolCall(Model):
     id: Text = REQUIRED
 
 
-class _AssistantMessage(Model):
+class _AssistantMessage(_Message):
     """An earlier answer of the model, with its tool calls and reasoning."""
 
-    name: Any = None
     tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
     reasoning_content: Text | None = None
     reasoning: Any = None
-    content: Content = REQUIRED
 
     def template_fields(self) -> dict[str, Any]:
         calls = [{"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls or ()]
@@ -62,19 +62,17 @@ class _AssistantMessage(Model):
         return ({"tool_calls": calls} if calls else {}) | thoughts
 
 
-class _ToolMessage(Model):
+class _ToolMessage(_Message):
     """The result of a tool call."""
 
     tool_call_id: Text = REQUIRED
     name: Text | None = None
-    content: Content = REQUIRED
 
     def template_fields(self) -> dict[str, Any]:
         return {"tool_call_id": self.tool_call_id} | ({} if self.name is None else {"name": self.name})
 
 
-_MODELS: dict[str, type[_Message | _AssistantMessage | _ToolMessage]]
-_MODELS = {"assistant": _AssistantMessage, "tool": _ToolMessage}
+_MODELS: dict[str, type[_Message]] = {"assistant": _AssistantMessage, "tool": _ToolMessage}
 
 
 def parse_message(value: Any, name: str) -> dict[str, Any]:
@@ -86,7 +84,6 @@ def parse_message(value: Any, name: str) -> dict[str, Any]:
         known = ", ".join(ROLES)
         raise InvalidRequestError(f"{name}.role is not supported by this model; known: {known}", param=f"{name}.role")
     model = _MODELS.get(role, _Message)
-    refuse_unknown(value, {"role", *model.model_fields}, name)
     message = model.parse(_tidied(value) if role == "assistant" else value, name)
     return {"role": ROLES[role], **message.template_fields(), "content": message.content}
 

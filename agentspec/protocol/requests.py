@@ -23,6 +23,7 @@ from agentspec.protocol.messages import (
 from agentspec.protocol.validation import (
     MAX_TOKEN_ID,
     Body,
+    Closed,
     Count,
     FewTokenIds,
     Number,
@@ -40,6 +41,7 @@ from agentspec.protocol.validation import (
     wrong_type,
 )
 from agentspec.protocol.wire import loads
+from agentspec.sampling_params import SAMPLED
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 MAX_CHOICES = 4096
@@ -115,10 +117,6 @@ EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", "hi
 """`reasoning_effort`, and the nearest of the three that chat templates know; None: no reasoning."""
 FORM_FIELDS = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
 _RULES = "n min_tokens ignore_eos bad_words prompt_logprobs".split()
-_SAMPLING = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop"
-    " stop_token_ids max_tokens".split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class AnswerFormat:
     obfuscation: bool | None = None
 
 
-class _StreamOptions(Body):
+class _StreamOptions(Closed):
     include_usage: bool = False
     include_obfuscation: bool | None = None
     continuous_usage_stats: Annotated[Any, only(False)] = None
@@ -175,7 +173,7 @@ class _CommonBody(Body):
     priority: Count | None = None
     latency_target_ms_per_token: Number | None = None
     return_token_ids: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: _StreamOptions = _StreamOptions()
     # Accepted only with the value that describes what the engine does anyway.
     skip_special_tokens: Annotated[Any, only(True)] = None
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
@@ -214,19 +212,14 @@ class _GenerationBody(_CommonBody):
 
     def sampling(self, **others: Any) -> SamplingParams:
         """The sampling parameters that both routes spell alike, updated with `others`."""
-        return SamplingParams(**{**self.given(*_SAMPLING), **self.rules(), **others})
+        return SamplingParams(**{**self.given(*SAMPLED, "stop_token_ids", "max_tokens"), **self.rules(), **others})
 
     def stream_format(self) -> dict[str, Any]:
         """The fields of `AnswerFormat` that concern streams."""
-        options = self.stream_options or {}
-        if options and not self.stream:
+        options = self.stream_options
+        if options.model_fields_set and not self.stream:
             raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
-        try:
-            read = _StreamOptions.parse(options)
-            _StreamOptions.finish(options)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(error.message, param=f"stream_options.{error.param}") from None
-        return {"stream": self.stream, "usage": read.include_usage, "obfuscation": read.include_obfuscation}
+        return {"stream": self.stream, "usage": options.include_usage, "obfuscation": options.include_obfuscation}
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse fields that `sampling` does not support."""
@@ -340,7 +333,6 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateR
         **fields.service(),
         **fields.chat(plain),
     )
-    _ChatBody.finish(body)
     return request, AnswerFormat(**stream, token_ids=request.return_prompt)
 
 
@@ -366,7 +358,6 @@ def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFo
         return_prompt=form.echo or form.token_ids,
         **fields.service(),
     )
-    _CompletionBody.finish(body)
     return request, form
 
 
@@ -388,7 +379,6 @@ def with_extra(request: GenerateRequest) -> GenerateRequest:
         **fields.service(),
         **(fields.chat(request) if isinstance(fields, _ChatExtra) else {}),
     }
-    fields.finish(request.extra)
     return replace(request, extra={}, **changed)
 
 

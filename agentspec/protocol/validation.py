@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from agentspec.errors import InvalidRequestError, suggestion
 
@@ -138,41 +147,35 @@ class Model(BaseModel):
         except ValidationError as error:
             raise _refusal(error, name) from None
 
+
+class Closed(Model):
+    """An object all of whose members are known: declared, or `inert`. Null counts as absent, and an unknown member that
+    is empty says nothing.
+    """
+
+    inert: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
     @classmethod
-    def closed(cls, value: Mapping[str, Any], name: str = "", also: Collection[str] = ()) -> Self:
-        """As `parse`, and refuse members of the object `name` that are neither declared nor in `also`."""
-        read = cls.parse(value, name)
-        refuse_unknown(value, {*cls.model_fields, *also}, name)
-        return read
-
-
-class Body(Model):
-    """The top-level fields of a request, None if absent or null. `finish` refuses fields that are not declared here."""
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any], name: str = "") -> Self:
+    def _known(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
         known = cls.model_fields
-        return super().parse({key: one for key, one in value.items() if key in known and one is not None}, name)
-
-    @classmethod
-    def finish(cls, body: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequestError` for a field of `body` that is neither declared nor known to be inert."""
-        refuse_unknown(body, {*cls.model_fields, *INERT})
+        for key, given in value.items():
+            if key not in known and key not in cls.inert and given not in (None, "", [], {}):
+                hint = suggestion(key[:80], {*known, *cls.inert})
+                raise Refused(f" is not known or not supported by this model{hint}", f".{shown_name(key)}")
+        return {key: given for key, given in value.items() if key in known and given is not None}
 
     def given(self, *names: str) -> dict[str, Any]:
-        """The fields among `names` that the request sets."""
+        """The members among `names` that the request sets."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def refuse_unknown(value: Mapping[str, Any], known: Collection[str], name: str = "") -> None:
-    """Raise `InvalidRequestError` for a member of the object `name` (of a request without one) that is not `known` and
-    says something: null and what is empty say nothing.
-    """
-    for key, given in value.items():
-        if key not in known and given not in (None, "", [], {}):
-            path = f"{name}.{shown_name(key)}" if name else shown_name(key)
-            message = f"{path} is not known or not supported by this model{suggestion(key[:80], known)}"
-            raise InvalidRequestError(message, param=path)
+class Body(Closed):
+    """The top-level fields of a request."""
+
+    inert: ClassVar[frozenset[str]] = INERT
 
 
 def wrong_type(name: str, expected: str, value: Any) -> InvalidRequestError:
@@ -199,7 +202,7 @@ def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
             name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     if found["type"] == "value_error":
         refused = found.get("ctx", {})["error"]
-        name, sentence = name + refused.below, refused.sentence
+        name, sentence = (name + refused.below).removeprefix("."), refused.sentence
     elif found["type"] == "too_long":
         sentence = f" has {len(found['input'])} entries; {found.get('ctx', {})['max_length']} are allowed"
     elif found["type"] in ("greater_than_equal", "less_than_equal"):

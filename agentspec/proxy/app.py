@@ -145,8 +145,7 @@ def _describing(pages: Pages, fleet: FleetPages) -> Iterator[_RecordedRoute]:
 def _stored(responses: ResponsesEndpoint) -> Iterator[_RecordedRoute]:
     """The routes that read and delete stored answers of the Responses API."""
     one = f"/v1{RESPONSES}/{{id}}"
-    yield _RecordedRoute(one, StoredRoute(responses, items=False), ("GET", "DELETE"), "uses_models")
-    yield _RecordedRoute(f"{one}/input_items", StoredRoute(responses, items=True), "GET", "uses_models")
+    yield _RecordedRoute(one, StoredRoute(responses, responses.keeper), ("GET", "DELETE"), "uses_models")
 
 
 class Pages:

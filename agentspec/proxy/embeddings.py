@@ -59,7 +59,6 @@ class EmbeddingsEndpoint(GenerationEndpoint):
         texts = body.input
         if texts is None:
             raise InvalidRequestError("input is missing", param="input")
-        _EmbeddingBody.finish(exchange.fields)
         _check_dimensions(body.dimensions, backend.dimensions)
         async with exchange.deadline.limit():
             counts = await _counted(backend, body, texts)

@@ -94,7 +94,6 @@ class TokenizationEndpoint(GenerationEndpoint):
         body = _TokenizeBody.parse(fields)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("send either prompt or messages", param="prompt")
-        _TokenizeBody.finish(fields)
         if body.prompt is not None:
             _refuse_of_chat(body)
             check_characters(len(body.prompt), length, "prompt")
@@ -120,7 +119,6 @@ class TokenizationEndpoint(GenerationEndpoint):
         body = _DetokenizeBody.parse(fields)
         if body.tokens is None:
             raise InvalidRequestError("tokens is missing", param="tokens")
-        _DetokenizeBody.finish(fields)
         try:
             return {"prompt": await _spelled(side, list(body.tokens))}
         except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
@@ -17,15 +17,16 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import (
-    NOT_TEXT,
+    REQUIRED,
     Body,
+    Closed,
     Count,
+    Model,
     Number,
+    Text,
     Texts,
     check_json,
-    is_text,
     must,
-    refuse_unknown,
     shown_name,
     validated,
     wrong_type,
@@ -42,23 +43,42 @@ PASSED = (
     " cache_salt vllm_xargs priority session_id nvext prompt_cache_key".split()
 )
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
 _THINKING = ("enabled", "adaptive", "disabled", "between_tools")
 _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+_TEXT: TypeAdapter[str] = TypeAdapter(Text)
+
+
+class _LaterConfig(Closed):
+    """What a system message in the conversation may set."""
+
+    effort: Annotated[Text, must(lambda one: one in _EFFORTS, f" must be one of {', '.join(_EFFORTS)}")] | None = None
+
+
+class _OutputConfig(_LaterConfig):
+    format: dict[str, Any] | None = None
+
+
+class _Choice(Model):
+    type: Annotated[Text, must(lambda one: one in _CHOICES, " must be auto, any, tool or none")] = REQUIRED
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class _MessagesBody(Body):
-    """The fields that are read here; blocks, tools and objects are read by functions of their own."""
+    """The fields that are read here; messages, tools and `thinking` are read by functions of their own."""
 
+    inert: ClassVar[frozenset[str]] = frozenset({*PASSED, *INERT})
     model: str = ""
     max_tokens: Annotated[Count, must(lambda count: count > 0, " must be at least 1")] | None = None
     messages: Any = None
     system: Any = None
     tools: Any = None
-    tool_choice: Any = None
+    tool_choice: _Choice | None = None
     stop_sequences: Texts | None = None
     thinking: Any = None
-    output_config: Any = None
-    output_format: Any = None
+    output_config: _OutputConfig = _OutputConfig()
+    output_format: dict[str, Any] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: Annotated[int, Field()] | None = None
@@ -125,7 +145,6 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
     chat |= _output(fields)
     told = _template_arguments(body, thinking)
     chat |= told if limits.templated else {}
-    refuse_unknown(body, {*_MessagesBody.model_fields, *PASSED, *INERT})
     return MessagesRequest(
         chat,
         names=ToolNames() if limits.templated else limited_names(chat),
@@ -139,10 +158,20 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
 
 def _tools(fields: _MessagesBody, most: int) -> dict[str, Any]:
     tools = chat_tools(fields.tools, most) if fields.tools is not None else []
-    choice = chat_tool_choice(fields.tool_choice) if fields.tool_choice is not None else {}
+    choice = _tool_choice(fields.tool_choice) if fields.tool_choice is not None else {}
     if not tools and choice.get("tool_choice") not in (None, "auto", "none"):
         raise InvalidRequestError("tool_choice asks for a tool, and tools has none", param="tool_choice")
     return {"tools": tools, **choice} if tools else {}
+
+
+def _tool_choice(choice: _Choice) -> dict[str, Any]:
+    """The fields `tool_choice` and `parallel_tool_calls` of a chat."""
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    if choice.type != "tool":
+        return {"tool_choice": _CHOICES[choice.type], **parallel}
+    if choice.name is None:
+        raise wrong_type("tool_choice.name", "a string", None)
+    return {"tool_choice": {"type": "function", "function": {"name": choice.name}}, **parallel}
 
 
 def _output(fields: _MessagesBody) -> dict[str, Any]:
@@ -150,33 +179,19 @@ def _output(fields: _MessagesBody) -> dict[str, Any]:
 
     The effort is the last one that a system message in the conversation sets, if one does.
     """
-    config = _config(fields.output_config, "output_config", ("effort", "format"))
-    effort, named = config.get("effort"), "output_config.effort"
+    effort = fields.output_config.effort
     for index, message in enumerate(fields.messages):  # all of them were read: they are objects
-        name = f"messages[{index}].output_config"
-        later = _config(message.get("output_config"), name, ("effort",)).get("effort")
-        effort, named = (effort, named) if later is None else (later, f"{name}.effort")
-    place = "output_format" if fields.output_format is not None else "output_config.format"
-    form = fields.output_format if fields.output_format is not None else config.get("format")
-    chat: dict[str, Any] = {}
-    if form is not None:
-        chat["response_format"] = _response_format(form, place)
-    if effort is not None:
-        if not isinstance(effort, str) or effort not in _EFFORTS:
-            raise InvalidRequestError(f"{named} must be one of {', '.join(_EFFORTS)}", param=named)
-        chat["reasoning_effort"] = _EFFORTS[effort]
+        if (later := message.get("output_config")) is not None:
+            effort = _LaterConfig.parse(later, f"messages[{index}].output_config").effort or effort
+    chat: dict[str, Any] = {} if effort is None else {"reasoning_effort": _EFFORTS[effort]}
+    if fields.output_format is not None:
+        chat["response_format"] = _response_format(fields.output_format, "output_format")
+    elif fields.output_config.format is not None:
+        chat["response_format"] = _response_format(fields.output_config.format, "output_config.format")
     return chat
 
 
-def _config(value: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
-    """The object `value`, which may set the `known` fields."""
-    config = {} if value is None else validated(_OBJECT, value, name)
-    refuse_unknown(config, known, name)
-    return config
-
-
-def _response_format(form: Any, name: str) -> dict[str, Any]:
-    given = validated(_OBJECT, form, name)
+def _response_format(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     if given.get("type") != "json_schema":
         raise InvalidRequestError(f"{name}.type must be json_schema", param=f"{name}.type")
     schema = validated(_OBJECT, given.get("schema"), f"{name}.schema")
@@ -212,10 +227,16 @@ def _template_arguments(body: Mapping[str, Any], thinking: Mapping[str, Any]) ->
     return {"chat_template_kwargs": {"enable_thinking": thinking["type"] != "disabled", **(own or {})}}
 
 
-# `defer_loading` saves tokens of a prompt by a search that only Anthropic's servers do: here all tools are shown.
-_TOOL_INERT = {"cache_control", "defer_loading", "eager_input_streaming"}
-_KNOWN = {"type", "name", "description", "input_schema", "input_examples", "strict", "allowed_callers"} | _TOOL_INERT
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+class _MessagesTool(Closed):
+    """A function; it is shown even with `defer_loading`, which is for a search that only Anthropic's servers do."""
+
+    inert: ClassVar[frozenset[str]] = frozenset("type cache_control defer_loading eager_input_streaming".split())
+    name: Text = REQUIRED
+    description: Text | None = None
+    input_schema: dict[str, Any] = REQUIRED
+    strict: bool | None = None
+    input_examples: list[Any] | None = None
+    allowed_callers: list[Any] | None = None
 
 
 def chat_tools(value: Any, most: int) -> list[dict[str, Any]]:
@@ -226,23 +247,6 @@ def chat_tools(value: Any, most: int) -> list[dict[str, Any]]:
         raise InvalidRequestError(f"tools has {len(value)} entries; {most} are allowed", param="tools")
     check_json(value, "tools")
     return [_function(tool, f"tools[{index}]") for index, tool in enumerate(value)]
-
-
-def chat_tool_choice(value: Any) -> dict[str, Any]:
-    """The fields `tool_choice` and `parallel_tool_calls` of a chat."""
-    if not isinstance(value, dict):
-        raise wrong_type("tool_choice", "an object", value)
-    kind, alone = value.get("type"), value.get("disable_parallel_tool_use")
-    if not isinstance(alone, (bool, type(None))):
-        raise wrong_type("tool_choice.disable_parallel_tool_use", "a boolean", alone)
-    parallel = {"parallel_tool_calls": False} if alone else {}
-    if kind == "tool":
-        if not isinstance(value.get("name"), str):
-            raise wrong_type("tool_choice.name", "a string", value.get("name"))
-        return {"tool_choice": {"type": "function", "function": {"name": value["name"]}}, **parallel}
-    if not isinstance(kind, str) or kind not in _CHOICES:
-        raise InvalidRequestError("tool_choice.type must be auto, any, tool or none", param="tool_choice.type")
-    return {"tool_choice": _CHOICES[kind], **parallel}
 
 
 def limited_names(chat: Mapping[str, Any]) -> ToolNames:
@@ -265,41 +269,21 @@ def _function(tool: Any, name: str) -> dict[str, Any]:
         shown = shown_name(str(kind))
         message = f"{name}: tools of type {shown!r} run on Anthropic's servers, or are known to its models alone"
         raise InvalidRequestError(message, param=f"{name}.type")
-    refuse_unknown(tool, _KNOWN, name)
-    for key, kinds, wanted in (
-        ("name", str, "a string"),
-        ("description", (str, type(None)), "a string"),
-        ("input_schema", dict, "an object"),
-        ("strict", (bool, type(None)), "a boolean"),
-        ("input_examples", (list, type(None)), "an array"),
-        ("allowed_callers", (list, type(None)), "an array"),
-    ):
-        if not isinstance(tool.get(key), kinds):
-            raise wrong_type(f"{name}.{key}", wanted, tool.get(key))
-    if "direct" not in (tool.get("allowed_callers") or ["direct"]):
+    given = _MessagesTool.parse(tool, name)
+    if "direct" not in (given.allowed_callers or ["direct"]):
         param = f"{name}.allowed_callers"
         raise InvalidRequestError(f"{param} must hold 'direct': no code calls tools here", param=param)
-    schema = dict(tool["input_schema"])
-    if tool.get("input_examples"):
-        schema["examples"] = tool["input_examples"]  # JSON Schema's own place for them
-    described = {"description": tool["description"]} if tool.get("description") else {}
-    strict = {"strict": True} if tool.get("strict") else {}
-    return {"type": "function", "function": {"name": tool["name"], **described, "parameters": schema, **strict}}
+    examples = {"examples": given.input_examples} if given.input_examples else {}  # JSON Schema's own place for them
+    described = {"description": given.description} if given.description else {}
+    strict = {"strict": True} if given.strict else {}
+    function = {"name": given.name, **described, "parameters": {**given.input_schema, **examples}, **strict}
+    return {"type": "function", "function": function}
 
 
 # Claude Code marks messages that it inserts itself with roles of its own.
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
 _BETWEEN = "\n\n"  # blocks of a system prompt or of a user's message are texts of their own
 _ERROR = "Error: "  # chats have no field for a tool call that failed
-_INERT = {"cache_control", "citations", "caller", "toolset_name", "transformations"}
-_FIELDS = {
-    "text": {"text"},
-    "image": {"source"},
-    "thinking": {"thinking", "signature"},
-    "redacted_thinking": {"data"},
-    "tool_use": {"id", "name", "input"},
-    "tool_result": {"tool_use_id", "content", "is_error"},
-}
 _OF_ROLE = {
     "system": ("text",),
     "user": ("text", "image", "tool_result"),
@@ -308,6 +292,74 @@ _OF_ROLE = {
 _IN_RESULT = ("text", "image")
 
 Block = Mapping[str, Any]
+
+
+class _Turn(Closed):
+    role: Annotated[Text, must(lambda role: role in _ROLES, " must be user, assistant or system")] = REQUIRED
+    content: Any = None
+
+
+class _SystemTurn(_Turn):
+    output_config: Any = None
+
+
+class _Block(Closed):
+    inert: ClassVar[frozenset[str]] = frozenset(
+        "type cache_control citations caller toolset_name transformations".split()
+    )
+
+
+class _TextBlock(_Block):
+    text: Text = REQUIRED
+
+
+class _ImageBlock(_Block):
+    source: dict[str, Any] = REQUIRED
+
+
+class _ThinkingBlock(_Block):
+    thinking: Text = REQUIRED
+    signature: Any = None
+
+
+class _RedactedBlock(_Block):
+    data: Any = None
+
+
+class _ToolUse(_Block):
+    id: Text = REQUIRED
+    name: Text = REQUIRED
+    input: dict[str, Any] = REQUIRED
+
+
+class _ToolResult(_Block):
+    tool_use_id: Text = REQUIRED
+    content: Any = None
+    is_error: bool | None = None
+
+
+_BLOCKS: dict[str, type[_Block]] = {
+    "text": _TextBlock,
+    "image": _ImageBlock,
+    "thinking": _ThinkingBlock,
+    "redacted_thinking": _RedactedBlock,
+    "tool_use": _ToolUse,
+    "tool_result": _ToolResult,
+}
+
+
+class _UrlSource(Model):
+    """An image that the upstream fetches; a file of Anthropic's is nowhere else."""
+
+    url: Text = REQUIRED
+
+
+class _DataSource(Model):
+    data: Text = REQUIRED
+    media_type: Text = REQUIRED
+
+
+_SOURCES: dict[str, type[Model]] = {"url": _UrlSource, "base64": _DataSource}
 
 
 def system_text(value: Any, name: str) -> str:
@@ -336,14 +388,10 @@ def chat_messages(value: Any, *, images: bool, most: int) -> list[dict[str, Any]
 def _message(value: Any, name: str, images: bool) -> Iterator[dict[str, Any]]:
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequestError(f"{name}.role must be user, assistant or system", param=f"{name}.role")
-    role = _ROLES[role]
-    configures = role == "system" and value.get("output_config") is not None
-    refuse_unknown(value, {"role", "content", *(("output_config",) if configures else ())}, name)
+    turn = (_SystemTurn if value.get("role") == "system" else _Turn).parse(value, name)
+    role, configures = _ROLES[turn.role], value.get("output_config") is not None
     kinds = _OF_ROLE[role] if images else tuple(kind for kind in _OF_ROLE[role] if kind != "image")
-    blocks = list(_blocks(value.get("content"), f"{name}.content", kinds))
+    blocks = list(_blocks(turn.content, f"{name}.content", kinds))
     if role == "assistant":
         yield _assistant(blocks)
     elif role == "system" and (blocks or not configures):
@@ -408,7 +456,7 @@ def _call(block: Block) -> dict[str, Any]:
 def _blocks(value: Any, name: str, kinds: Sequence[str]) -> Iterator[Block]:
     """The content blocks in `value`, a string or an array of blocks whose types are among `kinds`."""
     if isinstance(value, str):
-        yield {"type": "text", "text": _text(value, name)}
+        yield {"type": "text", "text": validated(_TEXT, value, name)}
         return
     if not isinstance(value, list):
         raise wrong_type(name, "a string or an array of content blocks", value)
@@ -421,55 +469,18 @@ def _checked(block: Any, name: str, kinds: Sequence[str]) -> Block:
         raise wrong_type(name, "an object", block)
     kind = block.get("type")
     if kind == "tool_reference" and "text" in kinds:  # a tool that a search has found; all tools are shown anyway
-        return {"type": "text", "text": _string(block, "tool_name", name)}
+        return {"type": "text", "text": validated(_TEXT, block.get("tool_name"), f"{name}.tool_name")}
     if not isinstance(kind, str) or kind not in kinds:
         known = ", ".join(kinds)
         shown = shown_name(kind) if isinstance(kind, str) else "?"
         what = "images are not read by this model" if kind == "image" else f"a block of type {shown!r} is not supported"
         raise InvalidRequestError(f"{name}: {what} here; known: {known}", param=f"{name}.type")
-    refuse_unknown(block, _FIELDS[kind] | _INERT | {"type"}, name)
-    _check_fields(block, kind, name)
-    return block
-
-
-def _check_fields(block: Block, kind: str, name: str) -> None:
-    if kind in ("text", "thinking"):
-        _string(block, kind, name)
-    elif kind == "tool_use":
-        _string(block, "id", name)
-        _string(block, "name", name)
-        if not isinstance(block.get("input"), dict):
-            raise wrong_type(f"{name}.input", "an object", block.get("input"))
+    _BLOCKS[kind].parse(block, name)
+    if kind == "tool_use":
         check_json(block["input"], f"{name}.input")
-    elif kind == "tool_result":
-        _string(block, "tool_use_id", name)
-        if not isinstance(block.get("is_error"), (bool, type(None))):
-            raise wrong_type(f"{name}.is_error", "a boolean", block["is_error"])
-    elif kind == "image":
-        _check_source(block.get("source"), f"{name}.source")
-
-
-def _check_source(source: Any, name: str) -> None:
-    """An image in the request itself, or one that the upstream fetches; a file of Anthropic's is nowhere else."""
-    if not isinstance(source, dict):
-        raise wrong_type(name, "an object", source)
-    kind = source.get("type")
-    if kind == "url":
-        _string(source, "url", name)
-    elif kind == "base64":
-        _string(source, "data", name)
-        _string(source, "media_type", name)
-    else:
-        raise InvalidRequestError(f"{name}.type must be base64 or url", param=f"{name}.type")
-
-
-def _string(block: Block, field: str, name: str) -> str:
-    return _text(block.get(field), f"{name}.{field}")
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise wrong_type(name, "a string", value)
-    if not is_text(value):
-        raise InvalidRequestError(f"{name}{NOT_TEXT}", param=name)
-    return value
+    if kind == "image":
+        source = block["source"]
+        if source.get("type") not in ("url", "base64"):
+            raise InvalidRequestError(f"{name}.source.type must be base64 or url", param=f"{name}.source.type")
+        _SOURCES[source["type"]].parse(source, f"{name}.source")
+    return block

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any, ClassVar, TypeGuard
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.validation import (
     REQUIRED,
+    Closed,
     Model,
     NonEmpty,
     Text,
     check_json,
     kind_of,
     must,
-    refuse_unknown,
     shown_name,
     validated,
     wrong_type,
@@ -30,11 +30,10 @@ ADDITIONAL_TOOLS = "additional_tools"
 CALLS = ("function_call", "custom_tool_call")
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ROLES = ("user", "system", "developer", "assistant")
-_MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
 _TEXT: TypeAdapter[str] = TypeAdapter(Text)
 _STORED_ID = re.compile(rf"(?!\.{{1,2}}\Z)[!-~]{{1,{MAX_ID}}}")  # "." and ".." in a path are no names
 # The last is Codex' own note of the turn that an item belongs to.
-_INERT = {"id", "status", "type", "internal_chat_message_metadata_passthrough"}
+_INERT = frozenset({"id", "status", "type", "internal_chat_message_metadata_passthrough"})
 
 
 def is_id(value: object) -> TypeGuard[str]:
@@ -57,9 +56,31 @@ class _Refusal(Model):
     refusal: Text = REQUIRED
 
 
-class _InputItem(Model):
+class _Image(Closed):
+    """An image or a file, which only an upstream can look at."""
+
+    inert: ClassVar[frozenset[str]] = _INERT
+    image_url: Text | None = None
+    file_id: Text | None = None
+    detail: Any = None
+
+
+class _File(Closed):
+    inert: ClassVar[frozenset[str]] = _INERT
+    file_data: Text | None = None
+    filename: Text | None = None
+    file_id: Text | None = None
+    file_url: Text | None = None
+    detail: Any = None
+
+
+_MEDIA: dict[str, tuple[type[Closed], str]] = {"input_image": (_Image, "image_url"), "input_file": (_File, "file_data")}
+
+
+class _InputItem(Closed):
     """What an item of one kind may say. Its normal form begins with its id and kind."""
 
+    inert: ClassVar[frozenset[str]] = _INERT
     id: NonEmpty | None = None  # of any length: other servers put signatures in theirs
 
     def normal(self, name: str, media: bool) -> Item:
@@ -168,7 +189,7 @@ def _item(value: Any, name: str, media: bool) -> Item:
         known = f"is not supported here; known: {', '.join(_KINDS)}"
         raise InvalidRequestError(f"{name}.type {_shown(kind)} {known}", param=f"{name}.type")
     model, prefix = _KINDS[kind]
-    item = model.closed(value, name, _INERT)
+    item = model.parse(value, name)
     status = {} if kind == ADDITIONAL_TOOLS else {"status": "completed"}  # OpenAI's type has none
     return {"id": item.id or new_id(prefix), "type": kind, **status, **item.normal(name, media)}
 
@@ -205,13 +226,8 @@ def _part(value: Any, name: str, media: bool) -> Item:
 
 
 def _medium(value: Mapping[str, Any], kind: str, name: str) -> Item:
-    """An image or a file, which only an upstream can look at."""
-    refuse_unknown(value, {*_MEDIA[kind], "detail"} | _INERT, name)
-    for key in _MEDIA[kind]:
-        if not isinstance(value.get(key), str | None):
-            raise wrong_type(f"{name}.{key}", "a string", value[key])
-    source = _MEDIA[kind][0]
-    if not value.get(source):
+    model, source = _MEDIA[kind]
+    given = model.parse(value, name).model_dump(exclude_none=True)
+    if not given.get(source):
         raise InvalidRequestError(f"{name} needs {source}: this model keeps no files", param=f"{name}.{source}")
-    given = {key: value[key] for key in (*_MEDIA[kind], "detail") if value.get(key) is not None}
     return {"type": kind, **({"detail": "auto"} if kind == "input_image" else {}), **given}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -33,21 +33,21 @@ from agentspec.protocol.openai_responses.tools import (
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.tool_names import ToolNames, key_of
-from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, wrong_type
+from agentspec.protocol.validation import INERT, Body, Closed, Count, Number, Refused, Text, must, only, wrong_type
+from agentspec.sampling_params import SAMPLED
 
 _SYSTEM = ("system", "developer")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages of a chat request; `origins` has for each the position of its first item, -1 for instructions.
+    """The messages of a chat request.
 
     `names` has the names of the tools in the chat, and learns those of tools that were called and are not offered.
     """
 
     names: ToolNames = field(default_factory=ToolNames)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    origins: list[int] = field(default_factory=list)
     _called: set[str] = field(default_factory=set)
 
     def add_all(self, items: Iterable[Item], *, first_new: int = 0) -> None:
@@ -55,51 +55,50 @@ class Conversation:
 
         Raises `InvalidRequestError` for the result of a call that nobody made.
         """
-        for position, item in enumerate(items):
+        for index, item in enumerate(items, start=-first_new):
             kind = item["type"]
             if kind == ADDITIONAL_TOOLS:
                 continue  # says nothing, and offers tools
             if kind in CALL_OUTPUTS:
-                self._add_output(item, position, position - first_new)
+                self._add_output(item, index)
             elif kind != "message" or item["role"] == "assistant":
-                self._add_written(item, position)
+                self._add_written(item)
             else:
                 role = "system" if item["role"] in _SYSTEM else "user"
-                self._add({"role": role, "content": _content(item["content"])}, position)
+                self._add({"role": role, "content": _content(item["content"])})
 
     def instruct(self, text: str) -> None:
         """Put instructions before everything."""
-        self._add({"role": "system", "content": text}, -1)
+        self._add({"role": "system", "content": text})
 
-    def _add(self, message: dict[str, Any], position: int) -> None:
+    def _add(self, message: dict[str, Any]) -> None:
         last = self.messages[-1] if self.messages else None
         both_begin = last is not None and len(self.messages) == 1 and last["role"] == message["role"] == "system"
         if both_begin and last is not None:  # templates take one system message, at the beginning
             last["content"] = _together(last["content"], message["content"])
             return
         self.messages.append(message)
-        self.origins.append(position)
 
-    def _add_output(self, item: Item, position: int, index: int) -> None:
+    def _add_output(self, item: Item, index: int) -> None:
         if item["call_id"] not in self._called:
             name = f"input[{index}].call_id"
             raise InvalidRequestError(f"{name} names no tool call of this conversation", param=name)
         content = _joined(item["output"])
-        self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, position)
+        self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content})
 
     def _function(self, item: Item) -> dict[str, Any]:
         """A call as chats have it."""
         written = as_arguments(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
         return {"name": self.names.of_key(key_of(item["name"], item.get("namespace"))), "arguments": written}
 
-    def _add_written(self, item: Item, position: int) -> None:
+    def _add_written(self, item: Item) -> None:
         """Add a thought, a message or a call of the model: one message of a chat has all that belong together."""
         if item["type"] == "reasoning" and not _thoughts(item):
             return  # some clients send back that there were thoughts, but not which
         turn = self.messages[-1] if self.messages else {}
         if turn.get("role") != "assistant" or _begins_anew(item["type"], turn):
             turn = {"role": "assistant", "content": None}
-            self._add(turn, position)
+            self._add(turn)
         if item["type"] == "message":
             turn["content"] = (turn["content"] or "") + _joined(item["content"])
         elif item["type"] == "reasoning":
@@ -168,8 +167,8 @@ _INCLUDABLE = (_LOGPROBS, _ENCRYPTED)
 _WHOLE = " must be disabled: send a conversation that fits the model"
 # Of vLLM and of chats: they mean here what they mean there, and are checked there.
 _AS_IN_CHATS = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop"
-    " prediction chat_template_kwargs latency_target_ms_per_token parallel_tool_calls user".split()
+    *SAMPLED,
+    *("prediction", "chat_template_kwargs", "latency_target_ms_per_token", "parallel_tool_calls", "user"),
 )
 _REPEATED = (  # in the answer, as they are
     "instructions max_output_tokens max_tool_calls model previous_response_id prompt_cache_key safety_identifier"
@@ -180,9 +179,7 @@ _RENAMED = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "logprobs": "include",
-    "messages": "input",
 }
-_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function\b)?(.*)")
 
 
@@ -195,19 +192,20 @@ def _one_of(*values: Any) -> Any:
     return must(lambda value: value in values, f" must be one of {listed}")
 
 
-class _Format(Body):
+class _Format(Closed):
+    inert: ClassVar[frozenset[str]] = frozenset({"schema"})
     type: Annotated[Text, _one_of("text", "json_object", "json_schema")] = "text"
     name: Text | None = None
     description: Text | None = None
     strict: bool | None = None
 
 
-class _TextConfig(Body):
-    format: dict[str, Any] | None = None
+class _TextConfig(Closed):
+    format: _Format = _Format()
     verbosity: Annotated[Text, _one_of("low", "medium", "high")] | None = None
 
 
-class _Reasoning(Body):
+class _Reasoning(Closed):
     effort: Annotated[Text, _one_of(*_EFFORTS)] | None = None
     summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
     generate_summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
@@ -215,7 +213,7 @@ class _Reasoning(Body):
     mode: Annotated[Text, _one_of("standard")] | None = None
 
 
-class _ResponsesStreamOptions(Body):
+class _ResponsesStreamOptions(Closed):
     include_obfuscation: bool | None = None
 
 
@@ -237,6 +235,7 @@ def _is_includable(names: list[str]) -> list[str]:
 class _ResponsesBody(Body):
     """The fields of a request. `input` and `tools` are read by `items.py` and `tools.py`."""
 
+    inert: ClassVar[frozenset[str]] = INERT | {*_AS_IN_CHATS}
     model: Text = ""
     input: Any = None
     instructions: Text | None = None
@@ -252,9 +251,9 @@ class _ResponsesBody(Body):
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    stream_options: dict[str, Any] | None = None
+    text: _TextConfig = _TextConfig()
+    reasoning: _Reasoning = _Reasoning()
+    stream_options: _ResponsesStreamOptions = _ResponsesStreamOptions()
     temperature: Number | None = None
     top_p: Number | None = None
     user: Text | None = None
@@ -262,22 +261,12 @@ class _ResponsesBody(Body):
     prompt_cache_key: Text | None = None
     service_tier: Text | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None  # what Codex tells about itself
     background: Annotated[Any, only(False)] = None
     conversation: Annotated[Any, _refuse(" is not kept here; use previous_response_id")] = None
     prompt: Annotated[Any, _refuse(" templates are not kept here; send instructions and input")] = None
     context_management: Annotated[Any, only([])] = None
-    top_k: Any = None
-    min_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    seed: Any = None
-    stop: Any = None
-    prediction: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    latency_target_ms_per_token: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,17 +326,10 @@ class ResponsesRequest:
         """The fields for forms that the model is told, and not held to."""
         return [f"{tool.param}.format" for tool in self.tools if not tool.enforced]
 
-    def own_name(self, param: str | None, origins: Sequence[int], first_new: int) -> str | None:
-        """The name in this request of the field that its chat calls `param`.
-
-        `origins` and `first_new` tell which item each message came from; messages of earlier responses have no name.
-        """
-        if param is None:
-            return None
-        if found := _MESSAGE.fullmatch(param):
-            index = int(found[1])
-            origin = origins[index] if index < len(origins) else first_new
-            return "instructions" if origin < 0 else f"input[{origin - first_new}]" if origin >= first_new else "input"
+    def own_name(self, param: str) -> str:
+        """The name in this request of the field that its chat calls `param`; all of its messages are the `input`."""
+        if param.startswith("messages"):
+            return "input"
         if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self.tools):
             tool = self.tools[int(found[1])]
             custom = tool.kind == "custom" and found[2].startswith(".parameters")
@@ -367,19 +349,17 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
     if fields.input is None and fields.previous_response_id is None:
         raise InvalidRequestError("input is missing", param="input")
     items = parse_input([] if fields.input is None else fields.input, most=max_messages, media=not local)
-    stream_options = _ResponsesStreamOptions.closed(fields.stream_options or {}, "stream_options")
-    if fields.stream_options and not fields.stream:
+    if fields.stream_options.model_fields_set and not fields.stream:
         raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
     logprobs = _LOGPROBS in (fields.include or ())
     if fields.top_logprobs and not logprobs:
         message = f"top_logprobs needs include = [{_LOGPROBS!r}]"
         raise InvalidRequestError(message, param="top_logprobs")
-    chat = _chat(fields, local, logprobs)
+    chat = {name: body[name] for name in _AS_IN_CHATS if body.get(name) is not None} | _chat(fields, body, local)
     declared, own = client_tools(fields.tools or []), added_tools(items, "input[{}]")
-    _ResponsesBody.finish(body)
     request = ResponsesRequest(
         items=items,
-        fields=_repeated(fields),
+        fields=_repeated(fields, body),
         chat=chat,
         known=(declared, own),
         choice=fields.tool_choice,
@@ -387,51 +367,46 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
         previous=fields.previous_response_id,
         stream=fields.stream,
         store=fields.store,
-        obfuscation=stream_options.include_obfuscation,
+        obfuscation=fields.stream_options.include_obfuscation,
         logprobs=logprobs,
     )
     return request if request.previous else request.continuing(())
 
 
-def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]:
-    """The fields of the chat request besides messages and tools."""
-    chat: dict[str, Any] = {"model": fields.model, **fields.given(*_AS_IN_CHATS)}
+def _chat(fields: _ResponsesBody, body: Mapping[str, Any], local: bool) -> dict[str, Any]:
+    """The fields of the chat request that have other names there, besides messages and tools."""
+    chat: dict[str, Any] = {"model": fields.model}
     if fields.max_output_tokens is not None:
         chat["max_tokens"] = fields.max_output_tokens
-    if logprobs:
+    if _LOGPROBS in (fields.include or ()):
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
-    text = _TextConfig.closed(fields.text or {}, "text")
-    if (form := _response_format(text.format or {})) is not None:
-        chat["response_format"] = form
-    if text.verbosity is not None:
-        chat["verbosity"] = text.verbosity
-    effort = _Reasoning.closed(fields.reasoning or {}, "reasoning").effort
+    chat |= _response_format(fields.text.format, body) | fields.text.given("verbosity")
+    effort = fields.reasoning.effort
     if effort is not None:
         chat["reasoning_effort"] = _STRONGEST if local and effort not in CHAT_EFFORTS else effort
     return chat
 
 
-def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    schema = given.get("schema")
-    wanted = _Format.closed(given, "text.format", {"schema"})
+def _response_format(wanted: _Format, body: Mapping[str, Any]) -> dict[str, Any]:
     if wanted.type == "text":
-        return None
+        return {}
     if wanted.type == "json_object":
-        return {"type": "json_object"}
+        return {"response_format": {"type": "json_object"}}
+    schema = body["text"]["format"].get("schema")
     if not isinstance(schema, dict):
         raise wrong_type("text.format.schema", "an object", schema)
-    described = {"name": wanted.name or "answer", "schema": schema}
-    return {"type": "json_schema", "json_schema": described | wanted.given("description", "strict")}
+    described = {"name": wanted.name or "answer", "schema": schema, **wanted.given("description", "strict")}
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
 
 
-def _repeated(fields: _ResponsesBody) -> dict[str, Any]:
+def _repeated(fields: _ResponsesBody, body: Mapping[str, Any]) -> dict[str, Any]:
     """What the answer says about the request."""
-    reasoning, text = fields.reasoning or {}, fields.text or {}
+    text = body.get("text") or {}
     return {
         **{name: getattr(fields, name) for name in _REPEATED},
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "reasoning": {"effort": fields.reasoning.effort, "summary": fields.reasoning.summary},
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice,
         "tools": fields.tools or [],

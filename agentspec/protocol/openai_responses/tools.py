@@ -16,10 +16,9 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, Item
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.tool_names import CHOICES, Key, ToolNames, key_of
-from agentspec.protocol.validation import REQUIRED, Model, NonEmpty, Text, kind_of, must, shown_name, wrong_type
+from agentspec.protocol.validation import REQUIRED, Closed, NonEmpty, Text, kind_of, must, shown_name, wrong_type
 from agentspec.protocol.wire import loads
 
-_DESCRIBED = ("description", "parameters", "strict")
 _KINDS = ("function", "custom")
 _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 
@@ -45,9 +44,15 @@ class ClientTool:
         return key_of(self.name, self.namespace)
 
 
-class _ToolObject(Model):
+class _ToolObject(Closed):
     type: Any = None
     name: NonEmpty = REQUIRED
+
+
+class _FunctionTool(_ToolObject):
+    description: Any = None
+    parameters: Any = None
+    strict: Any = None
 
 
 class _Namespace(_ToolObject):
@@ -55,15 +60,15 @@ class _Namespace(_ToolObject):
     tools: list[Any] = REQUIRED
 
 
-class _CustomTool(_ToolObject):
-    description: Text | None = None
-    format: dict[str, Any] | None = None
-
-
-class _InputFormat(Model):
+class _InputFormat(Closed):
     type: Annotated[Text, must(lambda kind: kind in ("text", "grammar"), " must be text or grammar")] = REQUIRED
     syntax: Annotated[Text, must(lambda one: one in _SYNTAXES, " must be lark or regex")] = "lark"
     definition: Text = ""
+
+
+class _CustomTool(_ToolObject):
+    description: Text | None = None
+    format: _InputFormat = _InputFormat(type="text")
 
 
 def client_tools(tools: Sequence[Any], param: str = "tools") -> list[ClientTool]:
@@ -150,7 +155,7 @@ def _tools(tool: Any, param: str) -> Iterator[ClientTool]:
     if not isinstance(tool, dict) or tool.get("type") != "namespace":
         yield _tool(tool, param)
         return
-    space = _Namespace.closed(tool, param)
+    space = _Namespace.parse(tool, param)
     for index, inner in enumerate(space.tools):
         one = _tool(inner, f"{param}.tools[{index}]")
         yield replace(one, namespace=space.name, about=space.description)
@@ -161,8 +166,8 @@ def _tool(tool: Any, param: str) -> ClientTool:
         raise wrong_type(param, "an object", tool)
     kind = tool.get("type")
     if kind == "function":
-        given = _ToolObject.closed(tool, param, _DESCRIBED)
-        return ClientTool(param, given.name, {key: tool[key] for key in _DESCRIBED if tool.get(key) is not None})
+        function = _FunctionTool.parse(tool, param)
+        return ClientTool(param, function.name, function.given("description", "parameters", "strict"))
     if kind == "custom":
         return _custom(tool, param)
     shown = repr(shown_name(kind)) if isinstance(kind, str) else kind_of(kind)
@@ -171,8 +176,8 @@ def _tool(tool: Any, param: str) -> ClientTool:
 
 
 def _custom(tool: dict[str, Any], param: str) -> ClientTool:
-    given = _CustomTool.closed(tool, param)
-    form = _InputFormat.closed(given.format or {"type": "text"}, f"{param}.format")
+    given = _CustomTool.parse(tool, param)
+    form = given.format
     free = form.type == "text"
     if not (free or form.definition):
         raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,6 @@ from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import obfuscated
 from agentspec.protocol.wire import encode, named_event
 from agentspec.proxy.admission.auth import Caller
-from agentspec.proxy.body.amounts import check_tools
 from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.body.kept_names import refuse_what_others_keep
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
@@ -33,7 +32,7 @@ from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, r
 from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers, name_bound
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.responses.keeping import History, Keeper, not_found
+from agentspec.proxy.responses.stored import History, Keeper, not_found
 from agentspec.proxy.responses.upstreams import ResponsesInspector, telling_id
 from agentspec.proxy.streaming.sending import EVENT_STREAM, collected, json_response, note, record_failure, respond
 from agentspec.types import Delta, GenerateRequest
@@ -72,7 +71,7 @@ class ResponsesEndpoint(GenerationEndpoint):
     def _local(self, caller: Caller, request: ResponsesRequest, history: History) -> tuple[GenerateRequest, OwnNames]:
         """The request for a backend, with the whole conversation."""
         made = request.conversation(history.items)
-        own = partial(_own_names, request, made.origins, len(history.items))
+        own = partial(_own_names, request)
         with own():
             chat = {**request.chat, "messages": made.messages}
             parsed, _ = parse_chat(chat, max_messages=self.settings.max_messages)
@@ -168,7 +167,6 @@ class ResponsesEndpoint(GenerationEndpoint):
         if len(messages) > self.settings.max_messages:
             message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
             raise InvalidRequestError(message, param="input")
-        check_tools(len(request.tools))
         chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
         if request.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -217,12 +215,12 @@ class ResponsesEndpoint(GenerationEndpoint):
 
 
 @contextmanager
-def _own_names(request: ResponsesRequest, origins: Sequence[int], first_new: int) -> Iterator[None]:
+def _own_names(request: ResponsesRequest) -> Iterator[None]:
     """Have errors name the fields of the request instead of those of its chat."""
     try:
         yield
     except InvalidRequestError as error:
-        error.param = request.own_name(error.param, origins, first_new)
+        error.param = error.param and request.own_name(error.param)
         raise
 
 

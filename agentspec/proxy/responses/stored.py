@@ -1,41 +1,173 @@
-"""The routes of stored responses: one of them, its deletion, and the items of its input."""
+"""Stored responses: written and read off the loop, and the route on which clients read and delete them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
+import anyio
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from agentspec.backends.base import RESPONSES, is_forwarding
 from agentspec.cache.responses import StoredResponse
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import AgentSpecError, CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.validation import shown_name
+from agentspec.protocol.wire import encode
 from agentspec.proxy.admission.limits import Deadline, until_disconnect
 from agentspec.proxy.body.upstream_fields import check_head
-from agentspec.proxy.endpoint import note_disconnect
+from agentspec.proxy.endpoint import GenerationEndpoint, note_disconnect
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers
+from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.responses.endpoint import ResponsesEndpoint
-from agentspec.proxy.responses.keeping import ResponseNotFoundError, not_found
 from agentspec.proxy.responses.upstreams import ResponsesInspector
 from agentspec.proxy.streaming.sending import json_response, respond
+from agentspec.runtime import Runtime
+from agentspec.settings.server import ServerSettings
 
-MAX_PAGE = 100
-PAGE = 20
+if TYPE_CHECKING:
+    from agentspec.cache.responses.table import ResponseStore
+
+T = TypeVar("T")
+
+THREADS = 8
+PATIENCE = 10.0  # seconds that a client waits for its answer to be stored
+MAX_STORED_ID = 128
+MAX_CHAIN = 512
+"""Answers that one conversation may consist of."""
+
+
+class ResponseNotFoundError(InvalidRequestError):
+    """There is no such stored response, or it is another tenant's, which must look the same."""
+
+    status = 404
+    code = "response_not_found"
+
+
+def not_found(id: str, param: str) -> ResponseNotFoundError:
+    return ResponseNotFoundError(f"no response {id[:80]!r} is stored here", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The items of the answers that a request continues, and the bytes that they take."""
+
+    items: list[Item]
+    size: int
+
+
+@dataclass(slots=True)
+class Keeper:
+    """The stored answers of a gateway. Its methods wait for the store in one of its own threads."""
+
+    runtime: Runtime
+    limits: ServerSettings
+    _threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(THREADS))
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything may be kept."""
+        return self.runtime.settings.cache.store
+
+    async def put(self, stored: StoredResponse) -> bool:
+        """Store an answer; False, with a warning in the log, if that cannot be done, or not in time.
+
+        What a slow store commits after that is deleted again: the client is told that nothing is stored.
+        """
+        reason = f"the store took more than {PATIENCE:.0f} seconds"
+        verdict: dict[str, bool] = {}  # set once: by the thread that has stored, or by who waits for it no longer
+        try:
+            with anyio.move_on_after(PATIENCE):
+                return await self._in_thread(lambda: self._put(replace(stored, id=_key(stored.id)), verdict))
+            if verdict.setdefault("kept", False):
+                return True
+        except CacheError as error:
+            reason = error.message
+        logger.warning("a response is not stored", error=reason)
+        return False
+
+    def _put(self, stored: StoredResponse, verdict: dict[str, bool]) -> bool:
+        kept = self._store.put(stored)
+        if kept and not verdict.setdefault("kept", True):
+            try:
+                self._store.delete(stored.tenant, stored.id)
+            except AgentSpecError as error:
+                logger.warning("a response stays stored, though its client was told otherwise", error=error.message)
+        return kept
+
+    async def get(self, tenant: str, id: str, param: str = "id") -> StoredResponse:
+        """The tenant's answer. Raises `ResponseNotFoundError`."""
+        found = await self._in_thread(lambda: self._store.get(tenant, _key(id))) if self.stores and is_id(id) else None
+        if found is None:
+            raise not_found(id, param)
+        return replace(found, id=id)
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Raises `ResponseNotFoundError`."""
+        if not (self.stores and await self.discard(tenant, id)):
+            raise not_found(id, "id")
+
+    async def discard(self, tenant: str, id: str) -> bool:
+        """Delete the tenant's answer if it is there; returns whether it was."""
+        return is_id(id) and await self._in_thread(lambda: self._store.delete(tenant, _key(id)))
+
+    async def history(self, tenant: str, id: str) -> History:
+        """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first.
+
+        Raises `ResponseNotFoundError`, and `InvalidRequestError` for a conversation that is too long.
+        """
+        if not (self.stores and is_id(id)):
+            raise not_found(id, "previous_response_id")
+        return await self._in_thread(lambda: self._history(tenant, id))
+
+    def _history(self, tenant: str, id: str) -> History:
+        most_items, most_bytes = self.limits.max_messages, self.limits.max_body_bytes
+        links: list[list[Item]] = []
+        count = size = 0
+        wanted: str | None = id
+        while wanted is not None:
+            stored = self._store.get(tenant, wanted)
+            if stored is None or stored.backend is not None:
+                raise _missing(id, wanted)
+            links.append([*map(dict, stored.items), *stored.response.get("output", ())])
+            count, size = count + len(links[-1]), size + len(encode(links[-1]))
+            if len(links) > MAX_CHAIN or count > most_items or size > most_bytes:
+                message = "the conversation that previous_response_id continues is too long to be read again"
+                raise InvalidRequestError(message, param="previous_response_id")
+            wanted = stored.previous
+        return History([item for link in reversed(links) for item in link], size)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
+
+    @property
+    def _store(self) -> ResponseStore:
+        return self.runtime.responses
+
+
+def _missing(id: str, wanted: str) -> ResponseNotFoundError:
+    if wanted == id:
+        return not_found(id, "previous_response_id")
+    message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
+    return ResponseNotFoundError(message, param="previous_response_id")
+
+
+def _key(id: str) -> str:
+    """The id under which stores keep a response: they take few characters. Nobody can ask for one with a blank."""
+    return id if len(id) <= MAX_STORED_ID else f"long {hashlib.sha256(id.encode()).hexdigest()}"
 
 
 @dataclass(slots=True)
 class StoredRoute:
-    """`GET` and `DELETE` of one stored response, as an ASGI application; with `items`, the items of its input."""
+    """`GET` and `DELETE` of one stored response, as an ASGI application."""
 
-    endpoint: ResponsesEndpoint
-    items: bool = False
+    endpoint: GenerationEndpoint
+    keeper: Keeper
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
@@ -59,7 +191,7 @@ class StoredRoute:
     async def _find(self, record: RequestRecord, id: str) -> StoredResponse:
         """The tenant's response. One that is unknown here may be kept at the sole upstream of a sole tenant."""
         try:
-            return await self.endpoint.keeper.get(record.tenant, id)
+            return await self.keeper.get(record.tenant, id)
         except ResponseNotFoundError:
             backends = self.endpoint.ready().backends()
             upstreams = [name for name, backend in backends.items() if is_forwarding(backend)]
@@ -77,8 +209,8 @@ class StoredRoute:
         async with deadline.limit():
             if not await backend.has_route(RESPONSES, request_headers(request.scope, record)):
                 raise not_found(stored.id, "id")
-        path = f"{RESPONSES}/{quote(stored.id, safe='')}" + ("/input_items" if self.items else "")
-        if request.method == "DELETE" and self.endpoint.keeper.stores:
+        path = f"{RESPONSES}/{quote(stored.id, safe='')}"
+        if request.method == "DELETE" and self.keeper.stores:
             send = self._discarding(send, record.tenant, stored.id)
         # The answer to HEAD has a length and no body to wait for; our own server leaves that of GET out.
         inspector, method = ResponsesInspector(), "GET" if request.method == "HEAD" else request.method
@@ -90,64 +222,21 @@ class StoredRoute:
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] < 400:
-                await self.endpoint.keeper.discard(tenant, id)
+                await self.keeper.discard(tenant, id)
             await send(message)
 
         return watched
 
     async def _body(self, request: Request, record: RequestRecord, stored: StoredResponse) -> Mapping[str, Any]:
-        if self.items and request.method != "DELETE":
-            page = Page.of(request.query_params)
-            return page.listed(await self._input(record, stored))
-        _refuse_query(request.query_params, ())
+        _refuse_query(request.query_params)
         if request.method != "DELETE":
             return stored.response
-        await self.endpoint.keeper.delete(record.tenant, stored.id)
+        await self.keeper.delete(record.tenant, stored.id)
         return {"id": stored.id, "object": "response", "deleted": True}
 
-    async def _input(self, record: RequestRecord, stored: StoredResponse) -> list[Item]:
-        """All items that the answer was made from: those of the answers that it continues, then its own."""
-        own = [dict(item) for item in stored.items]
-        if stored.previous is None:
-            return own
-        return [*(await self.endpoint.keeper.history(record.tenant, stored.previous)).items, *own]
 
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Which part of a list is wanted: `limit` entries behind the one with the id `after`."""
-
-    limit: int = PAGE
-    after: str | None = None
-    newest_first: bool = True
-
-    @classmethod
-    def of(cls, query: QueryParams) -> Page:
-        """Raises `InvalidRequestError` with `param`."""
-        _refuse_query(query, ("limit", "after", "order"))
-        limit, order = query.get("limit", str(PAGE)), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
-            raise InvalidRequestError(f"limit must be a number from 1 to {MAX_PAGE}", param="limit")
-        if order not in ("asc", "desc"):
-            raise InvalidRequestError("order must be asc or desc", param="order")
-        return cls(int(limit), query.get("after"), order == "desc")
-
-    def listed(self, items: Sequence[Item]) -> dict[str, Any]:
-        """The page of `items`, which come oldest first. Raises `InvalidRequestError` for an unknown `after`."""
-        ordered = list(reversed(items)) if self.newest_first else list(items)
-        start = 0
-        if self.after is not None:
-            places = [place for place, item in enumerate(ordered) if item["id"] == self.after]
-            if not places:
-                raise InvalidRequestError(f"after: no item {self.after[:80]!r} in this list", param="after")
-            start = places[-1] + 1
-        page = ordered[start : start + self.limit]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return {"object": "list", "data": page, **ends, "has_more": start + self.limit < len(ordered)}
-
-
-def _refuse_query(query: QueryParams, known: Sequence[str]) -> None:
+def _refuse_query(query: QueryParams) -> None:
     for name, value in query.multi_items():
-        if name not in known and value not in ("", "false"):
+        if value not in ("", "false"):
             shown = shown_name(name)
             raise InvalidRequestError(f"{shown!r} is not supported here", param=shown)

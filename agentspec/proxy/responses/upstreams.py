@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from starlette.types import Message, Send
 
-from agentspec.errors import UpstreamError
 from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.wire import SseDecoder, encode, named_event, object_in
@@ -62,53 +60,34 @@ Found = Callable[[str], Awaitable[None]]
 
 
 def telling_id(send: Send, found: Found) -> Send:
-    """Wrap `send` to call `found` with the id of the response that is sent, before anything with that id is sent."""
-    finder: IdFinder | None = None
+    """Wrap `send` to call `found` with the id of the response that is sent, before anything with that id is sent.
+
+    The id is the response's own member, in its JSON or in one of the first events of its stream: what a client wrote
+    comes back in others.
+    """
+    decoder: SseDecoder | None = None
+    left = 0  # bytes in which the id must come
 
     async def watched(message: Message) -> None:
-        nonlocal finder
+        nonlocal decoder, left
         if message["type"] == "http.response.start" and message["status"] < 400:
             kind = dict(message["headers"]).get(b"content-type", b"")  # upstreams do not stream whatever is asked for
-            finder = IdFinder(stream=kind.lower().startswith(b"text/event-stream"))
-        if finder is not None and message["type"] == "http.response.body":
-            id = finder.feed(message.get("body", b""))
-            if id is not None:
+            decoder = SseDecoder() if kind.lower().startswith(b"text/event-stream") else None
+            left = _FIRST_EVENTS
+        elif left > 0:
+            id = next(_ids_in(message["body"], decoder), None)
+            left = 0 if id or decoder is None else left - len(message["body"])
+            if id:
                 await found(id)
-            if id is not None or finder.ended:
-                finder = None
         await send(message)
 
     return watched
 
 
-class IdFinder:
-    """Finds the id of a response in its JSON, or in the first events of its stream.
-
-    Looks at the object's own member alone: what a client wrote comes back in others.
-    """
-
-    def __init__(self, *, stream: bool) -> None:
-        self._decoder = SseDecoder(max_event_bytes=_FIRST_EVENTS) if stream else None
-        self._seen = 0
-        self.ended = False
-
-    def feed(self, data: bytes) -> str | None:
-        """The id, if it is in what was fed so far."""
-        self._seen += len(data)
-        if self._decoder is None:
-            self.ended = True
-            return _id_in(data)
-        self.ended = self._seen > _FIRST_EVENTS
-        with suppress(UpstreamError):
-            ids = (_id_in(event, streamed=True) for event in self._decoder.feed(data))
-            return next(filter(None, ids), None)
-        self.ended = True
-        return None
-
-
-def _id_in(data: str | bytes, *, streamed: bool = False) -> str | None:
-    """The id of the response in `data`: an event with its beginning, or the whole."""
-    value: Any = object_in(data)
-    response = value.get("response") if streamed else value
-    id = response.get("id") if isinstance(response, dict) else None
-    return id if is_id(id) else None
+def _ids_in(data: bytes, decoder: SseDecoder | None) -> Iterator[str]:
+    """The ids of responses in the next bytes of a stream, or in a whole answer."""
+    events = [data] if decoder is None else decoder.feed(data)
+    for value in map(object_in, events):
+        response = value if decoder is None else value.get("response")
+        if isinstance(response, dict) and is_id(id := response.get("id")):
+            yield id

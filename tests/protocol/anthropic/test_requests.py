@@ -36,7 +36,7 @@ def test_every_field_of_the_clients_types_is_known() -> None:
     known = {*_MessagesBody.model_fields, *INERT, *PASSED, *REFUSED}
     fields = names(types.message_create_params.MessageCreateParamsStreaming) | names(types.MessageCountTokensParams)
     assert fields <= known
-    assert names(types.ToolParam) <= requests._KNOWN
+    assert names(types.ToolParam) <= {*requests._MessagesTool.model_fields} | requests._MessagesTool.inert
     blocks = {
         "text": types.TextBlockParam,
         "image": types.ImageBlockParam,
@@ -46,7 +46,7 @@ def test_every_field_of_the_clients_types_is_known() -> None:
         "tool_result": types.ToolResultBlockParam,
     }
     for kind, block in blocks.items():
-        assert names(block) <= requests._FIELDS[kind] | requests._INERT | {"type"}
+        assert names(block) <= {*requests._BLOCKS[kind].model_fields} | requests._Block.inert
     assert {"type", *names(types.OutputConfigParam)} == {"type", "effort", "format"}
 
 

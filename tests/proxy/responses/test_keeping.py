@@ -13,7 +13,7 @@ from agentspec.cache.responses.table import ResponseStore
 from agentspec.cache.storage.sqlite import MemoryDatabase
 from agentspec.cache.storage.tables import prepare
 from agentspec.errors import CacheError
-from agentspec.proxy.responses.keeping import Keeper
+from agentspec.proxy.responses.stored import Keeper
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.responses import ResponseItemList
 
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import CacheUnavailableError
@@ -94,31 +93,11 @@ def test_calls_and_thoughts_go_on_by_id(alice: openai.OpenAI, backend: FakeBacke
     assert result == {"role": "tool", "tool_call_id": "c1", "content": "42"}
 
 
-def test_the_items_of_an_input_are_listed(alice: openai.OpenAI, running: Any) -> None:
-    first = ask(alice, [{"role": "user", "content": f"item {number}"} for number in range(5)])
-    second = ask(alice, "last", previous_response_id=first.id)
-    listed = list(alice.responses.input_items.list(second.id, limit=2, order="asc"))
-    texts = [one.content[0].text for one in listed]  # type: ignore[union-attr,index]
-    assert texts == [*(f"item {number}" for number in range(5)), "answer to item 4", "last"]
-    newest = alice.responses.input_items.list(second.id, limit=1)
-    assert newest.data[0].id == listed[-1].id and newest.has_more
-    page = alice.responses.input_items.list(second.id, limit=2, order="asc", after=listed[0].id)
-    assert [one.id for one in page.data] == [one.id for one in listed[1:3]]
-    raw = HTTP.get(
-        f"{running.url}/v1/responses/{second.id}/input_items", headers={"authorization": "Bearer key-of-alice"}
-    )
-    ResponseItemList.model_validate(raw.json())
-    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
-        with pytest.raises(openai.BadRequestError) as refused:
-            alice.responses.input_items.list(second.id, **wrong)  # type: ignore[arg-type]
-        assert refused.value.param == next(iter(wrong))
-
-
 def test_a_deleted_response_is_gone(alice: openai.OpenAI) -> None:
     first = ask(alice)
     second = ask(alice, previous_response_id=first.id)
     alice.responses.delete(first.id)
-    for use in (alice.responses.retrieve, alice.responses.delete, alice.responses.input_items.list):
+    for use in (alice.responses.retrieve, alice.responses.delete):
         with pytest.raises(openai.NotFoundError):
             use(first.id)  # type: ignore[operator]
     with pytest.raises(openai.NotFoundError) as refused:
@@ -128,7 +107,7 @@ def test_a_deleted_response_is_gone(alice: openai.OpenAI) -> None:
 
 def test_another_tenants_ids_are_unknown(alice: openai.OpenAI, bob: openai.OpenAI) -> None:
     theirs = ask(alice)
-    for use in (bob.responses.retrieve, bob.responses.delete, bob.responses.input_items.list):
+    for use in (bob.responses.retrieve, bob.responses.delete):
         with pytest.raises(openai.NotFoundError) as refused:
             use(theirs.id)  # type: ignore[operator]
         nobodys = "resp_" + "0" * 32

@@ -182,9 +182,9 @@ def test_a_stored_response_is_asked_of_its_upstream(gateway: Any, upstream: Any)
     server = upstream(native())
     running = gateway({}, settings(server.url))
     post(running, {})
-    for method, path in (("GET", f"{ROUTE}/resp_1"), ("GET", f"{ROUTE}/resp_1/input_items?limit=2")):
-        assert HTTP.request(method, running.url + path).content == RESPONSE
-        assert (server.requests[-1].method, server.requests[-1].target) == (method, path)
+    path = f"{ROUTE}/resp_1?include=x"
+    assert HTTP.get(running.url + path).content == RESPONSE
+    assert (server.requests[-1].method, server.requests[-1].target) == ("GET", path)
     HTTP.delete(f"{running.url}{ROUTE}/resp_1")
     assert (server.requests[-1].method, server.requests[-1].target) == ("DELETE", f"{ROUTE}/resp_1")
     assert running.runtime.cache.responses.get("default", "resp_1") is None
@@ -231,7 +231,7 @@ def test_a_client_that_leaves_a_stored_stream_cancels_it(gateway: Any, upstream:
     until(lambda: running.app.limiter.running == 0)
 
 
-@pytest.mark.parametrize("path", [f"{ROUTE}/..", f"{ROUTE}/.", f"{ROUTE}/../input_items", f"{ROUTE}/%2e%2e"])
+@pytest.mark.parametrize("path", [f"{ROUTE}/..", f"{ROUTE}/.", f"{ROUTE}/%2e%2e"])
 def test_the_id_of_a_response_is_no_way_to_other_routes(gateway: Any, upstream: Any, path: str) -> None:
     server = upstream(native())
     host, port = gateway({}, settings(server.url)).url.removeprefix("http://").split(":")
@@ -248,9 +248,8 @@ async def test_a_gateway_that_loads_denies_no_response(tmp_path: Path) -> None:
     app = create_app(Runtime(settings("http://127.0.0.1:9/v1")))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        for path in (f"{ROUTE}/resp_1", f"{ROUTE}/resp_1/input_items"):
-            answer = await client.get(path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        answer = await client.get(f"{ROUTE}/resp_1")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
 def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
