@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
 
 if TYPE_CHECKING:
-    from agentspec.backends.http import Room, UpstreamResponse
     from agentspec.backends.openai.isolation import TenantIsolation
-    from agentspec.backends.openai.tokenization import ServerTokenization
-    from agentspec.backends.settings import OpenAISettings
     from agentspec.errors import AgentSpecError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
@@ -120,92 +117,12 @@ class RecordsAnswers(Protocol):
 
 
 @runtime_checkable
-class Forwards(Protocol):
-    """A backend whose server speaks OpenAI's protocol itself: a gateway forwards bytes in both directions unchanged."""
-
-    @property
-    def settings(self) -> OpenAISettings:
-        """The settings, which say what clients may send to the server."""
-        ...
-
-    def forward(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        query: str = "",
-        tenant: str = DEFAULT_TENANT,
-        above: bool = False,
-    ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a tenant's request to `path` below the server's root, or, `above`, beside its /v1; the caller
-        allow-lists paths.
-
-        Error answers are returned like others. Leaving the block cancels the server's work. Raises `UpstreamError`.
-        """
-        ...
-
-    async def body_fields(
-        self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any], off: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """The fields to set in a body for `path`, which already has the fields `given`: they send the `labels` and
-        the switches that are `off`, and keep the tenant's requests apart from others'.
-
-        Raises `UpstreamIsolationError` if that cannot be done, `InvalidRequestError` for a salt that is no text.
-        """
-        ...
-
-    @property
-    def needs_salt(self) -> bool:
-        """Whether each request must carry its tenant's salt, since several tenants share the server's caches."""
-        ...
-
-    async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:
-        """Whether requests to `path` can be forwarded, by a tenant whose `headers` may carry a client's key, with what
-        is switched `off`.
-        """
-        ...
-
-    async def server_kind(self) -> str | None:
-        """What the server is: "vllm", "sglang" or "other"; None if it has never answered."""
-        ...
-
-    async def keeps_latency(self, path: str) -> bool:
-        """Whether the server is known to serve requests to `path` with a latency goal first; `body_fields` hands the
-        goal on.
-        """
-        ...
-
-    def deltas(self, response: UpstreamResponse, room: Room | None = None) -> AsyncGenerator[Delta]:
-        """The answer to a request for completions, streamed or whole, as `generate` yields it. `room` is asked for the
-        bytes of a large whole one. Raises `UpstreamError`, for an error answer `UpstreamStatusError`.
-        """
-        ...
-
-    def tokenizer_of(self, model: str) -> ServerTokenization:
-        """The server's tokenizer for `model`, whether it has such endpoints or not."""
-        ...
-
-    async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-        """The server's own model list; `headers` may carry a client's key. Raises `UpstreamError`."""
-        ...
-
-
-_forwarding: dict[type, bool] = {}
-
-
-def is_forwarding(backend: object) -> TypeGuard[Forwards]:
-    """Whether `backend` is a `Forwards`. The check of a protocol takes long, so its result is kept for each class."""
-    kind = type(backend)
-    if kind not in _forwarding:
-        _forwarding[kind] = isinstance(backend, Forwards)
-    return _forwarding[kind]
-
-
-@runtime_checkable
 class SharesCaches(Protocol):
-    """A backend whose server keeps what it computed for one request, for the next ones of anybody."""
+    """A backend whose server keeps what it computed for one request, for the next ones of anybody, and others share."""
+
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on."""
+        ...
 
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, as `isolation` says."""
@@ -217,15 +134,6 @@ class SharesCaches(Protocol):
 
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end."""
-        ...
-
-
-@runtime_checkable
-class TakesLimits(Protocol):
-    """A backend whose server others share, so that its operator bounds what is asked of it."""
-
-    def limit(self, max_tokens: int) -> None:
-        """Ask for at most `max_tokens` tokens in one answer from now on."""
         ...
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from langchain_core.messages import BaseMessage, get_buffer_string
 
-from agentspec.backends.base import Tokenization, is_forwarding
+from agentspec.backends.base import Tokenization
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamStatusError
@@ -56,7 +57,7 @@ async def _tokenization(runtime: Runtime, model: str) -> Tokenization:
     if isinstance(backend, PoolBackend):
         backend, named = await backend.any_server()
         known = named or known
-    if is_forwarding(backend):
+    if isinstance(backend, OpenAIBackend):
         return backend.tokenizer_of(known)
     if not isinstance(backend, Tokenization):
         raise ConfigurationError(f"the model {model!r} shows no tokenizer: set custom_get_token_ids")

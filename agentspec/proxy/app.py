@@ -24,9 +24,9 @@ from agentspec.backends.base import (
     MESSAGES,
     RESPONSES,
     TOKENIZE,
-    Forwards,
     ReportsMetrics,
 )
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import (
@@ -215,9 +215,10 @@ class Pages:
             return [self._object(name) for name in names] + aliases
         backend = self._runtime.route("*").backend
         check_head(request.scope)
-        return (await self._listed(backend, request) if isinstance(backend, Forwards | PoolBackend) else []) + aliases
+        listed = await self._listed(backend, request) if isinstance(backend, OpenAIBackend | PoolBackend) else []
+        return listed + aliases
 
-    async def _listed(self, backend: Forwards | PoolBackend, request: Request) -> list[dict[str, Any]]:
+    async def _listed(self, backend: OpenAIBackend | PoolBackend, request: Request) -> list[dict[str, Any]]:
         """The models of an upstream. The call takes a slot like others, or clients could open any number of them."""
         record = RequestRecord.of(request.scope)
         headers = request_headers(request.scope, record)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BeforeValidator
 
-from agentspec.backends.base import EmbedsCounted, is_forwarding
+from agentspec.backends.base import EmbedsCounted
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.validation import Body, Refused, Text, kind_of, must, short
 from agentspec.proxy.body.amounts import check_amounts, check_characters
@@ -47,7 +48,7 @@ class EmbeddingsEndpoint(GenerationEndpoint):
 
     async def _respond(self, exchange: Exchange) -> None:
         backend = exchange.route.backend
-        if is_forwarding(backend):
+        if isinstance(backend, OpenAIBackend):
             await self._forward(exchange, backend)
             return
         if not isinstance(backend, EmbedsCounted):

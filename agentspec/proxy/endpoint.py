@@ -11,7 +11,8 @@ from typing import Any, ClassVar, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
+from agentspec.backends.base import CHAT, AddsHeaders, Backend
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.attempts import Attempt, Attempts
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Pool
@@ -168,14 +169,14 @@ class GenerationEndpoint:
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""
         backend, record = exchange.route.backend, exchange.record
-        if is_forwarding(backend):
+        if isinstance(backend, OpenAIBackend):
             await self._forward(exchange, backend)
             return
         request, writer = await self._run(exchange, self._parse, exchange.fields, exchange.caller, backend, record)
         exchange.release()
         await self._answer(self.runtime.generate(request), writer, exchange)
 
-    async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _forward(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
         fields, model = exchange.fields, exchange.route.upstream_model
@@ -196,7 +197,7 @@ class GenerationEndpoint:
         """Whether somebody else may have stored something at an upstream."""
         return len(self.settings.tenant_names) > 1
 
-    def _check(self, fields: Mapping[str, Any], backend: Forwards) -> None:
+    def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
         """Raise `InvalidRequestError` for what the upstream may not get."""
         if self.several_tenants:
             refuse_kept_names(fields)
@@ -260,10 +261,10 @@ def note_disconnect(client: Watch, record: RequestRecord) -> None:
         record.outcome = "cancelled"
 
 
-def _strategy_upstreams(backend: Backend) -> list[Forwards]:
+def _strategy_upstreams(backend: Backend) -> list[OpenAIBackend]:
     """The upstreams that a strategy asks with what a request wants of it; none for another backend."""
     roles = backend.roles.values() if isinstance(backend, Strategy) else ()
-    found = [role.backend for role in roles if is_forwarding(role.backend)]
+    found = [role.backend for role in roles if isinstance(role.backend, OpenAIBackend)]
     pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
     return [*found, *(member.backend for pool in pools for member, _ in pool.members())]
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import Backend, Forwards, is_forwarding
+from agentspec.backends.base import Backend
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
@@ -65,7 +66,7 @@ class ExtraRoute(GenerationEndpoint):
                             record.attempt = attempt
                             await self._pass(scope, send, attempt.backend, body, fields, deadline, account)
                 else:
-                    assert is_forwarding(backend)
+                    assert isinstance(backend, OpenAIBackend)
                     await self._pass(scope, send, backend, body, fields, deadline, account)
         note_disconnect(client, record)
 
@@ -78,7 +79,7 @@ class ExtraRoute(GenerationEndpoint):
             servers: list[Backend] = [member.backend for member, _ in backend.pool.members()]
         else:
             servers = [backend]
-        if any(is_forwarding(server) and server.needs_salt for server in servers):
+        if any(isinstance(server, OpenAIBackend) and server.needs_salt for server in servers):
             raise UpstreamIsolationError(
                 f"{self.path} cannot be kept apart by tenant: the operator may set shared_upstream"
             )
@@ -87,7 +88,7 @@ class ExtraRoute(GenerationEndpoint):
         self,
         scope: Scope,
         send: Send,
-        backend: Forwards,
+        backend: OpenAIBackend,
         body: bytes,
         fields: Mapping[str, Any],
         deadline: Deadline,

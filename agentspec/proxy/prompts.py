@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from agentspec.backends.base import is_forwarding
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.protocol.deltas import summed
 from agentspec.protocol.responses import CompletionWriter
@@ -31,7 +31,7 @@ class CompletionsEndpoint(GenerationEndpoint):
 
     async def _respond(self, exchange: Exchange) -> None:
         prompts = _several(exchange.fields.get("prompt"))
-        if prompts is None or is_forwarding(exchange.route.backend):
+        if prompts is None or isinstance(exchange.route.backend, OpenAIBackend):
             await super(CompletionsEndpoint, self)._respond(exchange)  # slots give the class another object
             return
         record, backend = exchange.record, exchange.route.backend

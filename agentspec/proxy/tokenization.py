@@ -8,14 +8,8 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from agentspec.backends.base import (
-    TOKENIZE,
-    Forwards,
-    SpellsTokens,
-    Tokenization,
-    is_forwarding,
-    tokenization_of,
-)
+from agentspec.backends.base import TOKENIZE, SpellsTokens, Tokenization, tokenization_of
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.validation import Body, Text, TokenIds
@@ -62,9 +56,9 @@ class TokenizationEndpoint(GenerationEndpoint):
 
     async def _respond(self, exchange: Exchange) -> None:
         asked = exchange.route
-        route = asked if is_forwarding(asked.backend) else await self._base_of(exchange.fields["model"])
+        route = asked if isinstance(asked.backend, OpenAIBackend) else await self._base_of(exchange.fields["model"])
         backend = route.backend
-        if is_forwarding(backend):
+        if isinstance(backend, OpenAIBackend):
             await self._pass(exchange, backend, route.upstream_model)
             return
         side = tokenization_of(backend)
@@ -80,7 +74,7 @@ class TokenizationEndpoint(GenerationEndpoint):
         encoded = await self._run(exchange, encode, answer)  # token ids take longer to write than their text to read
         await respond(exchange.send, Response(encoded, media_type="application/json"))
 
-    async def _pass(self, exchange: Exchange, backend: Forwards, model: str) -> None:
+    async def _pass(self, exchange: Exchange, backend: OpenAIBackend, model: str) -> None:
         """Pass the request to the upstream, beside whose /v1 the routes stand."""
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, TakesLimits, closing_items
+from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, closing_items
 from agentspec.errors import AgentSpecError, NotReadyError, ShuttingDownError
 from agentspec.protocol.deltas import without_reasoning
 from agentspec.protocol.requests import with_deadline, with_extra
@@ -217,7 +217,7 @@ class Runtime:
 
     def _limit_upstreams(self) -> None:
         for backend in self._all():
-            if self._most_tokens is not None and isinstance(backend, TakesLimits):
+            if self._most_tokens is not None and isinstance(backend, SharesCaches):
                 backend.limit(self._most_tokens)
 
     def _all(self) -> list[Any]:

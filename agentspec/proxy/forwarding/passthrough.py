@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import Scope, Send
 
-from agentspec.backends.base import CHAT, Forwards
+from agentspec.backends.base import CHAT
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.errors import anthropic_error, error_object, without_account
 from agentspec.protocol.headers import PREFIX, label_headers
@@ -34,7 +35,7 @@ _NO_CONTENT = 204  # has no body and tells no length of one (RFC 9110, sections 
 
 
 async def upstream_body(
-    backend: Forwards, path: str, body: bytes, fields: Mapping[str, Any], caller: Caller, model: str
+    backend: OpenAIBackend, path: str, body: bytes, fields: Mapping[str, Any], caller: Caller, model: str
 ) -> bytes:
     """`body`, which holds `fields`, with the upstream's model name, and with what the backend tells about the caller.
 
@@ -45,7 +46,7 @@ async def upstream_body(
 
 
 async def added_fields(
-    backend: Forwards, path: str, fields: Mapping[str, Any], caller: Caller, model: str
+    backend: OpenAIBackend, path: str, fields: Mapping[str, Any], caller: Caller, model: str
 ) -> dict[str, Any]:
     """What a body with `fields` gets on its way to the upstream: see `upstream_body`."""
     asked = await with_policy(backend, path, fields, caller)
@@ -67,7 +68,7 @@ async def with_fields(body: bytes, fields: Mapping[str, Any], added: Mapping[str
 async def pass_through(
     scope: Scope,
     send: Send,
-    backend: Forwards,
+    backend: OpenAIBackend,
     path: str,
     body: bytes,
     deadline: Deadline,

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from agentspec.backends.base import RESPONSES, Forwards
+from agentspec.backends.base import RESPONSES
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.fields import GOAL, PRIORITY, takes_switches
 from agentspec.proxy.admission.auth import Caller
 
 logger = logging.getLogger(__name__)
 
 
-async def with_policy(backend: Forwards, path: str, fields: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+async def with_policy(
+    backend: OpenAIBackend, path: str, fields: Mapping[str, Any], caller: Caller
+) -> Mapping[str, Any]:
     """The `fields` of a body for `path` with what the `caller`'s policy says and the body does not: the priority, if
     the upstream schedules by it, and the latency goal, if its drafts serve one first.
 

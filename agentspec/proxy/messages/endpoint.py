@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from starlette.exceptions import HTTPException
 
-from agentspec.backends.base import CHAT, MESSAGES, AddsHeaders, Backend, Forwards, Tokenization, is_forwarding
+from agentspec.backends.base import CHAT, MESSAGES, AddsHeaders, Backend, Tokenization
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
@@ -37,7 +38,7 @@ class MessagesEndpoint(GenerationEndpoint):
 
     framing: ClassVar[Framing] = MESSAGE_EVENTS
 
-    async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _forward(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
         async with exchange.deadline.limit():
@@ -45,7 +46,7 @@ class MessagesEndpoint(GenerationEndpoint):
             native = await backend.has_route(self.path, headers, exchange.caller.off)
         await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
 
-    async def _pass(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _pass(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         """Pass the bytes of the request to the upstream, and those of its answer back."""
         model = exchange.route.upstream_model
         async with exchange.deadline.limit():
@@ -54,7 +55,7 @@ class MessagesEndpoint(GenerationEndpoint):
         scope, send, account, inspector = exchange.scope, exchange.send, exchange.account, MessagesInspector()
         await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
 
-    async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _translate(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
         record, model = exchange.record, exchange.route.upstream_model
         async with exchange.deadline.limit():
@@ -69,7 +70,7 @@ class MessagesEndpoint(GenerationEndpoint):
         exchange.release()
         await self._answer(deltas, writer, exchange)
 
-    async def _chat(self, exchange: Exchange, backend: Forwards, *, count: bool = False) -> MessagesRequest:
+    async def _chat(self, exchange: Exchange, backend: OpenAIBackend, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""
         templated = await backend.server_kind() in TEMPLATED
         limits = MessagesLimits(self.settings.max_messages, images=True, templated=templated)
@@ -106,12 +107,12 @@ class CountTokensEndpoint(MessagesEndpoint):
 
     async def _respond(self, exchange: Exchange) -> None:
         backend = exchange.route.backend
-        if is_forwarding(backend):
+        if isinstance(backend, OpenAIBackend):
             await self._forward(exchange, backend)
             return
         parsed = await self._run(exchange, lambda: self._local(exchange.fields, backend, exchange.record, count=True))
         base = await self._base_of(exchange.fields["model"])
-        if is_forwarding(base.backend):
+        if isinstance(base.backend, OpenAIBackend):
             await self._send(exchange, _of_server(base.backend, base.upstream_model, parsed))
             return
         if not isinstance(base.backend, Tokenization):
@@ -120,7 +121,7 @@ class CountTokensEndpoint(MessagesEndpoint):
         request, _ = await self._run(exchange, lambda: parse_chat(parsed.chat, max_messages=most))
         await self._send(exchange, _of_model(base.backend, request, base.backend.capabilities.context_length))
 
-    async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _translate(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         async with exchange.deadline.limit():
             request = await self._chat(exchange, backend, count=True)
         await self._send(exchange, _of_server(backend, exchange.route.upstream_model, request))
@@ -138,7 +139,7 @@ async def _of_model(base: Tokenization, request: GenerateRequest, context_length
     return len(await base.tokenize(text))
 
 
-async def _of_server(backend: Forwards, model: str, parsed: MessagesRequest) -> int:
+async def _of_server(backend: OpenAIBackend, model: str, parsed: MessagesRequest) -> int:
     """By the tokenizer endpoints of an upstream, as vLLM has them. Raises 404 for one without."""
     chat = parsed.chat
     arguments = (chat["messages"], chat.get("tools") or (), chat.get("chat_template_kwargs") or {})

@@ -9,8 +9,9 @@ from typing import Any
 
 from starlette.types import Scope
 
-from agentspec.backends.base import CHAT, Forwards
+from agentspec.backends.base import CHAT
 from agentspec.backends.http import Room
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.proxy.admission.auth import Caller
@@ -25,7 +26,7 @@ TEMPLATED = ("vllm", "sglang")
 _HOSTED = ("api.openai.com", ".openai.azure.com")  # whose newer models refuse `max_tokens`
 
 
-async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Caller, model: str) -> dict[str, Any]:
+async def chat_fields(backend: OpenAIBackend, request: MessagesRequest, caller: Caller, model: str) -> dict[str, Any]:
     """The fields for the upstream's chats, with what the backend tells about the caller.
 
     Raises `InvalidRequestError` for a message to be continued where the upstream cannot do that.
@@ -41,7 +42,7 @@ async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Calle
     return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked, caller.off)
 
 
-def name_bound(backend: Forwards, chat: dict[str, Any]) -> None:
+def name_bound(backend: OpenAIBackend, chat: dict[str, Any]) -> None:
     """Call the most tokens of an answer in `chat` as the upstream does."""
     if "max_tokens" in chat and str(backend.settings.url.host).endswith(_HOSTED):
         chat["max_completion_tokens"] = chat.pop("max_tokens")
@@ -57,7 +58,7 @@ def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
 
 
 async def chat_deltas(
-    backend: Forwards,
+    backend: OpenAIBackend,
     body: bytes,
     headers: Mapping[str, str],
     record: RequestRecord,

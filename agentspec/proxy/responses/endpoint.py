@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Send
 
-from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Forwards, is_forwarding
+from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.protocol.errors import without_account
@@ -54,7 +55,7 @@ class ResponsesEndpoint(GenerationEndpoint):
 
     async def _respond(self, exchange: Exchange) -> None:
         backend = exchange.route.backend
-        if is_forwarding(backend):
+        if isinstance(backend, OpenAIBackend):
             await self._forward(exchange, backend)
             return
         if CHAT not in backend.capabilities.routes:
@@ -83,7 +84,7 @@ class ResponsesEndpoint(GenerationEndpoint):
                 async for delta in deltas:
                     yield delta
 
-    async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _forward(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
         async with exchange.deadline.limit():
@@ -93,7 +94,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             native = not several and await backend.has_route(RESPONSES, headers, exchange.caller.off)
         await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
 
-    async def _pass(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _pass(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         """Pass the bytes of the request to the upstream, and those of its answer back."""
         fields, caller, model = exchange.fields, exchange.caller, exchange.route.upstream_model
         async with exchange.deadline.limit():
@@ -131,7 +132,7 @@ class ResponsesEndpoint(GenerationEndpoint):
 
         return found
 
-    async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
+    async def _translate(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
         record = exchange.record
         request, history = await self._read(exchange, local=False)
@@ -224,7 +225,7 @@ def _own_names(request: ResponsesRequest) -> Iterator[None]:
         raise
 
 
-def _check_history(history: History, backend: Forwards) -> None:
+def _check_history(history: History, backend: OpenAIBackend) -> None:
     """Raise `InvalidRequestError` for what this upstream may not get, though the one before it may have got it."""
     try:
         UpstreamFields(backend.settings).check({"input": history.items}, RESPONSES)

@@ -13,7 +13,8 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from agentspec.backends.base import RESPONSES, is_forwarding
+from agentspec.backends.base import RESPONSES
+from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import AgentSpecError, CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
@@ -194,7 +195,7 @@ class StoredRoute:
             return await self.keeper.get(record.tenant, id)
         except ResponseNotFoundError:
             backends = self.endpoint.ready().backends()
-            upstreams = [name for name, backend in backends.items() if is_forwarding(backend)]
+            upstreams = [name for name, backend in backends.items() if isinstance(backend, OpenAIBackend)]
             if self.endpoint.several_tenants or len(upstreams) != 1:
                 raise
             return StoredResponse(id, record.tenant, 0.0, backend=upstreams[0])
@@ -202,7 +203,7 @@ class StoredRoute:
     async def _forward(self, request: Request, send: Send, stored: StoredResponse, deadline: Deadline) -> None:
         """Let the upstream that keeps the response answer."""
         backend = self.endpoint.ready().backends().get(stored.backend or "")
-        if backend is None or not is_forwarding(backend):
+        if backend is None or not isinstance(backend, OpenAIBackend):
             raise not_found(stored.id, "id")
         check_head(request.scope)
         record = RequestRecord.of(request.scope)
