@@ -93,7 +93,6 @@ def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--soak", "2"), "2h"),
         (("--connections", "16;64"), "16,64"),
         (("--measure", "speed"), "speed"),
         (("--runs", "0"), "runs"),
