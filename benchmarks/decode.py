@@ -9,21 +9,17 @@ between calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import RenderableType
 
-from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Progress, RatioGoal, rotated
 from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, ask, warm_name
 from agentspec.recordings.prompt_sets import PromptSet, load_prompts
 from agentspec.types import Labels, SamplingParams
-
-if TYPE_CHECKING:
-    from agentspec.backends.torch import TorchBackend
 
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128
@@ -46,14 +42,6 @@ CONTROL_GOALS = (RatioGoal(COLD, OFF, 0.98),)
 Variant = Callable[[Sequence[int], int], Run]
 
 
-def other_drafters(*, ngram: bool, draft_model: str | None) -> dict[str, dict[str, Any]]:
-    """The variants with one other drafter as the only drafter, each with its settings."""
-    found: dict[str, dict[str, Any]] = {"on, ngram alone": {"drafters": ("ngram",)}} if ngram else {}
-    if draft_model is not None:
-        found[f"on, {draft_model} alone"] = {"drafters": ("model",), "draft_model": draft_model}
-    return found
-
-
 def second_tenant(table: str) -> str:
     return f"{table}: {SECOND}"
 
@@ -64,16 +52,10 @@ def run_decode(
     sets: Sequence[PromptSet],
     limit: int | None,
     progress: Progress,
-    ngram: bool = False,
-    draft_model: str | None = None,
 ) -> DecodeReport:
-    """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises.
-
-    `ngram` and `draft_model` add variants of the prompt sets in which that drafter is the only one.
-    """
+    """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises."""
     bench = DecodeBench.load(model, progress, prefix_bytes=PREFIX_BYTES_OFF)
     try:
-        bench.load_others(model, other_drafters(ngram=ngram, draft_model=draft_model))
         bench.warm(WARM_COUNTS if sets else WARM_COUNTS[:1])  # so that the control starts with learned acceptance rates
         tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]
         return DecodeReport([*tables, bench.control(load_prompts("control")[:limit])])
@@ -83,23 +65,7 @@ def run_decode(
 
 @dataclass(slots=True)
 class DecodeBench(EngineBench):
-    """The model with warmed caches, the same model under transformers, and the same model with other drafters."""
-
-    others: dict[str, TorchBackend] = field(default_factory=dict)
-
-    def load_others(self, model: str, variants: Mapping[str, dict[str, Any]]) -> None:
-        """Load further variants by name, each with the given settings instead of the defaults."""
-        from agentspec.backends.torch import TorchBackend
-
-        for name, settings in variants.items():
-            self.others[name] = TorchBackend.load(
-                TorchSettings(model=model, **{"prefix_bytes": PREFIX_BYTES_OFF, **settings})
-            )
-
-    def close(self) -> None:
-        for backend in self.others.values():
-            self.loop.run_until_complete(backend.aclose())
-        EngineBench.close(self)
+    """The model with warmed caches, and the same model under transformers."""
 
     def measure(self, name: PromptSet, prompts: Sequence[str]) -> RunTable:
         table = RunTable(name)
@@ -151,15 +117,12 @@ class DecodeBench(EngineBench):
             COLD: self._cold(table, GREEDY),
             **warm,
             SECOND: self._agentspec(second_tenant(table), GREEDY),
-            **{name: self._agentspec(name, GREEDY, backend=backend) for name, backend in self.others.items()},
         }
 
-    def _agentspec(
-        self, tenant: str, sampling: SamplingParams, *, speculation: bool = True, backend: TorchBackend | None = None
-    ) -> Variant:
+    def _agentspec(self, tenant: str, sampling: SamplingParams, *, speculation: bool = True) -> Variant:
         def variant(prompt: Sequence[int], index: int) -> Run:
-            labels, engine = Labels(f"run-{index}"), backend or self.backend
-            answer = ask(engine, prompt, sampling, tenant, labels=labels, speculation=speculation, store=False)
+            labels = Labels(f"run-{index}")
+            answer = ask(self.backend, prompt, sampling, tenant, labels=labels, speculation=speculation, store=False)
             return self.loop.run_until_complete(answer)
 
         return variant

@@ -16,14 +16,15 @@ from typing import Any
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.agent_tools.clock import (
+from agentspec.benchmarks.agent_tools.replay import (
     ReplayedTurn,
     SessionTimes,
     by_predictions,
+    draft_steps,
+    play,
     session_times,
     tool_seconds,
 )
-from agentspec.benchmarks.agent_tools.replay import draft_steps, play
 from agentspec.benchmarks.report import Progress
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.formats import detect, names_of, read

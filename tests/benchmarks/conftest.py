@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.benchmarks import agent, decode, transformers_peer
+from agentspec.benchmarks import agent, decode, runs
 
 SHORT = 40
 
@@ -20,7 +20,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, monkeypatch: pytest.
     for module in (agent, decode):
         monkeypatch.setattr(module, "MAX_TOKENS", SHORT)
         monkeypatch.setattr(module, "GREEDY", replace(module.GREEDY, max_tokens=SHORT))
-    monkeypatch.setattr(transformers_peer, "ProcessPoolExecutor", _thread)
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", _thread)
     return str(tiny_model)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.decode import (
     CONTROL_DISTINCT,
     EDIT_GOALS,
@@ -14,7 +13,6 @@ from agentspec.benchmarks.decode import (
     DecodeBench,
     DecodeReport,
     distinct_ngrams,
-    other_drafters,
     require_distinct,
     second_tenant,
 )
@@ -51,13 +49,6 @@ def test_turns_at_one_prompt_are_one_measurement() -> None:
     for seconds in (1.0, 3.0, 2.0, 2.0):
         table.add("v", Run((0,) * 10, seconds))
     assert table.speeds("v") == [5.0, 5.0]
-
-
-def test_other_drafters_are_measured_alone_and_on_request() -> None:
-    assert other_drafters(ngram=False, draft_model=None) == {}
-    found = other_drafters(ngram=True, draft_model="small")
-    named = {name: TorchSettings(**update).drafter_names(cache=True) for name, update in found.items()}
-    assert named == {"on, ngram alone": ("ngram",), "on, small alone": ("model",)}
 
 
 def test_distinct_ngrams() -> None:

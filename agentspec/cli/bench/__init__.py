@@ -53,16 +53,12 @@ def decode(
     limit: Annotated[
         int | None, typer.Option(help="Only the first so many prompts of each set (at least 7)", min=7)
     ] = None,
-    ngram: Annotated[
-        bool, typer.Option("--ngram", help="Time drafts from the request's own text alone, without a cache, too")
-    ] = False,
-    draft_model: Annotated[str | None, typer.Option(help="Time drafts of this small model alone too")] = None,
     json: Annotated[Path | None, typer.Option(help="Write every run and ratio to this file")] = None,
 ) -> None:
     """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run."""
     from agentspec.benchmarks.decode import run_decode
 
-    run = partial(run_decode, model, sets=prompts.sets, limit=limit, ngram=ngram, draft_model=draft_model)
+    run = partial(run_decode, model, sets=prompts.sets, limit=limit)
     publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 

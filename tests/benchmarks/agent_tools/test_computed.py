@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentspec.benchmarks.agent_tools.clock import ReplayedTurn, session_times
 from agentspec.benchmarks.agent_tools.computed import AgentToolsReport, run_agent_tools
+from agentspec.benchmarks.agent_tools.replay import ReplayedTurn, session_times
 from agentspec.cli.bench import app
 from agentspec.errors import ConfigurationError
 from agentspec.tools.prediction.history import ToolCall

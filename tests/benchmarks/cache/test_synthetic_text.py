@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agentspec.benchmarks.cache.synthetic_text import VOCABULARY, synthetic_tokens
+from agentspec.benchmarks.cache.costs import VOCABULARY, synthetic_tokens
 
 
 @pytest.mark.parametrize("count", [0, 1, 50, 5000])

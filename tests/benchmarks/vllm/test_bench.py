@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from agentspec.benchmarks.report import print_report
 from agentspec.benchmarks.vllm import bench
-from agentspec.benchmarks.vllm.bench import ForcedBench, ForcedPart, ForcedPlan, require_vllm, run_forced
-from agentspec.benchmarks.vllm.calls import prepare_calls
+from agentspec.benchmarks.vllm.bench import ForcedBench, ForcedPart, ForcedPlan, prepare_calls, require_vllm, run_forced
 from agentspec.benchmarks.vllm.engine import EngineAnswer, EngineProcess, find_environment
 from agentspec.benchmarks.vllm.report import ForcedReport
 from agentspec.cli import app
