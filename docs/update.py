@@ -13,8 +13,7 @@ from pydantic.fields import FieldInfo
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
-from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, TraceSettings
+from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, IndexSettings, RemoteSettings, TraceSettings
 from agentspec.settings.models import ModelSettings
 from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
 

@@ -1,4 +1,5 @@
-"""Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`.
+"""Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`,
+`[knowledge.NAME]` and `[traces]`.
 
 To add a strategy, write a settings class here, list it in `STRATEGIES`, and let it name the module that implements it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ByteSize, Field, model_validator
+from pydantic import AfterValidator, Field, HttpUrl, SecretStr, model_validator
 
 from agentspec.settings_model import SettingsModel
 from agentspec.types import LossyAcceptance
@@ -174,24 +175,20 @@ class LookaheadSettings(DelegationSettings):
 
 
 class RetrievalSettings(SettingsModel):
-    """The first four settings determine the answer. All others only change how fast the answer comes."""
+    """`document_tokens` determines the answer, with the paper's lengths of a round and a query. `stride` only changes
+    how fast the answer comes.
+    """
 
-    round_tokens: int = Field(default=4, ge=1, description="Tokens generated from one document: k of the paper")
-    query_tokens: int = Field(default=32, ge=1, description="Last tokens whose text is the query: q of the paper")
     document_tokens: int = Field(default=256, ge=1, description="Most tokens of a document that the model reads")
     max_tokens: int = Field(default=256, ge=1, description="Answer length where a request names none")
     stride: Literal["os3"] | Annotated[int, Field(ge=0)] = Field(
         default="os3", description="Documents guessed before a verification: os3 adapts, down to none; or a number"
     )
-    asynchronous: bool = Field(default=True, description="Generate on while documents are verified, where that pays")
-    prefetch: int = Field(default=20, ge=1, description="Documents each search asks for, with and without guesses: P")
-    cache_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=0, description="Memory for cached documents")
-    search_timeout: float = Field(default=30.0, gt=0, description="Seconds that one search may take")
 
     @property
     def answer_settings(self) -> dict[str, Any]:
         """The settings that the answer depends on."""
-        return {name: getattr(self, name) for name in ("round_tokens", "query_tokens", "document_tokens")}
+        return {"document_tokens": self.document_tokens}
 
 
 class RaLMSpecSettings(RetrievalSettings, StrategySettings):
@@ -281,6 +278,27 @@ class LossyAcceptanceSettings(StrategySettings):
     def admits(self, tenant: str) -> bool:
         """Whether answers to `tenant` may be lossy."""
         return "*" in self.tenants or tenant in self.tenants
+
+
+class IndexSettings(SettingsModel):
+    """`[knowledge.NAME] kind = "index"`: a folder that `agentspec kb build` made."""
+
+    kind: Literal["index"] = "index"
+    path: UserPath = Field(description="The folder")
+    model: str | None = Field(default=None, description="The embedding model, if it is not where it was when building")
+
+
+class RemoteSettings(SettingsModel):
+    """`[knowledge.NAME] kind = "remote"`: a service that speaks the protocol of docs/retrieval.md."""
+
+    kind: Literal["remote"] = "remote"
+    url: HttpUrl = Field(description="The service's root, to which /search is added")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds a search may take")
+    api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
+    api_key_file: str | None = Field(default=None, description="File holding the API key")
+
+
+KnowledgeSettings = Annotated[IndexSettings | RemoteSettings, Field(discriminator="kind")]
 
 
 class TraceSettings(SettingsModel):

@@ -163,7 +163,7 @@ def _read_secrets(settings: Settings) -> None:
     """Read every key once, so that a missing key is found now and not at the first request."""
     from agentspec.backends.key_files import read_secret, sendable
     from agentspec.backends.settings import OpenAISettings
-    from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
+    from agentspec.reasoning.settings import RemoteSettings
     from agentspec.settings.server import read_keys
 
     settings.cache.location()

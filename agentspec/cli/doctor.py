@@ -16,7 +16,7 @@ from agentspec.backends.model_store.store import STORE_VARIABLE, store_folder
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError, install_advice
-from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.settings import IndexSettings, RemoteSettings
 from agentspec.settings.load import Settings
 from agentspec.version import __version__
 
@@ -231,7 +231,7 @@ def check_knowledge(name: str, settings: IndexSettings | RemoteSettings) -> Chec
     label = f"{name}: knowledge"
     try:
         if isinstance(settings, IndexSettings):
-            manifest = read_manifest(settings.path.expanduser())
+            manifest = read_manifest(settings.path)
             by = f" and {manifest.model}" if manifest.model else ""
             return Check(label, "ok", f"{settings.path} holds {manifest.documents} documents, by {manifest.kind}{by}")
         return Check(label, "ok", f"{settings.url} answers, version {_searched(settings) or 'not told'}")
@@ -243,7 +243,7 @@ def _searched(settings: RemoteSettings) -> str:
     """The knowledge base's version, which the service reports with the result of a search."""
     import anyio
 
-    from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge
+    from agentspec.reasoning.retrieval.knowledge.folder import open_knowledge
 
     async def search() -> str:
         base = open_knowledge(settings)

@@ -53,10 +53,10 @@ def build(
 ) -> None:
     """Index a corpus: JSON lines with "id", "text" and perhaps "title", plain or gzip.
 
-    The folder is complete or not there; a process that has it open goes over to the new one at its next search.
+    The folder is complete or not there; a process that has it open goes over to the new one when it starts again.
     """
     from agentspec.reasoning.retrieval.knowledge import folder
-    from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
+    from agentspec.reasoning.retrieval.knowledge.folder import load_encoder
     from agentspec.recordings.corpus import read_corpus
 
     if kind is KindName.bm25 and model is not None:

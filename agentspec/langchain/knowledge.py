@@ -16,9 +16,8 @@ from pydantic import Field
 from agentspec.background import call_sync
 from agentspec.errors import InvalidRequestError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge import base
-from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult
-from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
-from agentspec.reasoning.retrieval.knowledge.memory import require_count
+from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult, require_count
+from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, with_counts
 
 MAX_QUERIES = 256  # of one search
 

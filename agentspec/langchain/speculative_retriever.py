@@ -17,9 +17,8 @@ from pydantic import Field, PrivateAttr
 
 from agentspec.langchain.knowledge import count_of_call, distinct
 from agentspec.reasoning.retrieval.knowledge import base
-from agentspec.reasoning.retrieval.knowledge.base import Hit, Query
-from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
-from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, terms, with_counts
+from agentspec.reasoning.retrieval.knowledge.base import Hit, Query, RetrievedDocuments
+from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, terms, with_counts
 from agentspec.reasoning.speculative_task import cancel_tasks
 
 T = TypeVar("T")

@@ -60,7 +60,7 @@ class StrategyModels:
     def _knowledge_base(self, name: str) -> KnowledgeBase:
         """The knowledge base of `[knowledge.name]`, opened once for all strategies."""
         if name not in self.knowledge:
-            from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge
+            from agentspec.reasoning.retrieval.knowledge.folder import open_knowledge
 
             self.knowledge[name] = open_knowledge(self._settings.knowledge[name], name)
         return self.knowledge[name]

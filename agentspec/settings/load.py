@@ -22,8 +22,7 @@ from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError, suggestion
-from agentspec.reasoning.retrieval.knowledge.settings import KnowledgeSettings
-from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
+from agentspec.reasoning.settings import STRATEGIES, KnowledgeSettings, StrategySettings, TraceSettings
 from agentspec.settings.models import ModelSettings, fallback_cycle
 from agentspec.settings.server import ServerSettings
 

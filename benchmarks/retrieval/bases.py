@@ -17,14 +17,12 @@ from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge import folder
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, Encoder
-from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
-from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge, load_encoder
 from agentspec.recordings.calls import json_objects
 from agentspec.recordings.corpus import read_corpus
 
 NOISE = 0.5  # length of the noise around a corpus vector of length 1
 PART = 50_000
-CORES = 2
 SLOW = 0.05  # seconds of delay when only answers are compared
 KINDS: tuple[folder.Kind, ...] = ("dense", "hnsw", "bm25")
 
@@ -103,8 +101,7 @@ class Bases:
 
     @contextmanager
     def local(self, kind: str) -> Iterator[KnowledgeBase]:
-        threads = 1 if kind == "bm25" else CORES  # a search for words takes one
-        base = folder.open_folder(self.path / kind, lambda name: self.encoder, threads=threads)
+        base = folder.open_folder(self.path / kind, lambda name: self.encoder)
         with self._closing(base):
             yield base
 
@@ -122,8 +119,8 @@ class Bases:
             index.add(noisy / np.linalg.norm(noisy, axis=1, keepdims=True))
         sources = [self.documents[at % len(self.documents)] for at in range(size)]
         documents = [Document(f"{at:09}", source.text, source.title) for at, source in enumerate(sources)]
-        dense = DenseIndex(documents, index, self.encoder, threads=CORES)
-        with self._closing(IndexKnowledge(Snapshot(dense, "synthetic"))) as base:
+        dense = DenseIndex(documents, index, self.encoder)
+        with self._closing(IndexKnowledge(dense, "synthetic")) as base:
             yield base
 
     @contextmanager

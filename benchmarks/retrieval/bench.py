@@ -8,6 +8,7 @@ measured.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,9 @@ from agentspec.benchmarks.retrieval.cases import (
     RetrievalRun,
     speedup_goal,
 )
-from agentspec.reasoning.retrieval.events import VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.search import SearchStats, VerifiedText
 from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import GenerateRequest, SamplingParams
@@ -81,11 +81,10 @@ class RetrievalBench:
         base: KnowledgeBase,
         variant: str,
         measured: StrideMeasurements,
-        settings: RetrievalSettings | None = None,
+        stride: int | Literal["os3"] = "os3",
         seed: int | None = None,
     ) -> RetrievalRun:
-        settings = settings or RetrievalSettings(asynchronous=variant != WAITING)
-        return self.loop.run_until_complete(self._answer(question, base, variant, measured, settings, seed))
+        return self.loop.run_until_complete(self._answer(question, base, variant, measured, stride, seed))
 
     async def _answer(
         self,
@@ -93,7 +92,7 @@ class RetrievalBench:
         base: KnowledgeBase,
         variant: str,
         measured: StrideMeasurements,
-        settings: RetrievalSettings,
+        stride: int | Literal["os3"],
         seed: int | None,
     ) -> RetrievalRun:
         temperature = 0.0 if seed is None else SAMPLED
@@ -105,9 +104,12 @@ class RetrievalBench:
         )
         account, began = SearchStats(), time.perf_counter()
         tokens: list[int] = []
+        settings = RetrievalSettings(stride=stride)
         given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "stats": account}
         events = (
-            sequential(request, **given) if variant == SEQUENTIAL else ralmspec(request, **given, measured=measured)
+            sequential(request, **given)
+            if variant == SEQUENTIAL
+            else ralmspec(request, **given, measured=measured, asynchronous=variant != WAITING)
         )
         async for event in events:
             if isinstance(event, VerifiedText):
@@ -147,11 +149,10 @@ def batches_saved(
     bench: RetrievalBench, base: KnowledgeBase, questions: Sequence[CorpusQuestion]
 ) -> tuple[float, float]:
     """1 - batches / queries, and the hit rate, at a fixed stride of 3 with synchronous verification."""
-    settings = RetrievalSettings(stride=3, asynchronous=False)
     longer, accounts = replace(bench, max_tokens=SAVED_TOKENS), []
     for index, question in enumerate(questions):
         bench.progress(f"fixed stride: question {index + 1} of {len(questions)}")
-        accounts.append(longer.answer(question, base, SPECULATIVE, StrideMeasurements(), settings).account)
+        accounts.append(longer.answer(question, base, WAITING, StrideMeasurements(), 3).account)
     batches, queries = sum(a.batches for a in accounts), sum(a.queries for a in accounts)
     return 1 - batches / queries, sum(a.right for a in accounts) / max(1, sum(a.guesses for a in accounts))
 
@@ -177,11 +178,7 @@ class AnswerComparison:
 def check(bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion]) -> AnswerComparison:
     """Compare all questions on all knowledge bases, greedy or seeded, by fixed stride and OS3, synchronous or not."""
     found = AnswerComparison()
-    ways = [
-        RetrievalSettings(stride=stride, asynchronous=asynchronous)
-        for stride in CHECKED
-        for asynchronous in (False, True)
-    ]
+    ways = list(itertools.product((WAITING, SPECULATIVE), CHECKED))
     for kind in (*KINDS, "delayed"):
         with bases.opened(kind) as base:
             measured = StrideMeasurements()
@@ -189,9 +186,9 @@ def check(bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestio
                 bench.progress(f"{kind}: question {index + 1} of {len(questions)}")
                 seed = index if index % 2 else None
                 plain = bench.answer(question, base, SEQUENTIAL, measured, seed=seed)
-                for way in ways:
-                    run = bench.answer(question, base, SPECULATIVE, measured, way, seed)
+                for variant, stride in ways:
+                    run = bench.answer(question, base, variant, measured, stride, seed)
                     found.compared[kind] = found.compared.get(kind, 0) + 1
                     if run.tokens != plain.tokens:
-                        found.differ.append(f"{kind}, {question.id}, stride {way.stride}, {way.asynchronous=}")
+                        found.differ.append(f"{kind}, {question.id}, stride {stride}, {variant}")
     return found

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Ratio, RatioGoal, paired_ratio
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
+from agentspec.reasoning.retrieval.search import SearchStats
 
 SEQUENTIAL, SPECULATIVE, WAITING = "sequential", "speculative", "speculative, waiting"
 SAVED_REQUIRED, SAVED_AIM = 0.5, 0.65

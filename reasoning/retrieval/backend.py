@@ -9,10 +9,9 @@ from typing import Any
 
 from agentspec.backends.base import Capabilities, tokenization_of
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.events import AnswerBegan, AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.search import AnswerBegan, AnswerEnded, Event, SearchStats, VerifiedText
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answers
 from agentspec.speculation.stride import StrideMeasurements
@@ -74,15 +73,12 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
                 if isinstance(event, VerifiedText):
                     tokens += len(event.token_ids)
                 delta = self._delta(event, tokens, stats)
-                if delta is not None:
-                    yield delta if parser is None else parser.parse(delta)
+                yield delta if parser is None else parser.parse(delta)
 
-    def _delta(self, event: Event, tokens: int, stats: SearchStats) -> Delta | None:
-        """What the client gets of an event, after `tokens` in all; None of one that says nothing of the answer."""
+    def _delta(self, event: VerifiedText | AnswerEnded, tokens: int, stats: SearchStats) -> Delta:
+        """What the client gets of an event, after `tokens` in all."""
         if isinstance(event, VerifiedText):
             return Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
-        if not isinstance(event, AnswerEnded):
-            return None
         return Delta(
             finish_reason=event.finish,
             stop_reason=event.stop_reason,

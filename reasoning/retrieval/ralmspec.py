@@ -1,6 +1,6 @@
 """Iterative retrieval: `sequential` defines the answer, and `ralmspec` gives the same answer sooner.
 
-Every `round_tokens` tokens the last `query_tokens` tokens of question and answer form a query, and the best document
+Every `ROUND_TOKENS` tokens the last `QUERY_TOKENS` tokens of question and answer form a query, and the best document
 for it is put into the prompt of the next round (RaLM with RaLMSpec; Zhang et al. 2024, arXiv 2401.14021). The paper's
 loop generates a stride of rounds and then verifies it; here a batch is sent as soon as its last query is known, and
 generation continues meanwhile.
@@ -8,19 +8,40 @@ generation continues meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from agentspec.backends.base import Backend
-from agentspec.reasoning.retrieval.events import AnswerBegan, AnswerEnded, Event, Retrieved, VerifiedText
-from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, SearchStats, first, name_of
-from agentspec.reasoning.retrieval.round_generator import RoundGenerator
-from agentspec.reasoning.retrieval.speculation import SpeculationState
+from agentspec.reasoning.retrieval.knowledge.base import (
+    Document,
+    KnowledgeBase,
+    Query,
+    RetrievedDocuments,
+    SearchResult,
+)
+from agentspec.reasoning.retrieval.rounds import PartialAnswer, RoundGenerator
+from agentspec.reasoning.retrieval.search import (
+    AnswerBegan,
+    AnswerEnded,
+    Event,
+    SearchClient,
+    SearchStats,
+    VerifiedText,
+    first,
+    name_of,
+    shown,
+)
 from agentspec.reasoning.settings import RetrievalSettings
-from agentspec.speculation.stride import StrideGovernor, StrideMeasurements
+from agentspec.reasoning.speculative_task import cancel_tasks
+from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StrideMeasurements, StridePlan
 from agentspec.types import GenerateRequest
+
+CACHE_BYTES = 4 << 20  # of the documents that are kept for one request
+MAX_SEARCHES = 4  # verification batches at once; later guesses wait for the next batch
 
 
 async def sequential(
@@ -38,17 +59,14 @@ async def sequential(
     settings, stats = settings or RetrievalSettings(), stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, settings)
     yield AnswerBegan(generator.reader)
-    client = SearchClient(knowledge, settings.search_timeout, stats)
+    client = SearchClient(knowledge, stats)
     answer, sent = await generator.begin(), 0
     while not answer.over:
         query = await client.query(await generator.query(answer))
-        asked = time.perf_counter()
-        found = await client.search([query], settings.prefetch)
-        generating = time.perf_counter()
-        document = first(found.hits[0])
+        found, seconds = await client.search([query])
+        document, generating = first(found.hits[0]), time.perf_counter()
         stats.count_search(1, 0)
-        stats.retrieve += generating - asked
-        yield Retrieved(name_of(document), generating - asked)
+        stats.retrieve += seconds
         before, answer = answer, await generator.generate(answer, document)
         stats.rounds += 1
         stats.generate += time.perf_counter() - generating
@@ -69,11 +87,13 @@ async def ralmspec(
     settings: RetrievalSettings | None = None,
     stats: SearchStats | None = None,
     measured: StrideMeasurements | None = None,
+    asynchronous: bool = True,
 ) -> AsyncGenerator[Event]:
     """Guess documents, verify them in batches and roll back wrong rounds, until the answer ends.
 
     Text in events is always verified. The call fills `stats`. `measured` holds the times of earlier answers of the same
-    model and knowledge base. Closing the iterator cancels generation and searches.
+    model and knowledge base. Unless `asynchronous`, generation waits for each verification, as in the paper's first
+    form. Closing the iterator cancels generation and searches.
 
     Raises `KnowledgeBaseError` if a search fails, since the answer cannot continue without its document. Raises
     `InvalidRequestError` for request fields that rounds cannot honour, and what the backend raises.
@@ -81,21 +101,250 @@ async def ralmspec(
     settings, stats = settings or RetrievalSettings(), stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, settings)
     yield AnswerBegan(generator.reader)
-    client = SearchClient(knowledge, settings.search_timeout, stats)
-    governor = StrideGovernor(measured or StrideMeasurements(), settings.stride, settings.asynchronous)
-    cache = RetrievedDocuments(settings.cache_bytes)
+    client = SearchClient(knowledge, stats)
+    governor = StrideGovernor(measured or StrideMeasurements(), settings.stride, asynchronous)
+    cache = RetrievedDocuments(CACHE_BYTES)
     async with SpeculationState(generator, client, cache, governor) as state:
-        yield await state.retrieve()
+        await state.retrieve()
         while not state.answer.over:
             state.choose_stride()
             if state.must_retrieve:
-                yield await state.retrieve()
-            if state.may_begin and (guess := await state.begin()) is not None:
-                yield guess
+                await state.retrieve()
+            if state.may_begin:
+                await state.begin()
             state.send()
             await state.advance()
-            for event in await state.collect():
-                yield event
+            for text in await state.collect():
+                yield text
         assert state.answer.finish is not None
         await generator.record(state.answer)
         yield AnswerEnded(state.answer.finish, generator.prompt.tokens, state.answer.stop_reason)
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """Tokens generated with one document. `query` is set while the document is a guess, and None once it is verified.
+
+    `version` is the knowledge base's version that the document came from; `changed`: the previous round had another
+    document; `beside`: a verification ran at the same time.
+    """
+
+    before: PartialAnswer
+    document: Document | None
+    query: Query | None
+    version: str | None
+    changed: bool
+    beside: bool
+    began: float = field(default_factory=time.perf_counter)
+    after: PartialAnswer | None = None
+    seconds: float = 0.0
+    sent: bool = False  # whether the query was sent for verification
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.after is None else len(self.after.token_ids) - len(self.before.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationBatch:
+    """The running search for the queries of `rounds`; the task returns the result and the seconds it took."""
+
+    rounds: list[Round]
+    task: asyncio.Task[tuple[SearchResult, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrueDocument:
+    """The document that the knowledge base named for the next round."""
+
+    document: Document | None
+
+
+class SpeculationState:
+    """The state of `ralmspec`. `answer` is verified; `ahead` holds the rounds after it; the last may be running.
+
+    Leaving the block cancels generation and searches.
+    """
+
+    def __init__(
+        self, generator: RoundGenerator, client: SearchClient, cache: RetrievedDocuments, governor: StrideGovernor
+    ) -> None:
+        self.generator, self.client, self.cache, self.governor = generator, client, cache, governor
+        self.stats = client.stats
+        self.answer = PartialAnswer()
+        self.plan: StridePlan = SEQUENTIAL
+        self.ahead: deque[Round] = deque()
+        self._true_document: TrueDocument | None = None
+        self._generating: asyncio.Task[PartialAnswer] | None = None
+        self._searching: deque[VerificationBatch] = deque()
+        self._document: str | None = None
+        self._sent = 0
+        self._kept_at = (time.perf_counter(), 0.0)
+
+    async def __aenter__(self) -> SpeculationState:
+        self.answer = await self.generator.begin()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await cancel_tasks(*self._tasks())
+
+    @property
+    def speculative_end(self) -> PartialAnswer:
+        """The answer with all guessed rounds. Must not be read while a round is running."""
+        last = self.ahead[-1].after if self.ahead else self.answer
+        assert last is not None, "a round is under way"
+        return last
+
+    def choose_stride(self) -> None:
+        """Choose how many documents to guess, whenever a new round could begin."""
+        if self._generating is None and self._true_document is None and not self.speculative_end.over:
+            self.plan = self.governor.choose()
+
+    @property
+    def must_retrieve(self) -> bool:
+        """Whether the next round has to wait for a search."""
+        return self._true_document is None and not self.ahead and not self.plan.stride
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a round may begin, with the true document or with a guess."""
+        if self._generating is not None or len(self.ahead) >= MOST or self.speculative_end.over:
+            return False
+        if self._true_document is not None or self.plan.asynchronous:
+            return True
+        return not self._searching and len(self._unsent()) < self.plan.stride
+
+    async def retrieve(self) -> None:
+        """Search for the next document and wait for it. Also records whether the cache would have guessed it."""
+        query = await self.client.query(await self.generator.query(self.answer))
+        guess = self.cache.best(query, self.client.base.metric)
+        found, seconds = await self.client.search([query])
+        self.governor.measured.retrieved(seconds, alone=True)
+        self.stats.count_search(1, 0)
+        self.stats.retrieve += seconds
+        self._true_document = TrueDocument(first(found.hits[0]))
+        if guess is not None:
+            right = guess.document.id == name_of(self._true_document.document) and found.version == self.cache.version
+            self.governor.verified(int(right), wrong=not right)
+            self.stats.count_guesses(int(right), wrong=not right)
+        self.cache.add(found.version, found.hits)
+
+    async def begin(self) -> None:
+        """Begin a round with the true document if it is known, else with the best document in the cache."""
+        end, truth, self._true_document = self.speculative_end, self._true_document, None
+        query = None
+        if truth is None:
+            query = await self.client.query(await self.generator.query(end))
+            hit = self.cache.best(query, self.client.base.metric)
+            truth = TrueDocument(None if hit is None else hit.document)
+        changed = name_of(truth.document) != (name_of(self.ahead[-1].document) if self.ahead else self._document)
+        self.ahead.append(Round(end, truth.document, query, self.cache.version, changed, bool(self._searching)))
+        self._generating = asyncio.create_task(self.generator.generate(end, truth.document))
+
+    def send(self) -> None:
+        """Send all unsent guesses for verification in one batch, once there are as many as the stride.
+
+        With asynchronous verification this happens when the last of their rounds begins, otherwise when it ends.
+        """
+        unsent, idle = self._unsent(), self._generating is None
+        if not unsent or len(self._searching) >= (MAX_SEARCHES if self.plan.asynchronous else 1):
+            return
+        ends = idle and (not self.plan.stride or len(self.ahead) >= MOST or self.speculative_end.over)
+        if ends or (len(unsent) >= self.plan.stride and (idle or self.plan.asynchronous)):
+            self._send(unsent)
+
+    def _send(self, rounds: list[Round]) -> None:
+        for round in rounds:
+            round.sent = True
+        self.ahead[-1].beside = True
+        queries = [round.query for round in rounds if round.query is not None]
+        task = asyncio.create_task(self.client.search(queries))
+        self._searching.append(VerificationBatch(rounds, task))
+        self.stats.count_search(len(rounds), len(rounds))
+
+    async def advance(self) -> None:
+        """Wait until a round is generated or the oldest batch is answered."""
+        began = time.perf_counter()
+        await asyncio.wait(self._tasks(searches=1), return_when=asyncio.FIRST_COMPLETED)
+        if self._generating is None:
+            self.stats.verify += time.perf_counter() - began
+
+    async def collect(self) -> list[VerifiedText]:
+        """Take finished results, verify rounds or roll them back, and return the text that is verified now."""
+        self._take_round()
+        while self._searching and self._searching[0].task.done():
+            await self._compare(self._searching.popleft())
+        return list(self._commit())
+
+    def _take_round(self) -> None:
+        """Store the running round's result if it has finished. Raises what its backend raised."""
+        if self._generating is None or not self._generating.done():
+            return
+        task, self._generating = self._generating, None
+        round = self.ahead[-1]
+        round.after, round.seconds = task.result(), time.perf_counter() - round.began
+        self.governor.measured.generated(round.seconds, changed=round.changed, alone=not round.beside)
+
+    async def _compare(self, batch: VerificationBatch) -> None:
+        """Compare guesses with found documents; roll back the first wrong one (RaLMSpec, algorithm 1, line 9)."""
+        found, seconds = batch.task.result()
+        self.governor.measured.retrieved(seconds, alone=False)
+        truths = [first(hits) for hits in found.hits]
+        same = [
+            shown(round.document) == shown(truth) and round.version == found.version
+            for round, truth in zip(batch.rounds, truths, strict=True)
+        ]
+        right = same.index(False) if False in same else len(same)
+        self.stats.redone += any(round.version != found.version for round in batch.rounds)
+        self.cache.add(found.version, found.hits)
+        self.governor.verified(right, wrong=right < len(same))
+        self.stats.count_guesses(right, wrong=right < len(same))
+        for round in batch.rounds[:right]:
+            round.query = None
+        if right < len(same):
+            await self._roll_back(batch.rounds[right], truths[right])
+
+    async def _roll_back(self, wrong: Round, truth: Document | None) -> None:
+        """Drop the round `wrong` and all later rounds; the next round uses `truth`."""
+        dropped = list(self.ahead)[self.ahead.index(wrong) :]
+        for _ in dropped:
+            self.ahead.pop()
+        await cancel_tasks(*self._tasks())
+        self._generating = None
+        self._searching.clear()
+        if dropped[-1].after is None:
+            dropped[-1].seconds = time.perf_counter() - dropped[-1].began
+        self.stats.rolled_back += sum(round.seconds for round in dropped)
+        self.stats.dropped_rounds += len(dropped)
+        self.stats.dropped_tokens += sum(round.tokens for round in dropped)
+        self._true_document = TrueDocument(truth)
+
+    def _commit(self) -> Iterator[VerifiedText]:
+        """Move finished and verified rounds from the front of `ahead` into the answer."""
+        while self.ahead and self.ahead[0].query is None and self.ahead[0].after is not None:
+            round = self.ahead.popleft()
+            assert round.after is not None
+            before, self.answer, self._document = round.before, round.after, name_of(round.document)
+            self.stats.rounds += 1
+            self.stats.generate += round.seconds
+            self.stats.guessed_tokens += round.tokens if round.sent else 0
+            self._observe_time(round)
+            text = self.answer.certain(self.generator.stops)
+            fresh = self.answer.token_ids[len(before.token_ids) :], self.answer.logprobs[len(before.logprobs) :]
+            yield VerifiedText(text[self._sent :], *fresh, name_of(round.document))
+            self._sent = len(text)
+
+    def _observe_time(self, round: Round) -> None:
+        """Tell the governor how long a kept round took, without the time for queries, which are needed in any case."""
+        (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.encode)
+        self._kept_at = now
+        if self.plan.stride:
+            self.governor.measured.kept(round.changed, now[0] - began - (now[1] - encoded))
+
+    def _tasks(self, searches: int = MAX_SEARCHES) -> list[asyncio.Task[Any]]:
+        """The running tasks: the round, and the oldest `searches` batches."""
+        tasks: list[asyncio.Task[Any]] = [batch.task for batch in self._searching]
+        return [*([self._generating] if self._generating else []), *tasks[:searches]]
+
+    def _unsent(self) -> list[Round]:
+        return [round for round in self.ahead if round.query is not None and not round.sent]

@@ -25,7 +25,7 @@ from agentspec.cli.doctor import (
 from agentspec.errors import install_advice
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.knowledge.folder import build
-from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.settings import IndexSettings, RemoteSettings
 from agentspec.settings.load import ModelSettings, Settings, load_settings
 
 

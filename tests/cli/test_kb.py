@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.reasoning.retrieval.knowledge import factory
+from agentspec.reasoning.retrieval.knowledge import folder
 from agentspec.reasoning.retrieval.knowledge.folder import open_folder
 from tests.fakes import FakeEncoder
 
@@ -33,7 +33,7 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         loaded.append(model)
         return FakeEncoder()
 
-    monkeypatch.setattr(factory, "load_encoder", load)
+    monkeypatch.setattr(folder, "load_encoder", load)
     return loaded
 
 
@@ -41,7 +41,7 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_was_built_can_be_searched(program, corpus, encoders, kind):
     result = program("kb", "build", corpus, "--out", "kb", "--kind", kind)
     assert result.exit_code == 0 and result.stdout.startswith(f"kb: 3 documents by {kind}, version ")
-    base = open_folder(Path("kb"), factory.load_encoder)
+    base = open_folder(Path("kb"), folder.load_encoder)
 
     async def found(text: str) -> list[str]:
         hits = (await base.search([await base.metric.encode(text)], 2)).hits[0]

@@ -12,8 +12,7 @@ from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge
 from agentspec.langchain.knowledge import MAX_QUERIES
 from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query, SearchResult
-from agentspec.reasoning.retrieval.knowledge.folder import in_memory
-from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge
+from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge, in_memory
 from tests.fakes import FakeEncoder
 
 pytestmark = pytest.mark.anyio

@@ -20,8 +20,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.retrieval.knowledge import folder
 from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
-from agentspec.reasoning.settings import RaLMSpecSettings
+from agentspec.reasoning.settings import IndexSettings, RaLMSpecSettings, RemoteSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.step import report, step
@@ -52,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(path: Path, **knobs: Any) -> Settings:
-    given: dict[str, Any] = {"base": "large", "knowledge": "words", "stride": 2, "prefetch": 4, **knobs}
+    given: dict[str, Any] = {"base": "large", "knowledge": "words", "stride": 2, **knobs}
     return Settings(
         backends={"large": TorchSettings(model="l")},
         models={"read": RaLMSpecSettings(**given), "plain": ModelSettings(backend="large")},
@@ -63,7 +62,7 @@ def settings(path: Path, **knobs: Any) -> Settings:
 def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway: Any, corpus: Path) -> None:
     running = gateway({"large": Reader()}, settings(corpus))
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True})
-    assert answer.headers["x-agentspec-lossless"].startswith("ralmspec; round_tokens=4; query_tokens=32")
+    assert answer.headers["x-agentspec-lossless"].startswith("ralmspec; document_tokens=256")
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
     told = events[-1]["speculation"]

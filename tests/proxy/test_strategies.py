@@ -15,8 +15,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
-from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
-from agentspec.reasoning.settings import RaLMSpecSettings, SpecReasonSettings
+from agentspec.reasoning.settings import RaLMSpecSettings, RemoteSettings, SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import GenerateRequest

@@ -13,8 +13,7 @@ from pydantic import SecretStr, ValidationError
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cli.config import effective_values
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
-from agentspec.reasoning.settings import STRATEGIES, SpecReasonSettings
+from agentspec.reasoning.settings import STRATEGIES, IndexSettings, RemoteSettings, SpecReasonSettings
 from agentspec.settings.load import Settings, load_settings
 from agentspec.settings.server import ApiKey, ServerSettings
 
@@ -330,7 +329,7 @@ def test_knowledge_bases_are_configured(write, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_KNOWLEDGE__SEARCH__API_KEY", "sk-secret")
     settings = load_settings(write(KNOWLEDGE))
     handbook, search = settings.knowledge["handbook"], settings.knowledge["search"]
-    assert isinstance(handbook, IndexSettings) and handbook.threads == 1
+    assert isinstance(handbook, IndexSettings) and handbook.model is None
     assert isinstance(search, RemoteSettings) and search.timeout == 3
     assert search.api_key is not None and search.api_key.get_secret_value() == "sk-secret"
     assert "sk-secret" not in str(effective_values(settings))

@@ -1,4 +1,4 @@
-"""The interface of knowledge bases: batched search over documents, a version, and a metric that ranks documents.
+"""Knowledge bases: batched search over documents, a version, a metric that ranks, and a request's cache of documents.
 
 Documents are ranked by score, highest first, and ties by document id, smallest first. A query's result must not depend
 on the other queries of its batch; otherwise speculation could change answers.
@@ -6,12 +6,16 @@ on the other queries of its batch; otherwise speculation could change answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentspec.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +101,74 @@ def best_rows(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
         above = np.flatnonzero(scores > last)
         chosen = np.concatenate([above, np.flatnonzero(scores == last)[: count - len(above)]])
     return chosen[np.lexsort((chosen, -scores[chosen]))]
+
+
+def require_count(count: int) -> None:
+    """Raise `ConfigurationError` unless at least one document is asked for."""
+    if count < 1:
+        raise ConfigurationError(f"ask for at least one document, not {count}", param="count")
+
+
+OVERHEAD = 512  # bytes of a document without its text and features
+
+
+class RetrievedDocuments:
+    """Cached documents by id, all of one version of one knowledge base; the least recently found are evicted.
+
+    If the cache holds the knowledge base's best document for a query, that document also ranks first here, because both
+    use the same scores (RaLMSpec, section 3.1). A wrong guess costs time and never changes an answer. A cache belongs
+    to one request unless its owner shares it between several.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._hits: OrderedDict[str, tuple[Hit, int]] = OrderedDict()
+        self.version: str | None = None
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._hits)
+
+    def add(self, version: str, found: Iterable[Sequence[Hit]]) -> None:
+        """Add found documents, after dropping documents of any other version."""
+        if version != self.version:
+            self.clear()
+            self.version = version
+        for hits in found:
+            for hit in reversed(hits):
+                self._add(hit)
+        while self.nbytes > self._limit and self._hits:
+            _, (_, nbytes) = self._hits.popitem(last=False)
+            self.nbytes -= nbytes
+
+    def best(self, query: Query, metric: Metric) -> Hit | None:
+        """The best cached document for `query`; None if the cache is empty."""
+        return next(iter(self.ranking(query, metric)), None)
+
+    def ranking(self, query: Query, metric: Metric) -> list[Hit]:
+        """All cached documents, the best for `query` first."""
+        hits = [hit for hit, _ in self._hits.values()]
+        return ranked(hits, metric.scores(query, hits)) if hits else []
+
+    def clear(self) -> None:
+        self._hits.clear()
+        self.version, self.nbytes = None, 0
+
+    def _add(self, hit: Hit) -> None:
+        _, before = self._hits.pop(hit.document.id, (None, 0))
+        nbytes = OVERHEAD + len(hit.document.text) + len(hit.document.title) + _bytes(hit.features)
+        self._hits[hit.document.id] = (hit, nbytes)
+        self.nbytes += nbytes - before
+
+
+def _bytes(features: Any) -> int:
+    """Bytes of a document's features: those of an array, or the sum over the items of a mapping or sequence."""
+    if features is None:
+        return 0
+    if (nbytes := getattr(features, "nbytes", None)) is not None:
+        return int(nbytes)
+    if isinstance(features, dict):
+        return sum(_bytes(key) + _bytes(value) for key, value in features.items())
+    if isinstance(features, (list, tuple)):
+        return sum(_bytes(item) for item in features)
+    return sys.getsizeof(features)

@@ -80,17 +80,14 @@ def vector(features: Any, dimensions: int) -> Vectors:
 
 
 class DenseIndex:
-    """Documents sorted by id, and a faiss index of their vectors in the same order.
+    """Documents sorted by id, and a faiss index of their vectors in the same order."""
 
-    One search uses `threads` threads. More than one compete with the local engine for cores.
-    """
-
-    def __init__(self, documents: Sequence[Document], index: Any, encoder: Encoder, *, threads: int = 1) -> None:
+    def __init__(self, documents: Sequence[Document], index: Any, encoder: Encoder) -> None:
         if index.ntotal != len(documents) or index.d != encoder.dimensions:
             raise ValueError(f"{index.ntotal} vectors of {index.d} numbers for {len(documents)} documents")
         self.metric = DenseMetric(encoder)
         self.documents = documents
-        self._index, self._threads = index, threads
+        self._index = index
         self._vectors = _stored(index)
         self._longest = float(np.sqrt(max(np.einsum("nd,nd->n", part, part).max() for part in _parts(self._vectors))))
 
@@ -102,7 +99,6 @@ class DenseIndex:
         encoder: Encoder,
         kind: DenseKind = "dense",
         *,
-        threads: int = 1,
         advance: Callable[[int], None] = lambda done: None,
     ) -> DenseIndex:
         """Index `vectors` [documents, dimensions]. Raises `ConfigurationError` for numbers that are not finite."""
@@ -118,14 +114,14 @@ class DenseIndex:
         for part in _parts(vectors):
             index.add(np.ascontiguousarray(part, np.float32))
             advance(len(part))
-        return cls(documents, index, encoder, threads=threads)
+        return cls(documents, index, encoder)
 
     @classmethod
-    def load(cls, folder: Path, documents: Sequence[Document], encoder: Encoder, *, threads: int = 1) -> DenseIndex:
+    def load(cls, folder: Path, documents: Sequence[Document], encoder: Encoder) -> DenseIndex:
         """Load the index that `save` wrote. Raises `RuntimeError` or `ValueError` for a damaged file."""
         import faiss
 
-        return cls(documents, faiss.read_index(str(folder / _FILE)), encoder, threads=threads)
+        return cls(documents, faiss.read_index(str(folder / _FILE)), encoder)
 
     def save(self, folder: Path) -> None:
         import faiss
@@ -142,7 +138,7 @@ class DenseIndex:
             return []
         import faiss
 
-        faiss.omp_set_num_threads(self._threads)  # sets the calling thread only
+        faiss.omp_set_num_threads(1)  # of the calling thread only: more compete with the local engine for cores
         matrix = np.stack([vector(query.features, self._index.d) for query in queries])
         return self._approximate(matrix, count) if self.approximate else self._exact(matrix, count)
 

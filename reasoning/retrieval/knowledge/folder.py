@@ -1,4 +1,7 @@
-"""A knowledge base on disk: documents, an index, and a manifest whose hash is the knowledge base's version."""
+"""A knowledge base on disk: documents, an index, and a manifest whose hash is the knowledge base's version.
+
+It is read whole when it is opened; searches run in threads and do not block the event loop.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+import anyio
+
 from agentspec.backends.model_store.store import compute_sha256, file_sha256
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
-from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.retrieval.knowledge.base import (
+    Document,
+    KnowledgeBase,
+    Metric,
+    Query,
+    SearchResult,
+    require_count,
+)
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, Encoder
-from agentspec.reasoning.retrieval.knowledge.memory import Index, IndexKnowledge, Snapshot
+from agentspec.reasoning.settings import IndexSettings, RemoteSettings
 
 Kind = Literal["dense", "hnsw", "bm25"]
+Index = Bm25Index | DenseIndex
 Advance = Callable[[str, int], None]
-EncoderOf = Callable[[str], Encoder]
 
 FORMAT = 1
 _MANIFEST, _DOCUMENTS = "manifest.json", "documents.jsonl"
@@ -72,11 +84,31 @@ def build(
     return manifest
 
 
-def in_memory(
-    documents: Sequence[Document], kind: Kind, encoder: Encoder | None = None, *, version: str = "memory"
-) -> IndexKnowledge:
+class IndexKnowledge:
+    """A `KnowledgeBase` over an index in memory, of one `version`. `aclose` closes the encoder that it owns."""
+
+    def __init__(self, index: Index, version: str = "memory", owned: Encoder | None = None) -> None:
+        self.index, self.version = index, version
+        self._owned = owned
+
+    @property
+    def metric(self) -> Metric:
+        return self.index.metric
+
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
+        require_count(count)
+        found = await anyio.to_thread.run_sync(self.index.search, queries, count, abandon_on_cancel=True)
+        return SearchResult(self.version, tuple(found))
+
+    async def aclose(self) -> None:
+        owned, self._owned = self._owned, None
+        if owned is not None:
+            await anyio.to_thread.run_sync(owned.close)
+
+
+def in_memory(documents: Sequence[Document], kind: Kind, encoder: Encoder | None = None) -> IndexKnowledge:
     """A knowledge base in memory only. Raises `ConfigurationError` as `build` does."""
-    return IndexKnowledge(Snapshot(index_of(documents, kind, encoder), version))
+    return IndexKnowledge(index_of(documents, kind, encoder))
 
 
 def index_of(
@@ -84,7 +116,7 @@ def index_of(
     kind: Kind,
     encoder: Encoder | None = None,
     advance: Advance = lambda what, done: None,
-) -> Bm25Index | DenseIndex:
+) -> Index:
     """Index titles and texts. Raises `ConfigurationError` as `build` does."""
     ordered = _ordered(documents)
     if kind == "bm25":
@@ -96,15 +128,58 @@ def index_of(
     return DenseIndex.build(ordered, vectors, encoder, kind, advance=lambda done: advance("indexing", done))
 
 
-def open_folder(folder: Path, encoder_of: EncoderOf, *, model: str | None = None, threads: int = 1) -> IndexKnowledge:
-    """Open the knowledge base in `folder`, which may be rebuilt while it is open.
+def open_knowledge(settings: IndexSettings | RemoteSettings, name: str | None = None) -> KnowledgeBase:
+    """Open the knowledge base of a `[knowledge.NAME]` table. Blocks while it reads an index and an embedding model;
+    sends no request to a service.
 
-    `encoder_of` loads the embedding model that `model`, or else the manifest, names. Raises `KnowledgeBaseError` for a
-    folder without an index or with a damaged one, `ConfigurationError` if another model built the index, and for
-    `model` or `threads` of one that searches by words.
+    Errors of a service call it `name`; without a name, by its address.
+    Raises `KnowledgeBaseError` for a folder that cannot be used, `ConfigurationError` for settings that cannot work,
+    `ModelUnavailableError` if the embedding model cannot be loaded.
     """
-    opened = _Opened(folder, encoder_of, model, threads)
-    return IndexKnowledge(opened.read(), opened.read, opened.close)
+    if isinstance(settings, IndexSettings):
+        return open_folder(settings.path, load_encoder, model=settings.model)
+    from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
+
+    return RemoteKnowledge(settings, name=name)
+
+
+def load_encoder(model: str) -> Encoder:
+    """Load the embedding model of a built-in name, a folder or a model-hub id. Raises `ModelUnavailableError`."""
+    from agentspec.backends.torch.embeddings import SentenceEncoder
+
+    return SentenceEncoder.load(model)
+
+
+def open_folder(folder: Path, encoder_of: Callable[[str], Encoder], *, model: str | None = None) -> IndexKnowledge:
+    """Open the knowledge base in `folder`, with the embedding model that `model`, or else the manifest, names.
+
+    Raises `KnowledgeBaseError` for a folder without an index or with a damaged one, `ConfigurationError` if another
+    model built the index, and for `model` of one that searches by words.
+    """
+    manifest = read_manifest(folder)
+    if manifest.kind == "bm25" and model is not None:
+        raise ConfigurationError(f"{folder} is of kind bm25, whose search knows no model: leave it out", param="model")
+    encoder = None if manifest.kind == "bm25" else _encoder(folder, manifest, encoder_of, model)
+    try:
+        for name, known in manifest.files.items():
+            if file_sha256(folder / name) != known:
+                raise KnowledgeBaseError(f"{folder / name} is not what was built: build it again")
+        documents = list(_read_documents(folder / _DOCUMENTS))
+        index = Bm25Index.load(folder, documents) if encoder is None else DenseIndex.load(folder, documents, encoder)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise KnowledgeBaseError(f"{folder} cannot be read: {error}; build it again") from error
+    return IndexKnowledge(index, manifest.version, encoder)
+
+
+def _encoder(folder: Path, manifest: IndexManifest, encoder_of: Callable[[str], Encoder], model: str | None) -> Encoder:
+    encoder = encoder_of(model or manifest.model or "")
+    if encoder.fingerprint != manifest.encoder:
+        raise ConfigurationError(
+            f"{folder} was built with another embedding model than {model or manifest.model!r}:"
+            " name that one, or build it again",
+            param="model",
+        )
+    return encoder
 
 
 def read_manifest(folder: Path) -> IndexManifest:
@@ -119,78 +194,6 @@ def read_manifest(folder: Path) -> IndexManifest:
         raise KnowledgeBaseError(message) from None
     except (ValueError, KeyError, TypeError) as error:
         raise KnowledgeBaseError(f"{folder / _MANIFEST} cannot be read: {error}; build it again") from None
-
-
-class _Opened:
-    """An open folder, which is read again after its manifest was replaced."""
-
-    def __init__(self, folder: Path, encoder_of: EncoderOf, model: str | None, threads: int) -> None:
-        self._folder, self._encoder_of, self._model, self._threads = folder, encoder_of, model, threads
-        self._encoder: Encoder | None = None
-        self._kind: Kind | None = None
-        self._seen: tuple[int, int] | None = None
-
-    def read(self, current: Snapshot | None = None) -> Snapshot:
-        """Read the folder. Returns `current` if the folder is unchanged, or missing because it is being replaced.
-
-        If the folder is replaced during reading, it is read again.
-        """
-        while True:
-            seen = _stamp(self._folder)
-            if current is not None and seen in (None, self._seen):
-                return current
-            try:
-                snapshot = self._read()
-            except KnowledgeBaseError:
-                if _stamp(self._folder) == seen:
-                    raise
-                continue
-            if _stamp(self._folder) == seen:
-                self._seen = seen
-                return snapshot
-
-    def _read(self) -> Snapshot:
-        manifest = read_manifest(self._folder)
-        if self._kind not in (None, manifest.kind):
-            message = f"{self._folder} was rebuilt as {manifest.kind}, which ranks differently from {self._kind}"
-            raise KnowledgeBaseError(f"{message}: open it again")
-        index = self._loaded(manifest)
-        self._kind = manifest.kind
-        return Snapshot(index, manifest.version)
-
-    def close(self) -> None:
-        if self._encoder is not None:
-            self._encoder.close()
-
-    def _loaded(self, manifest: IndexManifest) -> Index:
-        try:
-            for name, known in manifest.files.items():
-                if file_sha256(self._folder / name) != known:
-                    raise KnowledgeBaseError(f"{self._folder / name} is not what was built: build it again")
-            documents = list(_read_documents(self._folder / _DOCUMENTS))
-            if manifest.kind == "bm25":
-                self._refuse_options_of_vectors()
-                return Bm25Index.load(self._folder, documents)
-            return DenseIndex.load(self._folder, documents, self._encoder_for(manifest), threads=self._threads)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise KnowledgeBaseError(f"{self._folder} cannot be read: {error}; build it again") from error
-
-    def _refuse_options_of_vectors(self) -> None:
-        for name, given in (("model", self._model is not None), ("threads", self._threads != 1)):
-            if given:
-                message = f"{self._folder} is of kind bm25, whose search knows no {name}: leave it out"
-                raise ConfigurationError(message, param=name)
-
-    def _encoder_for(self, manifest: IndexManifest) -> Encoder:
-        if self._encoder is None:
-            self._encoder = self._encoder_of(self._model or manifest.model or "")
-        if self._encoder.fingerprint != manifest.encoder:
-            raise ConfigurationError(
-                f"{self._folder} was built with another embedding model than {self._model or manifest.model!r}:"
-                " name that one, or build it again",
-                param="model",
-            )
-        return self._encoder
 
 
 def _ordered(documents: Sequence[Document]) -> list[Document]:
@@ -225,15 +228,6 @@ def _replacing(folder: Path) -> Iterator[Path]:
         if not folder.exists() and (scratch / "old").exists():  # stopped between the two
             (scratch / "old").rename(folder)
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _stamp(folder: Path) -> tuple[int, int] | None:
-    """A stamp that changes when the manifest is replaced; None without a manifest."""
-    try:
-        stat = (folder / _MANIFEST).stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
 
 
 def _line(document: Document) -> str:

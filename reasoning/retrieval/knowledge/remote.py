@@ -15,10 +15,9 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from agentspec.backends.http import Endpoint, Transport
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import KnowledgeBaseError, UpstreamError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Metric, Query, SearchResult
-from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
-from agentspec.reasoning.retrieval.knowledge.memory import require_count
-from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult, require_count
+from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, with_counts
+from agentspec.reasoning.settings import RemoteSettings
 
 
 class _Found(BaseModel):
@@ -45,12 +44,15 @@ class RemoteKnowledge:
         self, settings: RemoteSettings, *, name: str | None = None, transport: Transport | None = None
     ) -> None:
         self._timeout = settings.timeout
-        self._metric = LexicalMetric()
-        self._endpoint = Endpoint(_http_settings(settings), name=name, transport=transport)
-
-    @property
-    def metric(self) -> Metric:
-        return self._metric
+        self.metric = LexicalMetric()
+        reached = OpenAISettings(
+            base_url=settings.url,
+            api_key=settings.api_key,
+            api_key_file=settings.api_key_file,
+            read_timeout=settings.timeout,
+            server_kind="other",
+        )
+        self._endpoint = Endpoint(reached, name=name, transport=transport)
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         require_count(count)
@@ -92,14 +94,3 @@ def _hits(documents: Sequence[_Found]) -> tuple[Hit, ...]:
 def _first(error: ValidationError) -> str:
     wrong = error.errors()[0]
     return f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}".removeprefix(": ")
-
-
-def _http_settings(settings: RemoteSettings) -> OpenAISettings:
-    """The same settings in the form that the HTTP `Endpoint` of upstream backends takes."""
-    return OpenAISettings(
-        base_url=settings.url,
-        api_key=settings.api_key,
-        api_key_file=settings.api_key_file,
-        read_timeout=settings.timeout,
-        server_kind="other",
-    )

@@ -24,7 +24,7 @@ from agentspec.benchmarks.retrieval.cases import (
     speedup_goal,
 )
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
+from agentspec.reasoning.retrieval.search import SearchStats
 from agentspec.testing import Answer, FakeBackend
 from tests.fakes import FakeEncoder
 
@@ -69,7 +69,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for place in ("benchmarks.retrieval.bases", "reasoning.retrieval.knowledge.factory"):
+    for place in ("benchmarks.retrieval.bases", "reasoning.retrieval.knowledge.folder"):
         monkeypatch.setattr(f"agentspec.{place}.load_encoder", lambda model: FakeEncoder())
     opened = RetrievalBench(Reader(), 12, lambda text: None)  # type: ignore[arg-type]
     yield opened

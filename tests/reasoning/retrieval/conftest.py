@@ -9,8 +9,7 @@ import pytest
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex
-from agentspec.reasoning.retrieval.knowledge.folder import Kind
-from agentspec.reasoning.retrieval.knowledge.memory import Index
+from agentspec.reasoning.retrieval.knowledge.folder import Index, Kind
 from tests.fakes import FakeEncoder
 
 Make = Callable[[Kind, Sequence[str]], Index]

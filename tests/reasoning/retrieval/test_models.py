@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from agentspec.reasoning.retrieval.events import VerifiedText
+from agentspec.reasoning.retrieval import search
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
-from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
+from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.search import SearchStats, VerifiedText
 from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.types import GenerateRequest, Labels, SamplingParams
 
@@ -41,12 +41,18 @@ def loaded(model: str, cache: Any = None, **options: Any) -> Iterator[Any]:
 
 def passages() -> KnowledgeBase:
     documents = sorted((Document(p["id"], p["text"], p["title"]) for p in PASSAGES), key=lambda one: one.id)
-    return IndexKnowledge(Snapshot(Bm25Index.build(documents), "1"))
+    return IndexKnowledge(Bm25Index.build(documents))
 
 
 def asking(question: str, seed: int | None, max_tokens: int) -> GenerateRequest:
     sampling = SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=max_tokens)
     return GenerateRequest("m", messages=[{"role": "user", "content": question}], sampling=sampling)
+
+
+@pytest.fixture
+def few_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the cache often guesses wrong."""
+    monkeypatch.setattr(search, "FOUND", 3)
 
 
 async def said(run: Any, request: GenerateRequest, **given: Any) -> tuple[str, tuple[int, ...]]:
@@ -55,6 +61,7 @@ async def said(run: Any, request: GenerateRequest, **given: Any) -> tuple[str, t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_found")
 def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
     """Its tokens are bytes and its text is noise, which ends inside characters and retrieves at random."""
     stats = SearchStats()
@@ -64,8 +71,8 @@ def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
             request = asking(passage["question"], number if number % 2 else None, 24)
             plain = await said(sequential, request, backend=backend)
             for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
-                knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=3)  # type: ignore[arg-type]
-                assert await said(ralmspec, request, backend=backend, settings=knobs, stats=stats) == plain
+                given: dict[str, Any] = {"backend": backend, "settings": RetrievalSettings(stride=stride)}  # type: ignore[arg-type]
+                assert await said(ralmspec, request, **given, stats=stats, asynchronous=asynchronous) == plain
 
     with loaded(str(tiny_model)) as backend:
         asyncio.run(check(backend))
@@ -96,14 +103,14 @@ def test_a_cache_gets_whole_answers(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.model
+@pytest.mark.usefixtures("few_found")
 def test_questions_to_a_real_model(default_model: object, count: int) -> None:
-    settings = {"document_tokens": 24, "stride": 2, "prefetch": 4}
+    knobs = RetrievalSettings(document_tokens=24, stride=2)
 
     async def check(backend: Any) -> None:
         for number, passage in enumerate(PASSAGES[:count]):
             request = asking(passage["question"], number if number % 2 else None, 8)
-            knobs = RetrievalSettings(**settings, asynchronous=number % 4 < 2)  # type: ignore[arg-type]
-            found = await said(ralmspec, request, backend=backend, settings=knobs)
+            found = await said(ralmspec, request, backend=backend, settings=knobs, asynchronous=number % 4 < 2)
             assert found == await said(sequential, request, backend=backend, settings=knobs)
             assert len(found[1]) > 0
 

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,19 +20,12 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, KnowledgeBaseError
-from agentspec.reasoning.retrieval.events import (
-    AnswerEnded,
-    Event,
-    Retrieved,
-    RolledBack,
-    Speculated,
-    Verified,
-    VerifiedText,
-)
+from agentspec.reasoning.retrieval import ralmspec as ralmspec_module
+from agentspec.reasoning.retrieval import rounds, search
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult, ranked
-from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
+from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.search import AnswerEnded, Event, SearchStats, VerifiedText
 from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest, Labels, Message, SamplingParams, Usage
@@ -181,24 +175,22 @@ async def outcome(run: Callable[..., AsyncGenerator[Event]], request: GenerateRe
     return Outcome([event async for event in run(request, stats=stats, **options)], stats)
 
 
-EVERY_WAY = [
-    RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=2)  # type: ignore[arg-type]
-    for stride in ("os3", 1, 3, 16)
-    for asynchronous in (False, True)
-]
-
-
-@pytest.mark.parametrize("knobs", EVERY_WAY, ids=lambda knobs: f"{knobs.stride}-{knobs.asynchronous}")
-async def test_says_what_sequential_retrieval_says(knobs: RetrievalSettings) -> None:
-    model, knowledge = HashedModel(), FakeKnowledge(corpus(60))
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("stride", ["os3", 1, 3, 16])
+async def test_says_what_sequential_retrieval_says(
+    stride: Any, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "FOUND", 2)
+    model, knowledge, knobs = HashedModel(), FakeKnowledge(corpus(60)), RetrievalSettings(stride=stride)
     wrong = 0
     for n in range(20):
         request = asking(n, temperature=n % 2, seed=n)
-        found = await outcome(ralmspec, request, backend=model, knowledge=knowledge, settings=knobs)
-        plain = await outcome(sequential, request, backend=model, knowledge=knowledge, settings=knobs)
+        given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "settings": knobs}
+        found = await outcome(ralmspec, request, **given, asynchronous=asynchronous)
+        plain = await outcome(sequential, request, **given)
         assert found.answer == plain.answer and found.documents == plain.documents
         wrong += found.stats.dropped_rounds
-    assert wrong > 10 or knobs.stride == "os3"
+    assert wrong > 10 or stride == "os3"
 
 
 @given(data=st.data())
@@ -211,27 +203,29 @@ def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -
     delays = data.draw(st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=2, max_size=2))
     knowledge = FakeKnowledge(documents, delays[0], data.draw(st.booleans()), data.draw(st.sampled_from([None, 1, 2])))
     knobs = RetrievalSettings(
-        round_tokens=data.draw(st.integers(1, 6)),
-        query_tokens=data.draw(st.integers(1, 20)),
-        document_tokens=data.draw(st.integers(1, 20)),
-        stride=data.draw(st.sampled_from(["os3", 1, 2, 5])),
-        asynchronous=data.draw(st.booleans()),
-        prefetch=data.draw(st.integers(1, 8)),
-        cache_bytes=data.draw(st.sampled_from([0, 2000, 1 << 20])),
+        document_tokens=data.draw(st.integers(1, 20)), stride=data.draw(st.sampled_from(["os3", 1, 2, 5]))
     )
+    asynchronous = data.draw(st.booleans())
+    lengths = {"ROUND_TOKENS": data.draw(st.integers(1, 6)), "QUERY_TOKENS": data.draw(st.integers(1, 20))}
+    kept, sought = data.draw(st.sampled_from([0, 2000, 1 << 20])), data.draw(st.integers(1, 8))
     stop = data.draw(st.sampled_from([(), ("日",), (" ra", "éé"), ("x su", "xyz")]))
     request = asking(data.draw(st.integers(0, 99)), max_tokens=data.draw(st.integers(1, 20)), stop=stop)
     model = HashedModel(latency=delays[1])
 
     async def both() -> None:
         given = {"backend": model, "knowledge": knowledge, "settings": knobs}
-        found = await outcome(ralmspec, request, **given)
+        found = await outcome(ralmspec, request, **given, asynchronous=asynchronous)
         plain = await outcome(sequential, request, **given)
         assert found.answer == plain.answer and found.documents == plain.documents
         assert not any(mark in found.answer[0] for mark in stop)
         assert knowledge.active == model.active == 0
 
-    asyncio.run(both())
+    with (
+        patch.multiple(rounds, **lengths),
+        patch.object(search, "FOUND", sought),
+        patch.object(ralmspec_module, "CACHE_BYTES", kept),
+    ):
+        asyncio.run(both())
 
 
 class Passages(FakeKnowledge):
@@ -256,7 +250,7 @@ class Approximate(FakeKnowledge):
 @pytest.mark.parametrize("knowledge", [Passages(corpus(2)), Approximate(corpus(30))], ids=["passages", "approximate"])
 async def test_a_service_that_finds_by_its_own_rules_gives_equal_answers(knowledge: FakeKnowledge) -> None:
     """Another passage of the same document is another document, and the best one may depend on the count."""
-    knobs = RetrievalSettings(stride=3, round_tokens=3)
+    knobs = RetrievalSettings(stride=3)
     for n in range(5):
         given = {"backend": HashedModel(), "knowledge": knowledge, "settings": knobs}
         found, plain = [await outcome(run, asking(n), **given) for run in (ralmspec, sequential)]
@@ -270,35 +264,18 @@ async def test_text_is_that_of_all_its_tokens_and_is_never_taken_back() -> None:
     assert text == await model.detokenize(ids) and finish == "length" and len(ids) == 40
 
 
-async def test_only_verified_rounds_are_said() -> None:
-    knobs = RetrievalSettings(stride=3, asynchronous=True, prefetch=2)
-    model, knowledge = HashedModel(latency=0.001, ends=10**9), FakeKnowledge(corpus(60), latency=0.004)
-    found = await outcome(ralmspec, asking(3, max_tokens=60), backend=model, knowledge=knowledge, settings=knobs)
-    pending = 0  # rounds that were guessed and are neither verified nor dropped
-    for event in found.events:
-        match event:
-            case Verified(_, matched):
-                pending += matched
-            case VerifiedText() if pending:
-                pending -= 1
-    assert any(isinstance(event, RolledBack) for event in found.events)
-    guessed = sum(isinstance(event, Speculated) for event in found.events)
-    certain = sum(isinstance(event, (Retrieved, RolledBack)) for event in found.events)
-    assert found.stats.rounds + found.stats.dropped_rounds == guessed + certain
-
-
 async def test_a_batch_asks_for_a_whole_stride() -> None:
     one = [Document("only", " ran lot")]
-    knobs, knowledge = RetrievalSettings(stride=3, asynchronous=False), FakeKnowledge(one)
-    model = HashedModel(ends=10**9)
-    found = await outcome(ralmspec, asking(max_tokens=40), backend=model, knowledge=knowledge, settings=knobs)
+    knowledge, model = FakeKnowledge(one), HashedModel(ends=10**9)
+    given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "settings": RetrievalSettings(stride=3)}
+    found = await outcome(ralmspec, asking(max_tokens=40), **given, asynchronous=False)
     assert knowledge.searches == [1, 3, 3, 3] and found.stats.hit_rate == 1.0 and found.stats.strides == [0, 3, 3, 3]
 
 
 async def test_verification_runs_beside_the_rounds_that_follow() -> None:
     one, beside = [Document("only", " ran lot")], {}
     for asynchronous in (False, True):
-        knobs = RetrievalSettings(stride=1, asynchronous=asynchronous)
+        knobs = RetrievalSettings(stride=1)
         model, knowledge = HashedModel(latency=0.02, ends=10**9), FakeKnowledge(one, latency=0.06)
         searching, generate = list[int](), model.generate
 
@@ -307,7 +284,8 @@ async def test_verification_runs_beside_the_rounds_that_follow() -> None:
             return generate(request)  # noqa: B023
 
         model.generate = watched  # type: ignore[method-assign]
-        await outcome(ralmspec, asking(max_tokens=40), backend=model, knowledge=knowledge, settings=knobs)
+        given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "settings": knobs}
+        await outcome(ralmspec, asking(max_tokens=40), **given, asynchronous=asynchronous)
         beside[asynchronous] = sum(searching)
     assert beside[True] > 3 and beside[False] == 0
 
@@ -320,11 +298,12 @@ async def test_what_was_guessed_of_another_version_is_redone(change: int, asynch
     def changing(at: int) -> FakeKnowledge:
         return FakeKnowledge(corpus(30), version=lambda n: "1" if n < at else "2")
 
-    model, knobs = HashedModel(ends=10**9), RetrievalSettings(stride=2, asynchronous=asynchronous)
+    model, knobs = HashedModel(ends=10**9), RetrievalSettings(stride=2)
     possible = [
         (await outcome(sequential, asking(1), backend=model, knowledge=changing(at))).answer for at in range(1, 8)
     ]
-    found = await outcome(ralmspec, asking(1), backend=model, knowledge=changing(change), settings=knobs)
+    given: dict[str, Any] = {"backend": model, "knowledge": changing(change), "settings": knobs}
+    found = await outcome(ralmspec, asking(1), **given, asynchronous=asynchronous)
     assert found.answer in possible
 
 
@@ -352,15 +331,15 @@ async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exce
     assert model.active == 0 and any(isinstance(event, VerifiedText) for event in said) == (nth > 0)
 
 
-async def test_a_search_that_hangs_is_given_up() -> None:
-    knobs = RetrievalSettings(search_timeout=0.5)
+async def test_a_search_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SEARCH_SECONDS", 0.5)
     with pytest.raises(KnowledgeBaseError, match=r"0\.5 seconds"):
-        await outcome(ralmspec, asking(), backend=HashedModel(), knowledge=FakeKnowledge([], 3600.0), settings=knobs)
+        await outcome(ralmspec, asking(), backend=HashedModel(), knowledge=FakeKnowledge([], 3600.0))
 
 
 async def test_leaving_cancels_what_is_generated_and_asked() -> None:
     model, knowledge = HashedModel(latency=0.02, ends=10**9), FakeKnowledge(corpus(9))
-    knobs = RetrievalSettings(stride=1, asynchronous=True)
+    knobs = RetrievalSettings(stride=1)
     run = asyncio.create_task(outcome(ralmspec, asking(), backend=model, knowledge=knowledge, settings=knobs))
     await asyncio.sleep(0.01)
     knowledge.latency, model.latency = 3600.0, 3600.0
@@ -522,7 +501,7 @@ class SlowKnowledge:
 def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
     """Real indexes over a few hundred texts of few words: dense, its graph, BM25, and the first behind a delay."""
     texts = [document.text + document.title for document in corpus(300, 1)]
-    base = IndexKnowledge(Snapshot(make_index("dense" if kind == "slow" else kind, texts), "1"))
+    base = IndexKnowledge(make_index("dense" if kind == "slow" else kind, texts))
     return SlowKnowledge(base) if kind == "slow" else base
 
 
@@ -534,8 +513,11 @@ def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
         *(pytest.param(kind, 200, marks=pytest.mark.long) for kind in ("bm25", "dense", "hnsw", "slow")),
     ],
 )
-async def test_every_question_is_answered_the_same(make_index: Callable[..., Any], kind: str, questions: int) -> None:
+async def test_every_question_is_answered_the_same(
+    make_index: Callable[..., Any], kind: str, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy and seeded, synchronously and not, by a fixed stride and by OS3."""
+    monkeypatch.setattr(search, "FOUND", 4)
     base, model = indexed(make_index, kind), HashedModel()
     gate, dropped = asyncio.Semaphore(16), [0]
 
@@ -544,8 +526,9 @@ async def test_every_question_is_answered_the_same(make_index: Callable[..., Any
         async with gate:
             plain = await outcome(sequential, request, backend=model, knowledge=base)
             for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
-                knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=4)  # type: ignore[arg-type]
-                found = await outcome(ralmspec, request, backend=model, knowledge=base, settings=knobs)
+                knobs = RetrievalSettings(stride=stride)  # type: ignore[arg-type]
+                given: dict[str, Any] = {"backend": model, "knowledge": base, "settings": knobs}
+                found = await outcome(ralmspec, request, **given, asynchronous=asynchronous)
                 assert found.answer == plain.answer and found.documents == plain.documents
                 dropped[0] += found.stats.dropped_rounds
 

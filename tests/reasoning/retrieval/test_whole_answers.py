@@ -16,12 +16,12 @@ import pytest
 
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
-from agentspec.reasoning.retrieval.events import VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
-from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.reasoning.retrieval.round_generator import RoundGenerator
+from agentspec.reasoning.retrieval.rounds import RoundGenerator
+from agentspec.reasoning.retrieval.search import VerifiedText
 from agentspec.reasoning.settings import RaLMSpecSettings, RetrievalSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.testing import FakeBackend
@@ -57,7 +57,7 @@ class OneDocument:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
-        self._base = IndexKnowledge(Snapshot(Bm25Index.build([Document("1", "An ox is an animal.")]), "1"))
+        self._base = IndexKnowledge(Bm25Index.build([Document("1", "An ox is an animal.")]))
         self.metric = self._base.metric
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
@@ -85,13 +85,13 @@ async def said(events: AsyncGenerator[Any]) -> tuple[str, tuple[int, ...]]:
 @pytest.mark.parametrize("rule", RULES)
 async def test_rounds_make_the_answer_that_one_go_makes(backend: Any, rule: str) -> None:
     """With one document for all rounds nothing but the rules tells rounds from a whole answer, drawn greedily."""
-    knobs, request = RetrievalSettings(round_tokens=3), asking(rule)
-    generator = await RoundGenerator.open(request, backend, knobs)
+    request = asking(rule)
+    generator = await RoundGenerator.open(request, backend, RetrievalSettings())
     prompt = await generator.prompt.with_document(Document("1", "An ox is an animal."), 48)
     whole = [delta async for delta in backend.continue_answer(replace(request, split_reasoning=False), prompt, ())]
     tokens = tuple(token for delta in whole for token in delta.token_ids)
     for run in (sequential, ralmspec):
-        assert (await said(run(request, backend=backend, knowledge=OneDocument(), settings=knobs)))[1] == tokens
+        assert (await said(run(request, backend=backend, knowledge=OneDocument())))[1] == tokens
 
 
 @pytest.mark.parametrize("rule", ["penalties", "a call", "nothing"])
@@ -107,8 +107,9 @@ async def test_every_token_has_its_log_probability(backend: Any, rule: str) -> N
 async def same_in_every_way(backend: Any, knowledge: KnowledgeBase, request: GenerateRequest) -> str:
     plain = await said(sequential(request, backend=backend, knowledge=knowledge))
     for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
-        knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=3)  # type: ignore[arg-type]
-        assert await said(ralmspec(request, backend=backend, knowledge=knowledge, settings=knobs)) == plain
+        knobs = RetrievalSettings(stride=stride)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"backend": backend, "knowledge": knowledge, "settings": knobs}
+        assert await said(ralmspec(request, **given, asynchronous=asynchronous)) == plain
     return plain[0]
 
 
@@ -140,7 +141,7 @@ async def test_speculation_changes_no_answer(
     backend: Any, make_index: Callable[..., Any], kind: Any, questions: int
 ) -> None:
     texts = [f"{passage['title']} {passage['text']}" for passage in PASSAGES]
-    knowledge = IndexKnowledge(Snapshot(make_index(kind, texts), "1"))
+    knowledge = IndexKnowledge(make_index(kind, texts))
     for number in range(questions):
         rule = ("penalties", "a call", "a regex", "a schema", "bad words", "a call if it wants")[number % 6]
         question = f"{PASSAGES[number % len(PASSAGES)]['question']} {number}"
@@ -247,15 +248,14 @@ async def test_the_default_model_calls_and_keeps_forms(default_model: Any, quest
     from agentspec.backends.torch import TorchBackend
 
     documents = sorted((Document(p["id"], p["text"], p["title"]) for p in PASSAGES), key=lambda one: one.id)
-    knowledge = IndexKnowledge(Snapshot(Bm25Index.build(documents), "1"))
+    knowledge = IndexKnowledge(Bm25Index.build(documents))
     backend = TorchBackend.load(TorchSettings())
     try:
         for number in range(questions):
             rule = ("a call", "a schema", "penalties", "a call if it wants")[number % 4]
             request = asking(rule, PASSAGES[number % len(PASSAGES)]["question"])
             request = replace(request, sampling=replace(request.sampling, max_tokens=20))
-            knobs = RetrievalSettings(prefetch=3)
-            plain = await said(sequential(request, backend=backend, knowledge=knowledge, settings=knobs))
-            assert await said(ralmspec(request, backend=backend, knowledge=knowledge, settings=knobs)) == plain
+            plain = await said(sequential(request, backend=backend, knowledge=knowledge))
+            assert await said(ralmspec(request, backend=backend, knowledge=knowledge)) == plain
     finally:
         await backend.aclose()

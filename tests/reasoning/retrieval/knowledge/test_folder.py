@@ -10,8 +10,17 @@ import pytest
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge import folder as module
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.folder import Kind, build, open_folder, read_manifest
-from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knowledge.folder import (
+    IndexKnowledge,
+    Kind,
+    build,
+    load_encoder,
+    open_folder,
+    open_knowledge,
+    read_manifest,
+)
+from agentspec.reasoning.settings import IndexSettings
+from agentspec.recordings.corpus import read_corpus
 from tests.fakes import FakeEncoder
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +58,7 @@ async def first(base: KnowledgeBase, text: str) -> tuple[Document, str]:
 async def test_what_was_built_is_found(out, kind):
     build_in(out, kind)
     base = opened(out)
-    assert isinstance(base, KnowledgeBase) and base.size == 3
+    assert isinstance(base, KnowledgeBase) and len(base.index.documents) == 3
     assert await first(base, "cats purrs the cat") == (CORPUS[1], read_manifest(out).version)
     assert (await first(base, "dogs the dog barks"))[0].metadata == {"page": 2}
     await base.aclose()
@@ -65,51 +74,26 @@ def test_the_same_corpus_gives_the_same_version_in_any_order(out, kind):
     assert read_manifest(out).version != once.version
 
 
-async def test_a_rebuilt_folder_is_taken_up_and_says_so(out, kind):
+async def test_what_is_open_goes_on_answering_when_the_folder_is_rebuilt_or_taken_away(out, kind):
     build_in(out, kind)
     base = opened(out)
-    _, before = await first(base, "the cat purrs")
+    before = await first(base, "the cat purrs")
     build_in(out, kind, [Document("z", "the cat purrs loudly")])
-    document, after = await first(base, "the cat purrs")
-    assert (document.id, base.size) == ("z", 1)
-    assert after == read_manifest(out).version != before
-
-
-async def test_a_folder_that_is_taken_away_goes_on_answering(out):
-    build_in(out, "bm25")
-    base = opened(out)
+    assert await first(base, "the cat purrs") == before
+    document, after = await first(opened(out), "the cat purrs")
+    assert document.id == "z" and after == read_manifest(out).version != before[1]
     out.rename(out.with_name("elsewhere"))
-    assert (await first(base, "cat"))[0].id == "a"
+    assert await first(base, "the cat purrs") == before
 
 
-async def test_a_rebuild_that_ranks_differently_is_an_error(out):
-    build_in(out, "dense")
-    base = opened(out)
-    build_in(out, "bm25")
-    with pytest.raises(KnowledgeBaseError, match="rebuilt as bm25"):
-        await first(base, "cat")
+def test_an_index_of_another_model_is_refused(out):
     build_in(out, "dense", encoder=FakeEncoder(8))
     with pytest.raises(ConfigurationError, match="another embedding model"):
-        await first(base, "cat")
-
-
-async def test_searches_go_on_while_the_folder_is_rebuilt_again_and_again(out):
+        opened(out)
     build_in(out, "bm25")
-    base = opened(out)
-    versions, stop = {(await first(base, "dog"))[1]}, threading.Event()
-
-    def rebuild() -> None:
-        for count in [3, 1, 2] * 8:  # another one at the end than at the beginning
-            build_in(out, "bm25", CORPUS[:count])
-        stop.set()
-
-    thread = threading.Thread(target=rebuild)
-    thread.start()
-    while not stop.is_set():
-        versions.add((await first(base, "dog"))[1])
-    thread.join()
-    versions.add((await first(base, "dog"))[1])
-    assert len(versions) > 1 and read_manifest(out).version in versions
+    with pytest.raises(ConfigurationError, match="of kind bm25, whose search knows no model") as caught:
+        open_knowledge(IndexSettings(path=out, model="minilm"))
+    assert caught.value.param == "model"
 
 
 @pytest.mark.parametrize("name", ["documents.jsonl", "vocabulary.json", "bm25.npz"])
@@ -210,9 +194,56 @@ async def test_a_search_does_not_hold_up_the_event_loop(make_index):
             together.wait(60)
             return index.search(queries, count)
 
-    base = IndexKnowledge(Snapshot(Slow(), "1"))
+    base = IndexKnowledge(Slow(), "1")
     query = await base.metric.encode("cat")
     found = await asyncio.gather(*(base.search([query], 1) for _ in range(3)))
     assert {one.version for one in found} == {"1"}
     with pytest.raises(ConfigurationError, match="at least one"):
         await base.search([query], 0)
+
+
+async def test_a_folder_is_opened_with_the_model_it_names_or_the_one_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("agentspec.backends.model_store.store.store_folder", lambda: tmp_path / "models")
+    loaded: list[str] = []
+
+    def load(model: str) -> FakeEncoder:
+        loaded.append(model)
+        return FakeEncoder()
+
+    monkeypatch.setattr(module, "load_encoder", load)
+    build([Document("a", "cat")], tmp_path / "kb", "dense", encoder=FakeEncoder(), model="here")
+    for model in (None, "there"):
+        base = open_knowledge(IndexSettings(path=tmp_path / "kb", model=model))
+        assert isinstance(base, IndexKnowledge)
+        await base.aclose()
+    assert loaded == ["here", "there"]
+    with pytest.raises(KnowledgeBaseError, match="no knowledge base"):
+        open_knowledge(IndexSettings(path=tmp_path / "elsewhere"))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", ["dense", "hnsw"])
+async def test_passages_are_found_by_what_they_mean(tmp_path: Path, repository: Path, kind):
+    passages = list(read_corpus(repository / "examples" / "passages.jsonl"))
+    encoder = load_encoder("minilm")
+    try:
+        build(passages, tmp_path / "kb", kind, encoder=encoder, model="minilm")
+    finally:
+        encoder.close()
+    base = open_knowledge(IndexSettings(path=tmp_path / "kb"))
+    try:
+        asked = {
+            "How old is the planet, according to the father of the study of rocks?": "Geology",
+            "player of American football who led two different clubs": "Super Bowl 50",
+            "inventor of electric machines goes into business": "Nikola Tesla",
+        }
+        queries = [await base.metric.encode(text) for text in asked]
+        together = await base.search(queries, 3)
+        for query, title, hits in zip(queries, asked.values(), together.hits, strict=True):
+            assert hits[0].document.title == title
+            (alone,) = (await base.search([query], 3)).hits
+            assert [(hit.document.id, hit.score) for hit in alone] == [(hit.document.id, hit.score) for hit in hits]
+            assert base.metric.scores(query, hits).tolist() == [hit.score for hit in hits]
+    finally:
+        await base.aclose()
+    assert json.loads((tmp_path / "kb" / "manifest.json").read_text())["model"] == "minilm"

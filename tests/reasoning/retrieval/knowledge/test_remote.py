@@ -13,7 +13,7 @@ from agentspec.backends.http import httpx
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, ranked
 from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
-from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
+from agentspec.reasoning.settings import RemoteSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""Searches a knowledge base for one answer, with a time limit and statistics."""
+"""What one answer with retrieval asks and tells: its searches, with a time limit and statistics, and its events."""
 
 from __future__ import annotations
 
@@ -7,10 +7,43 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from agentspec.backends.local_abilities import AnswerReader
 from agentspec.errors import KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult
+from agentspec.types import FinishReason, TokenLogprob
 
 TRACED = 256  # most strides that the statistics keep
+FOUND = 20  # documents that each search asks for, with and without guesses: P of RaLMSpec
+SEARCH_SECONDS = 30.0  # that one search may take
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBegan:
+    """The prompt is read. `reader` tells the thoughts and tool calls in the text that follows; None if it is plain."""
+
+    reader: AnswerReader | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedText:
+    """The text and tokens of a verified round; text that may be the start of a stop string is held back."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    document: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """The answer is complete. `prompt_tokens` counts the tokens of the question, without documents."""
+
+    finish: FinishReason
+    prompt_tokens: int = 0
+    stop_reason: str | None = None
+
+
+Event = AnswerBegan | VerifiedText | AnswerEnded
 
 
 @dataclass(slots=True)
@@ -65,7 +98,6 @@ class SearchClient:
     """Encodes and sends the queries of one answer to `base`, and fills `stats`."""
 
     base: KnowledgeBase
-    timeout: float
     stats: SearchStats = field(default_factory=SearchStats)
 
     async def query(self, text: str) -> Query:
@@ -75,18 +107,22 @@ class SearchClient:
         finally:
             self.stats.encode += time.perf_counter() - began
 
-    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        """Search for all queries in one batch. Raises `KnowledgeBaseError` if the base fails or takes too long."""
+    async def search(self, queries: Sequence[Query]) -> tuple[SearchResult, float]:
+        """Search for all queries in one batch; returns the result, and the seconds it took.
+
+        Raises `KnowledgeBaseError` if the base fails or takes too long.
+        """
+        began = time.perf_counter()
         try:
-            async with asyncio.timeout(self.timeout):
-                found = await self.base.search(queries, count)
+            async with asyncio.timeout(SEARCH_SECONDS):
+                found = await self.base.search(queries, FOUND)
         except TimeoutError:
-            raise KnowledgeBaseError(f"the knowledge base took more than {self.timeout:g} seconds") from None
+            raise KnowledgeBaseError(f"the knowledge base took more than {SEARCH_SECONDS:g} seconds") from None
         except OSError as error:
             raise KnowledgeBaseError(f"the knowledge base could not be asked: {error}") from error
         if len(found.hits) != len(queries):
             raise KnowledgeBaseError(f"the knowledge base answered {len(found.hits)} of {len(queries)} queries")
-        return found
+        return found, time.perf_counter() - began
 
 
 def first(hits: Sequence[Hit]) -> Document | None:

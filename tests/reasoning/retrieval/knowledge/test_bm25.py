@@ -6,7 +6,7 @@ import pytest
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, ranked
-from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, terms, weighed, with_counts
+from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, terms, weighed, with_counts
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows, ranked
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.dense import POOL, DenseIndex, products
-from agentspec.reasoning.retrieval.knowledge.memory import Index
+from agentspec.reasoning.retrieval.knowledge.folder import Index
 from tests.fakes import FakeEncoder
 
 WORDS = "cat dog bird fish tree house river stone cloud night".split()

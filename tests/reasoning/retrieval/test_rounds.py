@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentspec.reasoning.retrieval.partial_answer import PartialAnswer, RoundOutput
+from agentspec.reasoning.retrieval.rounds import PartialAnswer, RoundOutput
 
 pytestmark = pytest.mark.anyio
 

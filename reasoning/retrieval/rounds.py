@@ -1,0 +1,399 @@
+"""Rounds of one answer: the prompt that a document is put into, the answer so far, and what goes on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+from agentspec.backends.base import Backend, RecordsAnswers, Tokenization, closing_items, tokenization_of
+from agentspec.backends.chat_templates import escape_markers, plain
+from agentspec.backends.local_abilities import AnswerReader, ContinuesAnswers
+from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError
+from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.settings import RetrievalSettings
+from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
+from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob
+
+ROUND_TOKENS = 4  # generated from one document: k of RaLMSpec
+QUERY_TOKENS = 32  # last tokens whose text is the query: q of RaLMSpec
+SEPARATOR = "\n\n"  # between the document and the question
+# Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.
+WHOLE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
+REFUSED = ("n", "min_tokens", "prompt_logprobs")
+_UNREAD = (  # fields of a chat, which endpoints know and rounds of token ids do not
+    *("tools", "functions", "response_format", "chat_template_kwargs", "reasoning_effort", "chat_template"),
+    *("max_completion_tokens", "continue_final_message", "add_generation_prompt"),
+)
+_OF_ENDPOINTS = (*WHOLE_ANSWER, *_UNREAD)
+_DEFAULTS = SamplingParams()
+
+
+@dataclass(slots=True)
+class DocumentPrompt:
+    """The question's tokens before (`head`) and after (`tail`) the document. The first query is made of `asked`.
+
+    If the document does not fit into the model's context of `length` tokens, the document is cut, never the question.
+    """
+
+    tokenization: Tokenization
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+    asked: tuple[int, ...]
+    document_tokens: int
+    length: int | None = None
+    _gap: tuple[int, ...] = ()
+    _read: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    async def of(
+        cls, request: GenerateRequest, tokenization: Tokenization, document_tokens: int, length: int | None
+    ) -> DocumentPrompt:
+        """Raises `InvalidRequestError` for messages that are not text or that the template refuses."""
+        gap = tuple(await tokenization.tokenize(SEPARATOR))
+        if request.messages is not None:
+            head, tail, asked = await _of_messages(request, request.messages, tokenization)
+        else:
+            head, tail = await _of_text(request, tokenization)
+            asked = tail
+        return cls(tokenization, head, tail, asked, document_tokens, length, gap)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the question."""
+        return len(self.head) + len(self.tail)
+
+    def room(self, answer: int = 0) -> int | None:
+        """Tokens left in the model's context after the question and `answer` tokens of answer; None if unknown."""
+        return None if self.length is None else self.length - self.tokens - answer
+
+    def require(self, tokens: int) -> None:
+        """Raises `ContextLengthError` if the question and `tokens` of answer do not fit, even without a document."""
+        room = self.room()
+        if room is not None and tokens > max(room, 0):
+            raise ContextLengthError(
+                f"the prompt has {self.tokens} tokens and max_tokens is {tokens}; the model takes {self.length}",
+                param="messages",
+            )
+
+    async def with_document(self, document: Document | None, tokens: int) -> tuple[int, ...]:
+        """The prompt of an answer of `tokens` tokens, with as much of the document as fits."""
+        return (*self.head, *await self._document(document, tokens), *self.tail)
+
+    async def _document(self, document: Document | None, taken: int) -> tuple[int, ...]:
+        if document is None:
+            return ()
+        written = f"{document.title}\n{document.text}" if document.title else document.text
+        if written not in self._read:
+            tokens = await self.tokenization.tokenize(escape_markers(written))
+            self._read[written] = tuple(tokens)[: self.document_tokens]
+        room = self.room(taken)
+        fits = self.document_tokens if room is None else max(0, room - len(self._gap))
+        kept = self._read[written][:fits]
+        return (*kept, *self._gap) if kept else ()
+
+
+async def _of_messages(
+    request: GenerateRequest, messages: Sequence[Message], tokenization: Tokenization
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Tokens of the rendered messages before and from the last user message's text on, and of that text."""
+    users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
+    place = users[-1] if users else len(messages) - 1
+    mark = f"document-{secrets.token_hex(8)}"
+    asked = str(plain(messages[place]).get("content", ""))
+    marked = [{**message, "content": mark + asked} if at == place else message for at, message in enumerate(messages)]
+    rendered = await tokenization.render(marked, request.tools, request.template_arguments)
+    head, _, tail = rendered.partition(mark)
+    return (
+        tuple(await tokenization.tokenize(head)),
+        tuple(await tokenization.tokenize(tail)),
+        tuple(await tokenization.tokenize(asked)),
+    )
+
+
+async def _of_text(request: GenerateRequest, tokenization: Tokenization) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens before and after the document, which comes after the model's begin-of-text tokens."""
+    begin = tuple(await tokenization.tokenize("", begins=True))
+    ids = tuple(request.token_ids or ()) if request.text is None else tuple(await tokenization.tokenize(request.text))
+    if request.text is None and begin and ids[: len(begin)] != begin:
+        return (), ids
+    return begin, ids[len(begin) :] if request.text is None else ids
+
+
+class Detokenizes(Protocol):
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutput:
+    """The tokens that one round generated, with the backend's text and finish reason."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartialAnswer:
+    """An answer that grows round by round; the same rounds always give the same text.
+
+    `text` holds whole characters and ends before the first stop string. The next tokens are decoded together with the
+    last tokens, `window`, whose text so far is `known`.
+    """
+
+    window: tuple[int, ...] = ()
+    known: str = ""
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    stop_reason: str | None = None
+
+    @classmethod
+    async def behind(cls, prompt: Sequence[int], tokenization: Detokenizes) -> PartialAnswer:
+        """An empty answer to a prompt that ends in `prompt`."""
+        window = tuple(prompt[-CONTEXT_TOKENS:])
+        return cls(window, await tokenization.detokenize(window) if window else "")
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None
+
+    def certain(self, stops: Sequence[str]) -> str:
+        """The text that cannot become part of a stop string any more."""
+        return self.text if self.over else StopScanner(tuple(stops)).feed(self.text)
+
+    async def extended(
+        self, output: RoundOutput, tokenization: Detokenizes, limit: int, stops: Sequence[str] = ()
+    ) -> PartialAnswer:
+        """The answer with one more round, up to `limit` tokens in all. A token that ends the answer adds no text."""
+        grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
+        spelled = await grown.spelled(output.token_ids, tokenization)
+        scanner = StopScanner(tuple(stops))
+        certain = scanner.feed(spelled.text)
+        if scanner.stopped:
+            return replace(spelled, text=certain, finish="stop", stop_reason=scanner.matched)
+        if output.finish not in ("stop", "length"):
+            return replace(await spelled.flushed(tokenization), finish=output.finish)
+        if output.finish == "stop" or not output.token_ids:
+            shorter = await (await grown.spelled(output.token_ids[:-1], tokenization)).flushed(tokenization)
+            silent = shorter.text == self.text + output.text or await _ends_silently(output, tokenization)
+            return replace(shorter if silent else await spelled.flushed(tokenization), finish=output.finish)
+        if len(grown.token_ids) >= limit:
+            return replace(await spelled.flushed(tokenization), finish="length")
+        return spelled
+
+    async def spelled(self, token_ids: tuple[int, ...], tokenization: Detokenizes) -> PartialAnswer:
+        """The answer with the text of `token_ids`; bytes of an incomplete character wait for the next round."""
+        if not token_ids:
+            return self
+        window = self.window + token_ids
+        whole = await tokenization.detokenize(window)
+        added = added_text(whole, self.known)
+        if whole.endswith(REPLACEMENT):
+            complete = whole.rstrip(REPLACEMENT)
+            return replace(self, window=window, known=complete, text=self.text + added_text(complete, self.known))
+        last = window[-CONTEXT_TOKENS:]
+        return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
+
+    async def flushed(self, tokenization: Detokenizes) -> PartialAnswer:
+        """The answer with the bytes that were held back, even if they form no whole character."""
+        whole = await tokenization.detokenize(self.window) if self.window else ""
+        return replace(self, known=whole, text=self.text + added_text(whole, self.known))
+
+
+async def _ends_silently(output: RoundOutput, tokenization: Detokenizes) -> bool:
+    """Whether the last token ended the answer and is not part of its text, by the end of the text alone."""
+    if not output.token_ids:
+        return False
+    last = await tokenization.detokenize(output.token_ids[-1:])
+    return not output.text.endswith(last) if last else True
+
+
+@dataclass(frozen=True, slots=True)
+class RoundGenerator:
+    """Generates rounds. A round depends only on the answer so far and on the document: generating it again gives the
+    same tokens, provided that the backend's tokens depend only on prompt, sampling and seed."""
+
+    backend: Backend
+    tokenization: Tokenization
+    request: GenerateRequest
+    prompt: DocumentPrompt
+    limit: int
+    seed: int | None
+    whole: WholeAnswer | None = None
+
+    @classmethod
+    async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> RoundGenerator:
+        """Raises `InvalidRequestError` for request fields that rounds cannot honour, `ContextLengthError` for a
+        question that does not fit even without a document, `ConfigurationError` for a backend without token ids."""
+        tokenization = tokenization_of(backend)
+        if tokenization is None:
+            raise ConfigurationError(
+                f"retrieval needs a model whose prompts can be token ids, which {request.model!r} does not take:"
+                " a local model, or vLLM"
+            )
+        _check(request)
+        continues = _continues(request, backend)
+        length = backend.capabilities.context_length
+        prompt = await DocumentPrompt.of(request, tokenization, settings.document_tokens, length)
+        whole = None if continues is None else await WholeAnswer.of(request, continues, prompt)
+        wanted, room = request.sampling.max_tokens, prompt.room()
+        prompt.require(1 if wanted is None else wanted)
+        limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
+        return cls(backend, tokenization, request, prompt, limit, _seed(request.sampling), whole)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.request.sampling.stop
+
+    @property
+    def reader(self) -> AnswerReader | None:
+        """How to read the answer; None for one that is plain text."""
+        return None if self.whole is None else self.whole.reader
+
+    @property
+    def _spelling(self) -> Detokenizes:
+        return self.tokenization if self.whole is None else self.whole
+
+    async def begin(self) -> PartialAnswer:
+        return await PartialAnswer.behind(self.prompt.tail, self._spelling)
+
+    async def query(self, answer: PartialAnswer) -> str:
+        """The text of the last tokens of question and answer, without incomplete characters at its edges, and without
+        tool calls: their syntax says nothing of what is asked. Thoughts do.
+        """
+        said: Sequence[int] = answer.token_ids
+        if self.whole is not None and self.request.tools:
+            said = await self.tokenization.tokenize(self.whole.text_of(answer.text))
+        tokens = (*self.prompt.asked, *said)[-QUERY_TOKENS:]
+        return (await self.tokenization.detokenize(tokens)).strip(REPLACEMENT)
+
+    async def generate(self, answer: PartialAnswer, document: Document | None) -> PartialAnswer:
+        """Generate one more round, and return the extended answer. Cancelling the call cancels the backend's work.
+
+        Raises what the backend raises.
+        """
+        tokens = min(ROUND_TOKENS, self.limit - len(answer.token_ids))
+        prompt = await self.prompt.with_document(document, len(answer.token_ids) + tokens)
+        sampling = self._sampling(len(answer.token_ids), tokens)
+        request = replace(self.request, sampling=sampling, split_reasoning=False, share=False)
+        if self.whole is not None:
+            deltas = self.whole.backend.continue_answer(request, prompt, answer.token_ids)
+        else:
+            ids = (*prompt, *answer.token_ids)
+            deltas = self.backend.generate(replace(request, messages=None, text=None, token_ids=ids))
+        return await answer.extended(await _read(deltas), self._spelling, self.limit, self.stops)
+
+    def _sampling(self, position: int, tokens: int) -> SamplingParams:
+        """The sampling of a round. Each round has its own seed: some backends restart from the seed at each request."""
+        seed = None if self.seed is None else _mixed(self.seed, position)
+        return replace(self.request.sampling, max_tokens=tokens, seed=seed)
+
+    async def record(self, answer: PartialAnswer) -> None:
+        """Let the backend's token cache keep the whole answer, not its rounds: they are short, and some are dropped."""
+        if self.request.store and answer.token_ids and isinstance(self.backend, RecordsAnswers):
+            question = (*self.prompt.head, *self.prompt.tail)
+            request = replace(self.request, messages=None, text=None, token_ids=question, tools=(), tool_choice="auto")
+            await self.backend.record(request, answer.token_ids)
+
+
+async def _read(answer: AsyncIterator[Delta]) -> RoundOutput:
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    text = ""
+    finish: FinishReason = "stop"
+    async with closing_items(answer):
+        async for delta in answer:
+            ids += delta.token_ids
+            logprobs += delta.logprobs
+            text, finish = text + _text_of(delta), delta.finish_reason or finish
+    return RoundOutput(tuple(ids), text, finish, tuple(logprobs))
+
+
+def _text_of(delta: Delta) -> str:
+    thought = delta.extra.get("reasoning_content")
+    return (thought if isinstance(thought, str) else "") + delta.text
+
+
+def _seed(sampling: SamplingParams) -> int | None:
+    """The request's seed, or a random seed for this answer: a round that is generated again must draw the same."""
+    if sampling.seed is not None or sampling.temperature == 0:
+        return sampling.seed
+    return secrets.randbits(31)
+
+
+def _mixed(seed: int, position: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{position}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1  # endpoints differ in how large a seed they take
+
+
+_EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every model
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An answer that a local model goes on with, keeping the rules of the whole answer, and how to read it."""
+
+    backend: ContinuesAnswers
+    reader: AnswerReader
+
+    @classmethod
+    async def of(cls, request: GenerateRequest, backend: ContinuesAnswers, prompt: DocumentPrompt) -> WholeAnswer:
+        return cls(backend, await asyncio.to_thread(backend.answer_reader, request, (*prompt.head, *prompt.tail)))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await asyncio.to_thread(self.reader.decode, token_ids)
+
+    def text_of(self, text: str) -> str:
+        """The thoughts and the text of an answer, or of its beginning, without its tool calls."""
+        return _text_of(self.reader.parser().parse(Delta(text=text)))
+
+
+def _continues(request: GenerateRequest, backend: Backend) -> ContinuesAnswers | None:
+    """The local model that goes on with an answer that has rules of the whole, or may begin with thoughts; None for
+    plain text. Raises `InvalidRequestError` for rules that the model cannot keep.
+    """
+    named = next((name for name in WHOLE_ANSWER if _sampled(request, name)), None)
+    named = named or ("tools" if request.tools else None)
+    unread = next((name for name in _OF_ENDPOINTS if _asked(request.extra, name)), None)
+    if unread is None and isinstance(backend, ContinuesAnswers):
+        return None if named is None and request.messages is None else backend
+    if named or unread:
+        form = request.sampling.structured_outputs
+        name = unread or (form.param if form and named == "structured_outputs" else named)
+        message = f"a model with retrieval answers without {name}, unless the model is a local one"
+        raise InvalidRequestError(message, param=name)
+    return None
+
+
+def _check(request: GenerateRequest) -> None:
+    """Raises `InvalidRequestError` for request fields whose meaning would change from round to round."""
+    for name in REFUSED:
+        if _sampled(request, name) or _asked(request.extra, name):
+            raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
+    defaults = {field.name: field.default for field in fields(GenerateRequest)}
+    shows = "echo" if request.messages is None else "return_token_ids"
+    asked = {
+        "continue_final": "continue_final_message",
+        "start_answer": "add_generation_prompt",
+        "return_prompt": shows,
+    }
+    for name in (*asked, "prediction"):
+        if getattr(request, name) != defaults[name]:
+            param = asked.get(name, name)  # as clients call it
+            raise InvalidRequestError(f"a model with retrieval answers without {param}", param=param)
+    if set(request.template_arguments) - _EFFORT:
+        raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")
+
+
+def _sampled(request: GenerateRequest, name: str) -> bool:
+    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
+
+
+def _asked(extra: Mapping[str, Any], name: str) -> bool:
+    return extra.get(name) not in (None, [], (), {}, getattr(_DEFAULTS, name, None))
