@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,10 +32,6 @@ def serve(
             help="Keep prompts, outputs and their key/value rows after a request [default: --store]",
         ),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate chain: serve HTTPS", dir_okay=False)] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="The certificate's private key, if in a file of its own", dir_okay=False)
-    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log")] = LogLevel.info,
 ) -> None:
     """Run the OpenAI-compatible gateway until it is told to stop (SIGTERM drains).
@@ -46,8 +41,7 @@ def serve(
     if model is not None and upstream is not None:
         raise typer.BadParameter("give --model or --upstream, not both; a configuration file can name several backends")
     backends = _backends(model, upstream)
-    server = _given(host=host, port=port, tls_cert_file=tls_cert, tls_key_file=tls_key)
-    overrides = {"server": server, "cache": _given(store=store), "backends": backends}
+    overrides = {"server": _given(host=host, port=port), "cache": _given(store=store), "backends": backends}
     settings = load(config, overrides, only_overridden_backends=bool(backends))
 
     from agentspec.proxy.serving import serve as run

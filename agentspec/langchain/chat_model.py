@@ -32,7 +32,7 @@ from agentspec.langchain.token_counting import prompt_length, token_ids
 from agentspec.protocol.messages import parse_prediction
 from agentspec.protocol.requests import with_extra
 from agentspec.runtime import Runtime
-from agentspec.runtime.retries import attempts
+from agentspec.runtime.runtime import attempts
 from agentspec.step.calls import observe
 from agentspec.step.scope import current_policy
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage

@@ -112,6 +112,7 @@ T = TypeVar("T")
 
 MAX_BIASES = 1024
 MAX_TOOLS = 128
+MAX_MESSAGES = 2048  # of a chat, or items of a response and those that it continues
 MAX_TOP_LOGPROBS = 20
 EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 """`reasoning_effort`, and the nearest of the three that chat templates know; None: no reasoning."""
@@ -314,7 +315,7 @@ class _CompletionBody(_GenerationBody):
     suffix: Annotated[Any, only("")] = None
 
 
-def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateRequest, AnswerFormat]:
+def parse_chat(body: Mapping[str, Any], *, max_messages: int = MAX_MESSAGES) -> tuple[GenerateRequest, AnswerFormat]:
     """Parse a chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported."""
     fields = _ChatBody.parse(body)
     plain = GenerateRequest(model=fields.model, messages=_messages(fields.messages or [], max_messages))

@@ -149,7 +149,6 @@ class ChunkBuilder:
     prefix: str
     request: GenerateRequest
     format: AnswerFormat
-    include_speculation: bool = True
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()), init=False)
     _ended: int = field(default=0, init=False)
@@ -175,7 +174,7 @@ class ChunkBuilder:
         return self.wrap(choices, usage=usage_object(answer.usage), **self._speculation(answer.speculation))
 
     def _speculation(self, speculation: Speculation | None) -> dict[str, Any]:
-        if speculation is None or not self.include_speculation:
+        if speculation is None:
             return {}
         return {"speculation": speculation_object(speculation)}
 
@@ -208,12 +207,11 @@ class ChatWriter:
 
     request: GenerateRequest
     format: AnswerFormat
-    include_speculation: bool = True
     _builder: ChunkBuilder = field(init=False)
     _begun: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        self._builder = ChunkBuilder("", "chatcmpl", self.request, self.format, self.include_speculation)
+        self._builder = ChunkBuilder("", "chatcmpl", self.request, self.format)
 
     def body(self, answer: Accumulator) -> dict[str, Any]:
         self._builder.kind = "chat.completion"
@@ -276,14 +274,13 @@ class CompletionWriter:
 
     request: GenerateRequest
     format: AnswerFormat
-    include_speculation: bool = True
     per_prompt: int = MAX_CHOICES
     _builder: ChunkBuilder = field(init=False)
     _offsets: dict[int, int] = field(default_factory=dict, init=False)
     _prompts: dict[int, Prompt] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._builder = ChunkBuilder("text_completion", "cmpl", self.request, self.format, self.include_speculation)
+        self._builder = ChunkBuilder("text_completion", "cmpl", self.request, self.format)
 
     def body(self, answer: Accumulator) -> dict[str, Any]:
         for index, prompt in answer.prompts.items():

@@ -1,17 +1,22 @@
-"""The gateway's application and its routes. A path that is not listed here reaches no upstream."""
+"""The gateway as an ASGI application: its routes, its start and end, and what wraps every request.
+
+A path that is not listed here reaches no upstream.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -24,48 +29,37 @@ from agentspec.backends.base import (
     MESSAGES,
     RESPONSES,
     TOKENIZE,
-    ReportsMetrics,
 )
-from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import (
     ConfigurationError,
-    ModelNotFoundError,
     PermissionDeniedError,
-    UpstreamStatusError,
-    UpstreamTimeoutError,
+    RequestTooLargeError,
+    ShuttingDownError,
 )
-from agentspec.proxy.admission.auth import Authenticator
-from agentspec.proxy.admission.limits import Deadlines, until_disconnect
-from agentspec.proxy.admission.slots import Slots
+from agentspec.protocol.errors import anthropic_error
+from agentspec.proxy.admission import Deadlines, Slots
+from agentspec.proxy.auth import Authenticator, HostCheck, request_id
 from agentspec.proxy.body.budget import BodyBudget
-from agentspec.proxy.body.upstream_fields import check_head
-from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
-from agentspec.proxy.extra_routes import ExtraRoute, sole_upstream
-from agentspec.proxy.fleet import FleetPages
-from agentspec.proxy.forwarding.passthrough import request_headers
-from agentspec.proxy.hosts import HostCheck
-from agentspec.proxy.loading import Loading
+from agentspec.proxy.errors import error_response, log_unexpected, outcome
+from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
-from agentspec.proxy.metering.limits import Metering
-from agentspec.proxy.middleware import GatewayMiddleware
-from agentspec.proxy.prompts import CompletionsEndpoint
+from agentspec.proxy.metering import Metering
+from agentspec.proxy.pages import FleetPages, Pages
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
 from agentspec.proxy.responses.stored import StoredRoute
-from agentspec.proxy.streaming.sending import json_response
-from agentspec.proxy.tokenization import TokenizationEndpoint
+from agentspec.proxy.routes.completions import CompletionsEndpoint
+from agentspec.proxy.routes.embeddings import EmbeddingsEndpoint
+from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
+from agentspec.proxy.routes.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
-from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
-from agentspec.telemetry.samples import BackendSample, IndexFigures
-from agentspec.version import __version__
+from agentspec.telemetry.metrics import Metrics
+from agentspec.types import StepSpeculation
 
-MODELS_SECONDS = 10.0  # to list the models of an upstream
-Handler = Callable[[Request], Awaitable[Response]]
 # What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
 EndpointArguments = tuple[Runtime, ServerSettings, Slots, BodyBudget, Deadlines, Metering]
 
@@ -148,101 +142,6 @@ def _stored(responses: ResponsesEndpoint) -> Iterator[_RecordedRoute]:
     yield _RecordedRoute(one, StoredRoute(responses, responses.keeper), ("GET", "DELETE"), "uses_models")
 
 
-class Pages:
-    """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
-
-    def __init__(self, runtime: Runtime, limiter: Slots) -> None:
-        self._runtime = runtime
-        self._limiter = limiter
-        self._created = int(time.time())
-        self._samples: list[BackendSample] = []
-        self._sampling: asyncio.Task[list[BackendSample]] | None = None
-        self.registry = Metrics(
-            version=__version__,
-            models=runtime.models(),
-            index_size=lambda: index_size(runtime),
-            backends=lambda: self._samples,
-            tenants=limiter.samples,
-            members=lambda: runtime.fleet.samples() if runtime.fleet else (),
-        )
-
-    def routes(self) -> dict[str, Handler]:
-        return {
-            "/health": self.health,
-            "/ready": self.ready,
-            "/version": self.version,
-            "/v1/models": self.models,
-            "/v1/models/{model:path}": self.model,
-        }
-
-    async def health(self, request: Request) -> Response:
-        """Report that the process answers; nothing else is checked."""
-        return json_response({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend.
-
-        Which of these it is, only those who have a key are told.
-        """
-        status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
-        if self._runtime.failure is not None:
-            status = "failed"
-        told = RequestRecord.of(request.scope).identity is not None or status == "ready"
-        return json_response({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
-
-    async def version(self, request: Request) -> Response:
-        return json_response({"version": __version__})
-
-    async def metrics(self, request: Request) -> Response:
-        self._samples = await self._sampled()
-        rendered = await anyio.to_thread.run_sync(self.registry.render)
-        return Response(rendered, headers={"content-type": CONTENT_TYPE})
-
-    async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": await self._objects(request)})
-
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        found = next((model for model in await self._objects(request) if model["id"] == name), None)
-        if found is None:
-            raise ModelNotFoundError(f"no model {name[:256]!r} here", param="model")
-        return json_response(found)
-
-    async def _objects(self, request: Request) -> list[dict[str, Any]]:
-        """The configured models and their aliases; without any, those of the sole upstream, which accepts any name."""
-        names, aliases = self._runtime.models(), [self._object(alias) for alias in self._runtime.aliases]
-        if names or not (self._runtime.ready and self._runtime.takes_any_model):
-            return [self._object(name) for name in names] + aliases
-        backend = self._runtime.route("*").backend
-        check_head(request.scope)
-        listed = await self._listed(backend, request) if isinstance(backend, OpenAIBackend | PoolBackend) else []
-        return listed + aliases
-
-    async def _listed(self, backend: OpenAIBackend | PoolBackend, request: Request) -> list[dict[str, Any]]:
-        """The models of an upstream. The call takes a slot like others, or clients could open any number of them."""
-        record = RequestRecord.of(request.scope)
-        headers = request_headers(request.scope, record)
-        try:
-            async with until_disconnect(request.receive), self._limiter.enter(record.tenant):
-                async with asyncio.timeout(MODELS_SECONDS):
-                    return await backend.models(headers)
-            raise ClientDisconnect
-        except TimeoutError:
-            raise UpstreamTimeoutError("the upstream did not list its models in time") from None
-        except UpstreamStatusError as error:
-            error.for_client = not (record.has_gateway_key or error.own_key)
-            raise
-
-    async def _sampled(self) -> list[BackendSample]:
-        """The current counts of all backends. Who asks while they are being asked gets the same answer."""
-        if self._sampling is None or self._sampling.done():
-            self._sampling = asyncio.create_task(backend_samples(self._runtime))
-        return await asyncio.shield(self._sampling)
-
-    def _object(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
-
-
 class _RecordedRoute(Route):
     """A route that first stores its path in the request's record, so that failed requests have it too.
 
@@ -277,17 +176,167 @@ def _refuse_twice(routes: Sequence[Route]) -> None:
         raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")
 
 
-def index_size(runtime: Runtime) -> IndexFigures | None:
-    """Figures of the token index and its database; None where there is no index."""
-    if not runtime.keeps_index:
-        return None
-    stats = runtime.cache.stats()
-    held = stats.memory_bytes, stats.sequences
-    return IndexFigures(*held, stats.damaged, stats.unread, stats.behind, stats.erasure_pending)
+class Loading:
+    """Starts a runtime in a thread for the lifespan of the application. `error` is the exception of a failed start.
+
+    Loading cannot be interrupted. If the process ends with the application, call `abort()` before: the lifespan then
+    does not wait for a model that is still loading, and sets `left_behind`, since the loading thread still runs.
+    `when_ready` is called on the loop once everything is loaded.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._aborted = False
+        self.error: Exception | None = None
+        self.left_behind = False
+        self.when_ready: Callable[[], None] = lambda: None
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the process must be started again: the error of a failed start, or of a backend that failed for good."""
+        return self.error or self._runtime.failure
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Begin to load. At the end, close the runtime, which flushes the cache."""
+        task = asyncio.create_task(self._load())
+        try:
+            yield
+        finally:
+            if self._aborted and not task.done():
+                self.left_behind = True
+                task.cancel()
+                logger.info("stopped while loading")
+            else:
+                await self._runtime.aclose()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _load(self) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._runtime.start, abandon_on_cancel=True)
+            if self._runtime.fleet is not None:
+                await self._runtime.fleet.begin()
+            self.when_ready()
+            logger.info("ready", models=self._runtime.models())
+        except ShuttingDownError:
+            logger.info("stopped while loading")
+        except Exception as error:
+            self.error = error
+            logger.error("loading failed", exception=type(error).__name__)
 
 
-async def backend_samples(runtime: Runtime) -> list[BackendSample]:
-    """The current counts of all backends that report any."""
-    counting = {name: backend for name, backend in runtime.backends().items() if isinstance(backend, ReportsMetrics)}
-    found = await asyncio.gather(*(backend.metrics(name) for name, backend in counting.items()))
-    return [sample for sample in found if sample is not None]
+LINGER_SECONDS, LINGER_BYTES = 5.0, 32 << 20  # that a body is read on behind its refusal
+OPEN_ROUTES = ("/health", "/ready")
+"""Routes for probes of orchestrators, which send no key and call the gateway by any name."""
+
+
+@dataclass(slots=True)
+class GatewayMiddleware:
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
+
+    routes: Router
+    authenticator: Authenticator
+    hosts: HostCheck
+    limiter: Slots
+    deadlines: Deadlines
+    metrics: Metrics
+    loading: Loading
+    budget: BodyBudget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.routes(scope, receive, send)
+            return
+        record = RequestRecord(request_id(Headers(scope=scope)), scope["method"])
+        record.attach(scope)
+        scope["app"] = self
+        record.has_gateway_key = bool(self.authenticator)
+        send = record.sending(send)
+        with self.metrics.in_flight.track_inprogress():
+            await self._handle(record, scope, receive, send)
+
+    async def _handle(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            is_open = scope["path"] in OPEN_ROUTES
+            self.hosts.check(scope, any_host=is_open)
+            record.identity = (self.authenticator.find if is_open else self.authenticator.identify)(headers)
+            await self.routes(scope, receive, send)
+        except ClientDisconnect:
+            record.outcome = "cancelled"
+        except asyncio.CancelledError:
+            record.outcome = "cancelled"
+            raise
+        except Exception as error:
+            await _answer(error, record, receive, send)
+        finally:
+            self._finish(record)
+
+    def _finish(self, record: RequestRecord) -> None:
+        metrics = self.metrics
+        metrics.request(record.route, record.model, record.outcome, record.seconds)
+        if record.first_token is not None:
+            metrics.first_token(record.model, record.first_token)
+        if (usage := record.usage) is not None:
+            metrics.tokens(record.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
+        if (done := record.speculation) is not None:
+            failed = done.degraded if isinstance(done, StepSpeculation) else ()
+            metrics.speculation(record.model, done, failed)
+        logger.log(_level(record), "request", **_log_fields(record))
+
+
+async def _answer(error: Exception, record: RequestRecord, receive: Receive, send: Send) -> None:
+    """Answer with the error, unless the response has begun: then the connection can only be closed."""
+    failed = error_response(error, record.request_id)
+    record.fail(outcome(error), failed.code)
+    log_unexpected(error, record.request_id)
+    if record.body_begun:
+        return
+    body = anthropic_error(failed.body, failed.status, record.request_id) if record.anthropic else failed.body
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **failed.headers}
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": failed.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    if isinstance(error, RequestTooLargeError):
+        await _read_on(receive)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _read_on(receive: Receive) -> None:
+    """Drop the rest of a body for a while: a client that still sends it would find a reset in place of the answer."""
+    left = LINGER_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while left > 0 and (message := await receive()).get("more_body"):
+                left -= len(message["body"])
+
+
+def _level(record: RequestRecord) -> int:
+    if record.route in ("/health", "/ready", "/metrics"):
+        return logging.DEBUG
+    return logging.WARNING if record.outcome == "server_error" else logging.INFO
+
+
+def _log_fields(record: RequestRecord) -> dict[str, Any]:
+    usage = record.usage
+    fields = {
+        "request_id": record.request_id,
+        "method": record.method,
+        "route": record.route,
+        "model": record.model,
+        "tenant": record.tenant or None,
+        "member": record.attempt and record.attempt.member,
+        "status": record.status,
+        "outcome": record.outcome,
+        "error": record.error,
+        "stream": record.stream,
+        "seconds": round(record.seconds, 4),
+        "first_token_seconds": None if record.first_token is None else round(record.first_token, 4),
+        "prompt_tokens": usage and usage.prompt_tokens,
+        "completion_tokens": usage and usage.completion_tokens,
+    }
+    return {name: value for name, value in fields.items() if value is not None}

@@ -21,20 +21,17 @@ from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutE
 from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import ChatWriter, CompletionWriter, ResponseWriter
-from agentspec.proxy.admission.auth import Caller, read_caller
-from agentspec.proxy.admission.limits import Deadline, Deadlines, Watch, until_disconnect
-from agentspec.proxy.admission.slots import Slot, Slots
+from agentspec.proxy.admission import Deadline, Deadlines, Slot, Slots, Watch, until_disconnect
+from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
-from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
-from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
-from agentspec.proxy.metering.limits import Metering
+from agentspec.proxy.forwarding import StreamInspector, expected_choices, pass_through, upstream_body
+from agentspec.proxy.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.streaming.framing import CHUNKS, Framing
-from agentspec.proxy.streaming.sending import collected, send_json, send_sse
+from agentspec.proxy.streaming import CHUNKS, Framing, collected, send_json, send_sse
 from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
@@ -220,13 +217,13 @@ class GenerationEndpoint:
         self._check_roles(fields, backend)
         kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
-            (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
+            (request, form), kind = parse_chat(fields), ChatWriter
         else:
             (request, form), kind = parse_completion(fields), CompletionWriter
         request, record.stream = caller.sign(request), form.stream
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
-        return request, kind(request, form, self.settings.speculation_object)
+        return request, kind(request, form)
 
     async def _answer(self, deltas: AsyncGenerator[Delta], writer: ResponseWriter, exchange: Exchange) -> None:
         record, send, deadline = exchange.record, exchange.send, exchange.deadline

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from starlette.types import Message, Scope, Send
 
 from agentspec.backends.http import MEMBER_HEADER
-from agentspec.proxy.admission.auth import Identity
+from agentspec.proxy.auth import Identity
 from agentspec.types import Delta, Labels, Speculation, Usage
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ import gc
 import logging
 import os
 import resource
-import ssl
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -25,7 +23,6 @@ from agentspec.backends.heap import share_heaps
 from agentspec.backends.model_store import store
 from agentspec.errors import (
     AgentSpecError,
-    ConfigurationError,
     HeadersTooLargeError,
     InvalidRequestError,
     NotReadyError,
@@ -34,13 +31,14 @@ from agentspec.errors import (
 )
 from agentspec.protocol.wire import encode
 from agentspec.proxy import logs
-from agentspec.proxy.app import create_app
-from agentspec.proxy.hosts import MAX_HEADER_BYTES, is_unprotected
-from agentspec.proxy.middleware import GatewayMiddleware
+from agentspec.proxy.app import GatewayMiddleware, create_app
+from agentspec.proxy.auth import MAX_HEADER_BYTES, is_unprotected
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 
+HEAD_SECONDS = 10.0  # for a whole head
+WRITE_SECONDS = 30.0  # that a client may take nothing of its answer before it is cut off
 KEEP_ALIVE_SECONDS = 75  # of a connection without a request
 WRITE_BUFFER = 32 << 10  # bytes of an answer: writing pauses above it
 PIECE = 31 << 10  # so that a full buffer, a piece and its frame stay within 64 KiB
@@ -51,12 +49,12 @@ COLLECT_AFTER = (5000, 20, 20)  # new objects, and collections of the younger ge
 
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection, which has deadlines for heads, for writing and for the whole request, and takes no head,
-    chunk extension or trailer without a bound. `ended` counts by reason the connections that a bound ended.
+    chunk extension or trailer without a bound.
     """
 
-    def __init__(self, settings: ServerSettings, ended: Counter[str], **given: Any) -> None:
+    def __init__(self, settings: ServerSettings, **given: Any) -> None:
         super().__init__(**given)
-        self._settings, self._ended = settings, ended
+        self._settings = settings
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._unparsed = 0  # bytes since the last head, or piece of a body, was complete
 
@@ -64,9 +62,9 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if len(self.connections) > self._settings.max_connections:
-            self._end("refused", NotReadyError("too many connections (server.max_connections); try again soon"))
+            self._end(NotReadyError("too many connections (server.max_connections); try again soon"))
         else:
-            self._start("header_timeout", self._settings.header_timeout, self._end_head)
+            self._start("head", HEAD_SECONDS, self._end_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers.values():
@@ -75,11 +73,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += len(data)
-        if not self._answering and "header_timeout" not in self._timers:
-            self._start("header_timeout", self._settings.header_timeout, self._end_head)
+        if "head" not in self._timers and not self._answering:
+            self._start("head", HEAD_SECONDS, self._end_head)
         super().data_received(data)
         if self._unparsed > MAX_HEADER_BYTES:
-            self._end("head_too_large", HeadersTooLargeError(f"the head has more than {MAX_HEADER_BYTES} bytes"))
+            self._end(HeadersTooLargeError(f"the head has more than {MAX_HEADER_BYTES} bytes"))
 
     def on_headers_complete(self) -> None:
         """Refuse with 400 what other servers may read differently: RFC 9112, sections 3.2, 6.1 and 9.3.2. An offer of
@@ -87,14 +85,14 @@ class BoundedConnection(HttpToolsProtocol):
         """
         assert self.parser is not None
         self._unparsed = 0
-        self._stop("header_timeout")
+        self._stop("head")
         chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
         old = chunks and self.parser.get_http_version() == "1.0"
         if old or self._answering or self.parser.should_upgrade() or not self.url.startswith(b"/"):
             raise ValueError
         super().on_headers_complete()
         self.headers = []  # takes the fields behind a body, which are no headers: nobody in front has looked at them
-        self._start("request_timeout", self._settings.request_timeout + END_SECONDS, self._abort, "request_timeout")
+        self._start("request", self._settings.request_timeout + END_SECONDS, self.transport.abort)
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -102,7 +100,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
-        self._stop("header_timeout")
+        self._stop("head")
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -111,10 +109,10 @@ class BoundedConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         else:
             message = "this is not a valid HTTP/1.1 request, or one that offers another protocol (Upgrade)"
-            self._end("invalid", InvalidRequestError(message))
+            self._end(InvalidRequestError(message))
 
     def on_response_complete(self) -> None:
-        self._stop("request_timeout")
+        self._stop("request")
         self.cycle.body = bytearray()  # what nobody read would stay as long as the connection is idle
         super().on_response_complete()
         self._watch_unsent()
@@ -124,7 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._watch_unsent()
 
     def resume_writing(self) -> None:
-        self._stop("write_timeout")
+        self._stop("write")
         super().resume_writing()
 
     @property
@@ -132,38 +130,30 @@ class BoundedConnection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch_unsent(self) -> None:
+        """Cut the client off unless it takes some of what waits for it in time."""
         if unsent := self.transport.get_write_buffer_size():
-            self._start("write_timeout", self._settings.write_timeout, self._end_unsent, unsent)
+            self._start("write", WRITE_SECONDS, self._end_unsent, unsent)
 
     def _end_unsent(self, before: int) -> None:
         if self.transport.get_write_buffer_size() >= before:
-            self._abort("write_timeout")
+            self.transport.abort()
         else:
             self._watch_unsent()
 
     def _end_head(self) -> None:
         if self._unparsed:
-            seconds = f"{self._settings.header_timeout:g} seconds (server.header_timeout)"
-            self._end("header_timeout", SlowClientError(f"no complete head within {seconds}"))
+            self._end(SlowClientError(f"no complete head within {HEAD_SECONDS:g} seconds"))
         elif not self._answering:  # a client that connected ahead of need expects no answer
-            self._ended["header_timeout"] += 1
             self.transport.close()
 
-    def _end(self, reason: str, error: AgentSpecError) -> None:
+    def _end(self, error: AgentSpecError) -> None:
         """Answer with `error` and close; cut an answer that has begun."""
-        if self.transport.is_closing():
-            return
         if self._answering and self.cycle.response_started:
-            self._abort(reason)
-            return
-        self._ended[reason] += 1
-        self.transport.write(_response(error))
-        self.transport.close()
-        self._watch_unsent()
-
-    def _abort(self, reason: str) -> None:
-        self._ended[reason] += 1
-        self.transport.abort()
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.transport.write(_response(error))
+            self.transport.close()
+            self._watch_unsent()
 
     def _start(self, name: str, seconds: float, end: Callable[..., None], *arguments: Any) -> None:
         self._stop(name)
@@ -177,21 +167,17 @@ class BoundedConnection(HttpToolsProtocol):
 class GatewayServer(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, then drains: it takes no more connections, requests without a slot get 503, and
     running ones have `drain_timeout` seconds, or until a second signal. Then they end with an error.
-
-    Raises `ConfigurationError` for a certificate that cannot be used.
     """
 
     def __init__(self, app: GatewayMiddleware, settings: Settings) -> None:
         self._app, self._settings = app, settings.server
-        self.ended: Counter[str] = Counter()
-        tls = tls_context(self._settings)
         super().__init__(
             uvicorn.Config(
                 in_pieces(app),
                 interface="asgi3",
                 host=self._settings.host,
                 port=self._settings.port,
-                http=partial(BoundedConnection, self._settings, self.ended),  # type: ignore[arg-type]
+                http=partial(BoundedConnection, self._settings),  # type: ignore[arg-type]
                 lifespan="on",
                 ws="none",
                 access_log=False,
@@ -200,10 +186,9 @@ class GatewayServer(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=self._settings.drain_timeout + END_SECONDS,  # type: ignore[arg-type]
-                ssl_context_factory=None if tls is None else lambda config, default: tls,
             )
         )
-        app.metrics.connections(lambda: (len(self.server_state.connections), self.ended.copy()))
+        app.metrics.connections(lambda: len(self.server_state.connections))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike after uvicorn's, the process then ends with status 0 and not by the signal."""
@@ -285,28 +270,6 @@ def end_process() -> NoReturn:
     os._exit(0)
 
 
-def tls_context(server: ServerSettings) -> ssl.SSLContext | None:
-    """A context for TLS 1.2 and later with the configured certificate; None if HTTP is served.
-
-    Raises `ConfigurationError` for files that cannot be read, or that do not belong together.
-    """
-    if server.tls_cert_file is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_alpn_protocols(["http/1.1"])
-    certificate = server.tls_cert_file.expanduser()
-    key = (server.tls_key_file or server.tls_cert_file).expanduser()
-    try:
-        context.load_cert_chain(certificate, key, password=lambda: b"")  # or OpenSSL asks on the terminal
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM, or encrypted"
-        raise ConfigurationError(
-            f"server.tls_cert_file = {str(certificate)!r} and its key {str(key)!r} cannot be used: {reason};"
-            " the key must be unencrypted PEM and belong to the first certificate"
-        ) from None
-    return context
-
-
 def in_pieces(app: ASGIApp) -> ASGIApp:
     """`app` with its answers written piece by piece, each once the client took enough of those before."""
 
@@ -327,10 +290,6 @@ def in_pieces(app: ASGIApp) -> ASGIApp:
 
 def _response(error: AgentSpecError) -> bytes:
     body = encode(error.body())
-    lines = [
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        "connection: close",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+    headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+    return f"{status}\r\n{headers}\r\n\r\n".encode() + body

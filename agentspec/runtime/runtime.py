@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, closing_items
-from agentspec.errors import AgentSpecError, NotReadyError, ShuttingDownError
+from agentspec.backends.pool.attempts import retry_after
+from agentspec.errors import (
+    AgentSpecError,
+    NoServerError,
+    NotReadyError,
+    OverloadedError,
+    ShuttingDownError,
+    UpstreamError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
 from agentspec.protocol.deltas import without_reasoning
 from agentspec.protocol.requests import with_deadline, with_extra
-from agentspec.runtime.backend_factory import build_backend
-from agentspec.runtime.lazy_cache import LazyCache
-from agentspec.runtime.model_directory import ModelDirectory
-from agentspec.runtime.strategy_models import StrategyModels
-from agentspec.runtime.upstream_tenants import UpstreamTenants
+from agentspec.runtime.building import build_backend, build_strategies, keep_tenants_apart
 from agentspec.settings.load import Settings
-from agentspec.settings.models import Aliases, open_fleet
+from agentspec.settings.models import Aliases, ModelDirectory, open_fleet
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
     from agentspec.cache.responses.table import ResponseStore
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
+    from agentspec.reasoning.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,12 @@ class Runtime:
         self._backends: dict[str, Backend] = dict(backends or {})
         self._pools: dict[str, PoolBackend] = {}
         self._directory = ModelDirectory(self.settings, self._backends)
-        self._strategies = StrategyModels(self.settings, knowledge or {})
-        self._tenants = UpstreamTenants(self.settings.server)
-        self._cache = LazyCache(self.settings.cache, cache)
+        self._strategies: dict[str, Strategy[Any]] = {}
+        self._knowledge = dict(knowledge or {})
+        self._given_cache = cache
+        self._own_cache: SuffixCache | None = None
         self._most_tokens: int | None = None
-        self._building = threading.Lock()
+        self._building, self._opening = threading.Lock(), threading.Lock()
         self._started = False
         self._closed = False
 
@@ -84,7 +92,12 @@ class Runtime:
     @property
     def cache(self) -> SuffixCache:
         """The token cache that all backends share, opened on first use. Raises `CacheError` if it cannot be opened."""
-        return self._cache.get()
+        if self._given_cache is not None:
+            return self._given_cache
+        with self._opening:
+            if self._own_cache is None:
+                self._own_cache = self.settings.cache.open()
+            return self._own_cache
 
     @property
     def responses(self) -> ResponseStore:
@@ -102,12 +115,13 @@ class Runtime:
                 if self._closed:
                     raise ShuttingDownError("the runtime is closed")
                 if name not in self._backends and not settings.has_several_servers:
-                    self._backends[name] = build_backend(name, settings, self._cache.get)
+                    self._backends[name] = build_backend(name, settings, lambda: self.cache)
             self.fleet = self.fleet or open_fleet(self.settings, self._backends)
             self._pools = {} if self.fleet is None else self.fleet.backends
-            self._tenants.separate([one for one in self._all() if isinstance(one, SharesCaches)])
+            sharing = [one for one in self._all() if isinstance(one, SharesCaches)]
+            keep_tenants_apart(sharing, self.settings.server)
             self._limit_upstreams()
-            self._strategies.build(self._backend)
+            self._strategies = self._strategies or build_strategies(self.settings, self._backend, self._knowledge)
             self._started = True
 
     async def start_for(self, model: str) -> None:
@@ -169,7 +183,7 @@ class Runtime:
         model = self.with_strategy(request.model, request.strategy)
         route = self.route(model)
         configured = self.settings.backends.get(route.backend_name)
-        if self._strategies.get(model) is not None or not self._directory.is_upstream(route.backend_name):
+        if model in self._strategies or not self._directory.is_upstream(route.backend_name):
             request = replace(request, strategy=None)  # it is not for the models that the strategy asks
         if configured is not None and configured.local:
             request = with_deadline(with_extra(request))
@@ -194,14 +208,15 @@ class Runtime:
                 await anyio.sleep(0.05)
             try:
                 async with AsyncExitStack() as stack:
-                    for one in (*self._all(), *self._strategies.knowledge.values()):
+                    for one in (*self._all(), *self._knowledge.values()):
                         stack.push_async_callback(one.aclose)
             finally:
                 self._building.release()
 
     def close_cache(self) -> None:
         """Flush and close the cache, unless the caller passed it or nobody opened it. Blocks; idempotent."""
-        self._cache.close()
+        if self._own_cache is not None:
+            self._own_cache.close()
 
     async def __aenter__(self) -> Runtime:
         await anyio.to_thread.run_sync(self.start)
@@ -224,3 +239,37 @@ class Runtime:
         """The backends, the servers of pools, and what looks after these."""
         fleet = self.fleet
         return [*self._backends.values(), *((fleet, *fleet.servers.values()) if fleet is not None else ())]
+
+
+_RETRIED = (429, 502, 503, 504)
+
+
+async def attempts(runtime: Runtime, call: GenerateRequest, max_retries: int) -> AsyncGenerator[Delta]:
+    """Run `call`, with at most `max_retries` retries while no delta has arrived and the error is temporary."""
+    for attempt in range(max_retries + 1):
+        begun = False
+        try:
+            async with aclosing(runtime.generate(call)) as deltas:
+                async for delta in deltas:
+                    begun = True
+                    yield delta
+            return
+        except (OverloadedError, UpstreamError) as error:
+            if begun or attempt == max_retries or not _temporary(error):
+                raise
+            delay = delay_before(error, attempt)
+        await anyio.sleep(delay)
+
+
+def delay_before(error: OverloadedError | UpstreamError, attempt: int) -> float:
+    """Seconds before the next attempt: what the server or the pool asks for, else doubled each time; at most 30."""
+    asked = error.retry_after if isinstance(error, OverloadedError | NoServerError) else None
+    if isinstance(error, UpstreamStatusError):
+        asked = retry_after(error.headers)
+    return min(0.5 * 2**attempt if asked is None else asked, 30.0)
+
+
+def _temporary(error: OverloadedError | UpstreamError) -> bool:
+    if isinstance(error, UpstreamStatusError):
+        return error.status in _RETRIED
+    return not isinstance(error, UpstreamTimeoutError)  # a timeout has already used up the time limit

@@ -38,12 +38,6 @@ class ApiKey(RateLimits):
 
     tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Whose cached tokens the key reaches")
     role: Role = Field(default="tenant", description="`operator`: reads `/metrics` instead of using models")
-    name: str | None = Field(
-        default=None,
-        pattern=r"^[\x20-\x7e]{1,128}$",
-        description="What it is called; unset: the variable or file. Keys of a tenant with the same name count as one"
-        " for their limits, so that one can replace another",
-    )
     key_env: str | None = Field(default=None, description="Environment variable holding the key")
     key_file: Path | None = Field(default=None, description="File holding the key")
 
@@ -67,7 +61,7 @@ class ApiKey(RateLimits):
     @property
     def label(self) -> str:
         """What the key is called among those of its tenant."""
-        return self.name or self.key_env or str(self.key_file)
+        return self.key_env or str(self.key_file)
 
     def secret(self) -> SecretStr:
         """Read the key and strip surrounding blanks. Raises `ConfigurationError` if it is missing, empty or no line."""
@@ -121,11 +115,9 @@ class ServerSettings(SettingsModel):
         default=(), description="Keys clients must send; without any, all who reach the port may use it"
     )
     max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
-    max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
     max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; further ones wait")
     request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
-    speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
 
     # Bodies.
     max_body_memory: ByteSize = Field(
@@ -143,7 +135,6 @@ class ServerSettings(SettingsModel):
     queue_timeout: float = Field(
         default=2.0, ge=0, description="Seconds a request may wait for a slot before 429; 0: not at all"
     )
-    max_queued: int = Field(default=256, ge=0, description="Requests of one tenant that may wait; one more gets 429")
     tenants: dict[str, TenantLimits] = Field(default_factory=dict, description="Tables [server.tenants.NAME]")
 
     # Connections.
@@ -152,14 +143,8 @@ class ServerSettings(SettingsModel):
         description='Names clients may send as Host besides loopback and `host`; "*.example.com" for all below, "*" for'
         " any. Unset, any is answered with api_keys; without, web pages under other names are refused",
     )
-    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set, HTTPS is served")
-    tls_key_file: Path | None = Field(default=None, description="Its private key; unset, it is in tls_cert_file")
     max_connections: int = Field(
         default=4096, ge=1, description="Connections in all; fewer where the process may not open that many files"
-    )
-    header_timeout: float = Field(default=10.0, gt=0, description="Seconds for a complete head, TLS handshake apart")
-    write_timeout: float = Field(
-        default=30.0, gt=0, description="Seconds a client may take nothing of its answer before it is cut off"
     )
 
     # Upstreams.
@@ -181,23 +166,6 @@ class ServerSettings(SettingsModel):
             raise ValueError(f"server.tenants.{unknown[0]} is the tenant of no API key; known: {', '.join(known)}")
         return self
 
-    @model_validator(mode="after")
-    def _limits_fit_keys(self) -> Self:
-        known: dict[tuple[str, str], ApiKey] = {}
-        for key in (one for one in self.api_keys if one.role == "tenant"):
-            if (other := known.setdefault((key.tenant, key.label), key)).own_limits != key.own_limits:
-                raise ValueError(
-                    f"keys of tenant {key.tenant!r} named {key.label!r} count as one and have different limits:"
-                    f" set the same, or another name ({_differing(other, key)})"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _key_has_certificate(self) -> Self:
-        if self.tls_key_file is not None and self.tls_cert_file is None:
-            raise ValueError("tls_key_file needs tls_cert_file beside it")
-        return self
-
     @property
     def limits_of_keys(self) -> dict[tuple[str, str], RateLimits]:
         """The limits of each tenant's keys, by tenant and label; keys without limits are not in it."""
@@ -217,7 +185,3 @@ class ServerSettings(SettingsModel):
         if len(given) < MIN_SECRET:
             raise ConfigurationError(f"server.secret must have {MIN_SECRET} characters or more: openssl rand -hex 32")
         return given.encode()
-
-
-def _differing(one: RateLimits, other: RateLimits) -> str:
-    return ", ".join(name for name in RateLimits.model_fields if getattr(one, name) != getattr(other, name))

@@ -56,10 +56,3 @@ def test_a_mistaken_upstream_is_refused(program, served):
     result = program("serve", "--upstream", "nope")
     assert result.exit_code == 2
     assert "command line: backends.upstream.base_url = 'nope'" in result.stderr
-
-
-def test_https(program, served, tmp_path):
-    assert program("serve", "--tls-cert", "a.pem", "--tls-key", "a.key").exit_code == 0
-    assert (served[0].server.tls_cert_file, served[0].server.tls_key_file) == (Path("a.pem"), Path("a.key"))
-    refused = program("serve", "--tls-key", "a.key")
-    assert refused.exit_code == 2 and "tls_cert_file" in refused.stderr

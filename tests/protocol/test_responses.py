@@ -76,9 +76,9 @@ DELTAS = [
 ]
 
 
-def writer(*, n: int = 1, logprobs: bool = True, speculation: bool = True, **form: bool) -> ChatWriter:
+def writer(*, n: int = 1, logprobs: bool = True, **form: bool) -> ChatWriter:
     request = GenerateRequest("m", messages=[], sampling=SamplingParams(n=n, logprobs=logprobs))
-    return ChatWriter(request, AnswerFormat(**form), speculation)
+    return ChatWriter(request, AnswerFormat(**form))
 
 
 def chunks(**switches: bool) -> list[dict[str, Any]]:
@@ -108,10 +108,6 @@ def test_usage_comes_on_a_chunk_of_its_own() -> None:
         "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 0},
     }
     assert written[-1]["speculation"] == {"drafted": 5, "accepted": 2, "steps": 1, "estimated_seconds_saved": 0.25}
-
-
-def test_the_speculation_object_can_be_switched_off() -> None:
-    assert not any("speculation" in chunk for chunk in chunks(speculation=False, usage=True))
 
 
 def test_the_whole_answer_is_the_sum_of_its_chunks() -> None:

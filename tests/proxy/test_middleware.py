@@ -1,11 +1,14 @@
-"""Around every route: keys, logs, unknown paths, and the pages about the gateway itself."""
+"""What wraps every route: ids, keys, errors, log lines and their writer."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +19,14 @@ import anyio
 import httpx
 import openai
 import pytest
+from starlette.exceptions import HTTPException
 
+from agentspec import errors
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import EngineError
+from agentspec.protocol.wire import event
 from agentspec.proxy import logs
+from agentspec.proxy.errors import error_event, error_response, log_unexpected, outcome
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import Answer, FakeBackend
@@ -317,3 +324,175 @@ def test_threads_do_not_pile_up(opened: Any) -> None:
     for _ in range(20):
         httpx.post(f"{opened.url}/v1/chat/completions", json=BODY)
     assert threading.active_count() <= before + 2
+
+
+TREE = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.AgentSpecError) and kind is not errors.UpstreamStatusError
+]
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
+    needed: dict[str, Any] = {"limit": "tokens_per_minute", "retry_after": 1} if kind is errors.RateLimitError else {}
+    error = kind("what went wrong", **needed)
+    failed = error_response(error)
+    assert failed.status == kind.status and 400 <= failed.status < 600
+    body = json.loads(failed.body)
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"] == "what went wrong" and error_event(error) == event(failed.body)
+    assert outcome(error) in ("client_error", "server_error", "rejected")
+
+
+@pytest.mark.parametrize("kind", [errors.OverloadedError, errors.ShuttingDownError, errors.NotReadyError])
+def test_what_may_be_tried_again_says_when(kind: type[errors.AgentSpecError]) -> None:
+    assert int(error_response(kind("later")).headers["retry-after"]) >= 1 and outcome(kind("later")) == "rejected"
+
+
+def test_an_upstreams_error_is_kept_whole() -> None:
+    headers = {"retry-after": "3", "set-cookie": "x", "x-should-retry": "false"}
+    error = errors.UpstreamStatusError("no", status=418, body=b'{ "error": {"x": 1.10}}', headers=headers)
+    failed = error_response(error)
+    assert (failed.status, failed.body) == (418, b'{ "error": {"x": 1.10}}')
+    assert failed.headers == {"retry-after": "3", "x-should-retry": "false"}
+    assert json.loads(error_event(error).removeprefix(b"data: "))["error"]["message"] == "no"
+
+
+def test_an_upstreams_page_becomes_an_error_object() -> None:
+    error = errors.UpstreamStatusError("upstream 'big' answered 503", status=503, body=b"<html>10.0.0.7", headers={})
+    failed = error_response(error)
+    assert failed.status == 503 and json.loads(failed.body)["error"]["message"] == "upstream 'big' answered 503"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_what_an_upstream_says_about_the_operators_key_stays_here(status: int) -> None:
+    body = b'{"error": {"message": "Incorrect API key provided: sk-proj-ab****yz"}}'
+    error = errors.UpstreamStatusError("Incorrect API key: sk-proj-ab****yz", status=status, body=body, headers={})
+    for failed in (error_response(error), error_response(error)):
+        assert failed.status == 502 and failed.code == "upstream_authentication" and b"sk-" not in failed.body
+    assert b"sk-" not in error_event(error) and outcome(error) == "server_error"
+    error.for_client = True
+    assert error_response(error).status == status and outcome(error) == "client_error"
+
+
+def test_a_bug_says_nothing_about_itself() -> None:
+    failed = error_response(ValueError("secret"), "req-7")
+    assert failed.status == 500 and b"secret" not in failed.body and outcome(ValueError()) == "server_error"
+    assert failed.code == json.loads(failed.body)["error"]["code"] == "internal_error" and b"req-7" in failed.body
+    assert error_event(ValueError("secret"), "req-7") == event(failed.body)
+
+
+def test_a_failure_of_the_engine_leads_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    error = errors.EngineError("the engine failed on this request")
+    error.__cause__ = ValueError("secret")
+    assert b"request req-7" in error_response(error, "req-7").body and b"req-7" not in error_response(error).body
+    with caplog.at_level("ERROR", "agentspec.proxy"):
+        log_unexpected(error, "req-7")
+        log_unexpected(errors.EngineError("on purpose"), "req-8")
+        log_unexpected(errors.InvalidRequestError("theirs"), "req-9")
+        log_unexpected(HTTPException(404), "req-9")
+    [record] = caplog.records
+    assert "req-7" in record.getMessage() and "ValueError" in record.getMessage() and "secret" not in caplog.text
+
+
+def test_routing_errors() -> None:
+    assert error_response(HTTPException(405, headers={"allow": "POST"})).headers == {"allow": "POST"}
+    assert json.loads(error_response(HTTPException(418)).body)["error"]["message"] == "I'm a Teapot"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    yield
+    root.handlers[:], root.level = before
+
+
+def lines_of(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_an_event_is_one_line_of_json() -> None:
+    stream = io.StringIO()
+    logs.configure("INFO", stream)
+    logs.logger.info("said\nthis 100 %", count=3, name="é\ud800", odd=object)
+    logs.logger.debug("not this")
+    logging.getLogger("elsewhere").warning("by %s", "another")
+    first, second = lines_of(stream)
+    assert (first["event"], first["count"], first["level"]) == ("said\nthis 100 %", 3, "info")
+    assert first["name"] == "é\ud800" and "object" in str(first["odd"])
+    assert str(first["timestamp"]).endswith("Z") and len(str(first["timestamp"])) == 27
+    assert (second["event"], second["logger"], second["level"]) == ("by another", "elsewhere", "warning")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_whoever_logs_what_cannot_be_written_goes_on(background: bool) -> None:
+    stream = io.StringIO()
+    logs.configure("INFO", stream, background=background)
+    logging.getLogger("elsewhere").warning("%d of %d", "one")
+    logging.getLogger().handlers[0].flush()
+    assert lines_of(stream)[0]["event"] == "%d of %d"
+
+
+def test_a_thread_writes_every_line_in_order() -> None:
+    stream = io.StringIO()
+    logs.configure("INFO", stream, background=True)
+    threads = [threading.Thread(target=lambda: [logs.logger.info("said", n=n) for n in range(500)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    logging.getLogger().handlers[0].flush()
+    numbers = [line["n"] for line in lines_of(stream)]
+    assert len(numbers) == 2000 and sorted(numbers) == sorted(list(range(500)) * 4)  # type: ignore[type-var]
+
+
+class Stuck(io.StringIO):
+    """A log that nobody reads, until `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.entered.set()
+        self.open.wait(60)
+        return super().write(text)
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up_and_says_what_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_WAITING", 10)
+    stream = Stuck()
+    logs.configure("INFO", stream, background=True)
+    logs.logger.info("first")
+    assert stream.entered.wait(60)
+    for number in range(25):
+        logs.logger.error("later", n=number)
+    stream.open.set()
+    logging.getLogger().handlers[0].flush()
+    found = lines_of(stream)
+    assert [line["n"] for line in found if line["event"] == "later"] == list(range(10))
+    assert [line["count"] for line in found if line["event"] == "log lines dropped"] == [15]
+
+
+def test_no_line_is_lost_at_the_end() -> None:
+    """However a process ends: each of these is a fork of one that has loaded the gateway."""
+    ends = ["", "import logging, os; logging.shutdown(); os._exit(0)", "raise SystemExit(0)"]
+    program = f"""
+import os
+from agentspec.proxy import logs
+for end in {ends}:
+    if not os.fork():
+        break
+    assert os.wait()[1] == 0
+else:
+    os._exit(0)
+logs.configure("INFO", background=True)
+for number in range(1000):
+    logs.logger.info("said", n=number)
+exec(end)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    assert [json.loads(line)["n"] for line in result.stderr.splitlines()] == list(range(1000)) * len(ends)

@@ -10,12 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -23,118 +21,13 @@ from agentspec import cli
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
 from agentspec.proxy import logs
-from agentspec.proxy.hosts import is_unprotected
-from agentspec.proxy.loading import Loading
+from agentspec.proxy.app import Loading
+from agentspec.proxy.auth import is_unprotected
 from agentspec.proxy.serving import COLLECT_AFTER, PIECE, in_pieces, serve, spare_what_is_loaded
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import FakeBackend
-
-PROGRAM = """
-import asyncio, os, sys
-from agentspec.settings.load import Settings
-from agentspec.settings.server import ServerSettings
-from agentspec.proxy import create_app, logs
-from agentspec.proxy.serving import GatewayServer
-from agentspec.runtime import Runtime
-from agentspec.testing import FakeBackend
-
-class Held(FakeBackend):
-    async def generate(self, request):
-        async for delta in super().generate(request):
-            yield delta
-            while not os.path.exists(sys.argv[2]):  # the rest comes once this file is there
-                await asyncio.sleep(0.01)
-
-logs.configure("INFO", sys.stdout)
-settings = Settings(server=ServerSettings(port=0, drain_timeout=float(sys.argv[1])), backends={})
-runtime = Runtime(settings, backends={"fake": Held("one two three four five")})
-GatewayServer(create_app(runtime, settings), settings).run()
-print("flushed", runtime.ready, flush=True)
-"""
-BODY = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-
-
-class Process:
-    def __init__(self, drain_timeout: float, released: Path) -> None:
-        self.released = released
-        command = [sys.executable, "-c", PROGRAM, str(drain_timeout), released]
-        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.popen.stdout
-        for line in self.popen.stdout:
-            if "running on" in line:
-                self.url = json.loads(line)["event"].split()[3]
-            if json.loads(line)["event"] == "ready":
-                return
-
-    def stream(self, into: list[str]) -> threading.Thread:
-        """Begin a streamed request; returns once its first event is there."""
-        begun = threading.Event()
-
-        def read() -> None:
-            try:
-                with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=BODY, timeout=500) as response:
-                    for line in response.iter_lines():
-                        into.append(line)
-                        begun.set()
-            except httpx.HTTPError as error:
-                into.append(type(error).__name__)
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        assert begun.wait(60)
-        return thread
-
-    def end(self) -> tuple[int, str]:
-        output, _ = self.popen.communicate(timeout=500)
-        return self.popen.returncode, output
-
-
-@pytest.fixture
-def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    started = Process(request.param, tmp_path / "released")
-    yield started
-    if started.popen.poll() is None:
-        started.popen.kill()
-        started.popen.wait()
-    if started.popen.stdout:
-        started.popen.stdout.close()
-
-
-@pytest.mark.parametrize("process", [120.0], indirect=True)
-def test_sigterm_lets_running_requests_finish(process: Any) -> None:
-    lines: list[str] = []
-    thread = process.stream(lines)
-    process.popen.send_signal(signal.SIGTERM)
-    with pytest.raises(httpx.HTTPError):  # it takes no more connections: a balancer asks another gateway
-        while True:
-            httpx.get(f"{process.url}/health")
-    process.released.touch()
-    thread.join(60)
-    status, output = process.end()
-    assert "data: [DONE]" in lines and len([line for line in lines if line]) == 7
-    assert status == 0 and output.endswith("flushed False\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", [0.3], indirect=True)
-def test_the_drain_has_an_end(process: Any) -> None:
-    lines: list[str] = []
-    thread = process.stream(lines)
-    process.popen.send_signal(signal.SIGTERM)
-    status, output = process.end()
-    thread.join(60)
-    assert status == 0 and output.endswith("flushed False\n")
-    *_, last, done = [json.loads(line) if "{" in line else line for line in (one[6:] for one in lines) if line]
-    assert last["error"]["code"] == "shutting_down" and done == "[DONE]"  # cut short, and the client is told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", [3600.0], indirect=True)  # what it would drain for, were it not idle
-def test_an_idle_server_stops_at_once(process: Any) -> None:
-    process.popen.send_signal(signal.SIGINT)
-    assert process.end()[0] == 0
 
 
 @pytest.mark.parametrize("sent", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])

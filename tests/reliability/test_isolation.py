@@ -26,9 +26,9 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import AuthenticationError, EngineError
-from agentspec.proxy import create_app, logs
-from agentspec.proxy.admission.auth import Authenticator
-from agentspec.proxy.middleware import GatewayMiddleware
+from agentspec.proxy import logs
+from agentspec.proxy.app import GatewayMiddleware, create_app
+from agentspec.proxy.auth import Authenticator
 from agentspec.reasoning.settings import (
     STRATEGIES,
     LossyAcceptanceSettings,

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy import create_app
+from agentspec.proxy.app import create_app
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits

@@ -17,7 +17,7 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.protocol.wire import EventSplitter
-from agentspec.proxy.forwarding.inspection import StreamInspector
+from agentspec.proxy.forwarding import StreamInspector
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.types import GenerateRequest

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from agentspec.errors import NoServerError, OverloadedError, UpstreamError, UpstreamStatusError
-from agentspec.runtime.retries import delay_before
+from agentspec.runtime.runtime import delay_before
 
 
 @pytest.mark.parametrize(

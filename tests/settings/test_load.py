@@ -77,15 +77,15 @@ def test_without_anything_there_is_the_default_model():
 
 
 def test_flags_over_environment_over_file_over_defaults(write, monkeypatch):
-    path = write("[server]\nhost = 'file'\nport = 1\nmax_messages = 1\n")
+    path = write("[server]\nhost = 'file'\nport = 1\nmax_connections = 1\n")
     monkeypatch.setenv("AGENTSPEC_SERVER__PORT", "2")
     monkeypatch.setenv("AGENTSPEC_SERVER__HOST", "env")
     settings = load_settings(path, {"server": {"host": "flag"}})
-    assert (settings.server.host, settings.server.port, settings.server.max_messages) == ("flag", 2, 1)
+    assert (settings.server.host, settings.server.port, settings.server.max_connections) == ("flag", 2, 1)
     found = sources(settings)
     assert found["server.host"] == "flag"
     assert found["server.port"] == "env AGENTSPEC_SERVER__PORT"
-    assert found["server.max_messages"] == f"file {path}"
+    assert found["server.max_connections"] == f"file {path}"
     assert found["server.max_concurrent"] == "default"
 
 
@@ -96,7 +96,7 @@ def test_the_file_may_be_named_by_the_environment(write, monkeypatch):
 
 @given(
     layers=st.lists(
-        st.dictionaries(st.sampled_from(["port", "max_messages", "max_concurrent"]), st.integers(1, 60000)),
+        st.dictionaries(st.sampled_from(["port", "max_connections", "max_concurrent"]), st.integers(1, 60000)),
         min_size=2,
         max_size=2,
     )

@@ -17,7 +17,6 @@ key_env = "A"
 requests_per_minute = 5
 [[server.api_keys]]
 tenant = "b"
-name = "ci"
 key_env = "B"
 [[server.api_keys]]
 role = "operator"
@@ -41,20 +40,11 @@ def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
         (KEYS.replace("= 5", "= 0"), "requests_per_minute.*0"),
         (KEYS.replace("requests_per", "request_per"), "did you mean 'requests_per_minute'"),
         (KEYS + "tokens_per_minute = 5\n", "an operator's key uses no models"),
-        (
-            KEYS + '[[server.api_keys]]\ntenant = "b"\nname = "ci"\nkey_env = "C"\nrequests_per_minute = 2\n',
-            r"named 'ci' count as one and have different limits.*\(requests_per_minute\)",
-        ),
     ],
 )
 def test_limits_that_cannot_work_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         settings(tmp_path, text)
-
-
-def test_a_key_may_be_replaced_by_one_of_the_same_name(tmp_path: Path) -> None:
-    again = '[[server.api_keys]]\ntenant = "b"\nname = "ci"\nkey_env = "C"\n'
-    assert set(settings(tmp_path, KEYS + again)) == {("a", "A")}
 
 
 def test_entries_with_the_same_key_and_other_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,6 @@ class MessagesWriter:
 
     model: str
     request: MessagesRequest
-    include_speculation: bool = True
     format: AnswerFormat = field(init=False)
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}", init=False)
     _begun: bool = field(default=False, init=False)
@@ -185,7 +184,7 @@ class MessagesWriter:
         }
 
     def _speculation(self, speculation: Speculation | None) -> dict[str, Any]:
-        if speculation is None or not self.include_speculation:
+        if speculation is None:
             return {}
         return {"speculation": speculation_object(speculation)}
 

@@ -155,7 +155,6 @@ class EventWriter:
 
     request: ResponsesRequest
     stored: bool = False
-    include_speculation: bool = True
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
     _items: list[OutputItem] = field(default_factory=list)
@@ -306,7 +305,7 @@ class EventWriter:
     def _response(self, status: str) -> dict[str, Any]:
         ended = status != "in_progress"
         reason = _INCOMPLETE.get(self._finish or "") if status == "incomplete" else None
-        done = self._speculation if ended and self.include_speculation else None
+        done = self._speculation if ended else None
         return {
             "id": self.id,
             "object": "response",

@@ -8,7 +8,7 @@ from typing import Any
 from agentspec.backends.base import COMPLETIONS, EMBEDDINGS, RESPONSES
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS
-from agentspec.protocol.requests import MAX_BIASES, MAX_TOOLS
+from agentspec.protocol.requests import MAX_BIASES, MAX_MESSAGES, MAX_TOOLS
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
 from agentspec.proxy.body.kept_names import objects
 from agentspec.settings.server import ServerSettings
@@ -53,9 +53,9 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
     for name in _ALTERNATIVES:
         if not isinstance(fields.get(name), bool):
             _count(fields, name, 0, MAX_LOGPROBS)
-    _length(fields, "messages", limits.max_messages, " (server.max_messages)")
+    _length(fields, "messages", MAX_MESSAGES)
     if path == RESPONSES:
-        _length(fields, "input", limits.max_messages, " (server.max_messages)")
+        _length(fields, "input", MAX_MESSAGES)
         check_tools(len(_offered(fields)))
     _length(fields, "tools", MAX_TOOLS)
     _length(fields, "functions", MAX_TOOLS)

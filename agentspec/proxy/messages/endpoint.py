@@ -13,19 +13,17 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
-from agentspec.protocol.requests import parse_chat
+from agentspec.protocol.requests import MAX_MESSAGES, parse_chat
 from agentspec.protocol.responses import ResponseWriter
 from agentspec.protocol.wire import encode
-from agentspec.proxy.admission.auth import Caller
+from agentspec.proxy.auth import Caller
 from agentspec.proxy.body.amounts import check_characters
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
-from agentspec.proxy.forwarding.inspection import MessagesInspector
-from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
+from agentspec.proxy.forwarding import MessagesInspector, pass_through, request_headers, upstream_body
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.streaming.framing import MESSAGE_EVENTS, Framing
-from agentspec.proxy.streaming.sending import json_response, respond
+from agentspec.proxy.streaming import MESSAGE_EVENTS, Framing, json_response, respond
 from agentspec.types import GenerateRequest
 
 
@@ -66,14 +64,14 @@ class MessagesEndpoint(GenerationEndpoint):
         del chat
         headers, room = chat_headers(exchange.scope, record), exchange.account.wait_for
         deltas = chat_deltas(backend, body, headers, record, room)
-        writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
+        writer = MessagesWriter(exchange.fields["model"], request.bare())
         exchange.release()
         await self._answer(deltas, writer, exchange)
 
     async def _chat(self, exchange: Exchange, backend: OpenAIBackend, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""
         templated = await backend.server_kind() in TEMPLATED
-        limits = MessagesLimits(self.settings.max_messages, images=True, templated=templated)
+        limits = MessagesLimits(MAX_MESSAGES, images=True, templated=templated)
         return await self._run(exchange, lambda: parse_messages(exchange.fields, limits, count=count))
 
     def _parse(
@@ -87,7 +85,7 @@ class MessagesEndpoint(GenerationEndpoint):
         request, record.stream = caller.sign(request), parsed.stream
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
-        return request, MessagesWriter(fields["model"], parsed.bare(), self.settings.speculation_object)
+        return request, MessagesWriter(fields["model"], parsed.bare())
 
     def _local(
         self, fields: Mapping[str, Any], backend: Backend, record: RequestRecord, *, count: bool = False
@@ -96,7 +94,7 @@ class MessagesEndpoint(GenerationEndpoint):
         if CHAT not in backend.capabilities.routes:
             raise InvalidRequestError(f"the model {record.model!r} does not answer {MESSAGES}", param="model")
         self._check_roles(fields, backend)
-        return parse_messages(fields, MessagesLimits(self.settings.max_messages), count=count)
+        return parse_messages(fields, MessagesLimits(MAX_MESSAGES), count=count)
 
 
 @dataclass(slots=True)

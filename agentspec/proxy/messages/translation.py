@@ -14,9 +14,8 @@ from agentspec.backends.http import Room
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
-from agentspec.proxy.admission.auth import Caller
-from agentspec.proxy.forwarding.passthrough import request_headers
-from agentspec.proxy.forwarding.policy import with_policy
+from agentspec.proxy.auth import Caller
+from agentspec.proxy.forwarding import request_headers, with_policy
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Delta
 

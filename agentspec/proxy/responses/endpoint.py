@@ -20,22 +20,21 @@ from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
-from agentspec.protocol.requests import parse_chat
+from agentspec.protocol.requests import MAX_MESSAGES, parse_chat
 from agentspec.protocol.responses import obfuscated
 from agentspec.protocol.wire import encode, named_event
-from agentspec.proxy.admission.auth import Caller
+from agentspec.proxy.auth import Caller
 from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.body.kept_names import refuse_what_others_keep
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.errors import error_response
-from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, request_headers, with_fields
-from agentspec.proxy.forwarding.policy import with_policy
+from agentspec.proxy.forwarding import added_fields, pass_through, request_headers, with_fields, with_policy
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers, name_bound
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.stored import History, Keeper, not_found
 from agentspec.proxy.responses.upstreams import ResponsesInspector, telling_id
-from agentspec.proxy.streaming.sending import EVENT_STREAM, collected, json_response, note, record_failure, respond
+from agentspec.proxy.streaming import EVENT_STREAM, collected, json_response, note, record_failure, respond
 from agentspec.types import Delta, GenerateRequest
 
 T = TypeVar("T")
@@ -75,7 +74,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         own = partial(_own_names, request)
         with own():
             chat = {**request.chat, "messages": made.messages}
-            parsed, _ = parse_chat(chat, max_messages=self.settings.max_messages)
+            parsed, _ = parse_chat(chat)
         return caller.sign(parsed), own
 
     async def _generated(self, first: GenerateRequest, own: OwnNames) -> AsyncGenerator[Delta]:
@@ -153,7 +152,7 @@ class ResponsesEndpoint(GenerationEndpoint):
 
     async def _read(self, exchange: Exchange, *, local: bool) -> tuple[ResponsesRequest, History]:
         """The request, with the tools of the whole conversation, and the items that it continues."""
-        read = partial(parse_responses, exchange.fields, max_messages=self.settings.max_messages, local=local)
+        read = partial(parse_responses, exchange.fields, max_messages=MAX_MESSAGES, local=local)
         request = await self._run(exchange, read)
         if request.previous is None:
             return request, History([], 0)
@@ -165,8 +164,8 @@ class ResponsesEndpoint(GenerationEndpoint):
     def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
         """The request as a chat for an upstream. Raises `InvalidRequestError` for the result of a call nobody made."""
         messages = [_sent(message, templated) for message in request.conversation(history.items).messages]
-        if len(messages) > self.settings.max_messages:
-            message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
+        if len(messages) > MAX_MESSAGES:
+            message = f"the conversation has more than {MAX_MESSAGES} messages"
             raise InvalidRequestError(message, param="input")
         chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
         if request.stream:
@@ -180,10 +179,10 @@ class ResponsesEndpoint(GenerationEndpoint):
 
     async def _send_answer(self, exchange: Exchange, request: ResponsesRequest, deltas: AsyncGenerator[Delta]) -> None:
         """Send the answer that `deltas` are."""
-        record, settings = exchange.record, self.settings
+        record = exchange.record
         record.stream = request.stream
         stored = request.store and exchange.caller.store and self.keeper.stores
-        writer = EventWriter(request, stored=stored, include_speculation=settings.speculation_object)
+        writer = EventWriter(request, stored=stored)
         keep = self._keeping(exchange, request)
         # A stream ends with the whole answer, too.
         deltas = exchange.deadline.within(collected(deltas, exchange.account))

@@ -18,16 +18,17 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import AgentSpecError, CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
+from agentspec.protocol.requests import MAX_MESSAGES
 from agentspec.protocol.validation import shown_name
 from agentspec.protocol.wire import encode
-from agentspec.proxy.admission.limits import Deadline, until_disconnect
+from agentspec.proxy.admission import Deadline, until_disconnect
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import GenerationEndpoint, note_disconnect
-from agentspec.proxy.forwarding.passthrough import pass_through, request_headers
+from agentspec.proxy.forwarding import pass_through, request_headers
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.upstreams import ResponsesInspector
-from agentspec.proxy.streaming.sending import json_response, respond
+from agentspec.proxy.streaming import json_response, respond
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 
@@ -127,7 +128,7 @@ class Keeper:
         return await self._in_thread(lambda: self._history(tenant, id))
 
     def _history(self, tenant: str, id: str) -> History:
-        most_items, most_bytes = self.limits.max_messages, self.limits.max_body_bytes
+        most_items, most_bytes = MAX_MESSAGES, self.limits.max_body_bytes
         links: list[list[Item]] = []
         count = size = 0
         wanted: str | None = id

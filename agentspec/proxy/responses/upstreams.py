@@ -13,7 +13,7 @@ from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.wire import SseDecoder, encode, named_event, object_in
 from agentspec.proxy.errors import error_response
-from agentspec.proxy.forwarding.inspection import EventInspector, read_counts
+from agentspec.proxy.forwarding import EventInspector, read_counts
 from agentspec.types import Delta
 
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")

@@ -173,8 +173,9 @@ def test_a_gateway_that_stores_nothing(gateway: Any, tmp_path: Path) -> None:
             client.responses.retrieve(answer.id)
 
 
-def test_conversations_are_bounded(gateway: Any) -> None:
-    running = gateway({MODEL: FakeBackend(script)}, max_messages=5)
+def test_conversations_are_bounded(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.proxy.responses.stored.MAX_MESSAGES", 5)
+    running = gateway({MODEL: FakeBackend(script)})
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
         last = ask(client)
         last = ask(client, previous_response_id=last.id)

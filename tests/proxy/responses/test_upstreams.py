@@ -17,7 +17,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy import create_app
+from agentspec.proxy.app import create_app
 from agentspec.proxy.messages import translation
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings

@@ -1,0 +1,295 @@
+"""Which requests are admitted: the slots of each tenant, the time a request may take, and whose client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+from starlette.types import Receive
+
+from agentspec.errors import AgentSpecError, OverloadedError, RequestTimeoutError, ShuttingDownError
+from agentspec.settings.server import ServerSettings, TenantLimits
+from agentspec.telemetry.samples import TenantSample
+
+MAX_QUEUED = 256  # requests of one tenant that may wait
+
+
+@dataclass(slots=True)
+class _TenantQueue:
+    """One tenant's running requests, those that wait (by deadline, then by arrival), and how many were refused."""
+
+    limits: TenantLimits
+    running: int = 0
+    refused: int = 0
+    waiting: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
+
+    @property
+    def at_limit(self) -> bool:
+        return self.limits.max_concurrent is not None and self.running >= self.limits.max_concurrent
+
+    @property
+    def turn(self) -> tuple[float, float, int]:
+        """The tenant with the least is next: the one with the fewest slots for its weight."""
+        deadline, number, _ = self.waiting[0]
+        return self.running / self.limits.weight, deadline, number
+
+
+@dataclass(slots=True)
+class Slot:
+    """A request's slot, which `release` gives back, if it was not before."""
+
+    _tenant: _TenantQueue
+    _slots: Slots
+    _held: bool = True
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._slots.give_back(self._tenant)
+
+
+class Slots:
+    """Bounds the requests that run at once, in all and of each tenant. After `close` no further ones start.
+
+    A free slot goes to the waiting tenant that has the fewest for its weight, and of its requests to the one with the
+    nearest deadline, else the first that came. Nobody waits while a slot is free that the tenant may use, nor longer
+    than `server.queue_timeout`. Use it in one event loop; only `close` may be called from other threads and from
+    signal handlers.
+    """
+
+    def __init__(self, settings: ServerSettings, most: int | None = None) -> None:
+        self.running = 0
+        self.closed = False
+        self._settings = settings
+        self._most = most or settings.max_concurrent
+        self._tenants = {name: _TenantQueue(limits) for name, limits in settings.tenants.items()}
+        self._numbers = count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(tenant.waiting) for tenant in self._tenants.values())
+
+    @asynccontextmanager
+    async def enter(self, name: str, deadline_s: float | None = None) -> AsyncIterator[Slot]:
+        """Hold a slot for a request of the tenant `name`, and wait for it if need be; at most `deadline_s` seconds.
+
+        Raises `ShuttingDownError`, and `OverloadedError` if no slot is free in time.
+        """
+        tenant = self._tenants.setdefault(name, _TenantQueue(TenantLimits()))
+        if self.closed:
+            raise _closed()
+        if tenant.waiting or not self._has_room(tenant):
+            await self._wait(tenant, math.inf if deadline_s is None else deadline_s)
+        else:
+            self._take(tenant)
+        slot = Slot(tenant, self)
+        try:
+            yield slot
+        finally:
+            slot.release()
+
+    def close(self) -> None:
+        """Refuse all requests that have no slot yet."""
+        self.closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._refuse_waiting)
+
+    def samples(self) -> Iterator[TenantSample]:
+        """The counts of each tenant that was seen or configured."""
+        for name, one in list(self._tenants.items()):
+            yield TenantSample(name, one.running, len(one.waiting), one.refused)
+
+    async def _wait(self, tenant: _TenantQueue, patience: float) -> None:
+        """Wait for a slot, and take it."""
+        settings, self._loop = self._settings, asyncio.get_running_loop()
+        if settings.queue_timeout <= 0 or len(tenant.waiting) >= MAX_QUEUED:
+            raise self._refusal(tenant, f"{MAX_QUEUED} wait" if settings.queue_timeout > 0 else self._full(tenant))
+        turn: asyncio.Future[None] = self._loop.create_future()
+        heappush(tenant.waiting, (self._loop.time() + patience, next(self._numbers), turn))
+        limit = asyncio.timeout(min(settings.queue_timeout, patience))
+        try:
+            async with limit:
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.give_back(tenant)  # it came just now
+            else:
+                tenant.waiting = [one for one in tenant.waiting if one[2] is not turn]
+                heapify(tenant.waiting)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise self._refusal(tenant, "server.queue_timeout") from None
+            raise
+
+    def _has_room(self, tenant: _TenantQueue) -> bool:
+        return self.running < self._most and not tenant.at_limit
+
+    def _full(self, tenant: _TenantQueue) -> str:
+        return "the tenant's max_concurrent" if self.running < self._most else "server.max_concurrent"
+
+    def _take(self, tenant: _TenantQueue) -> None:
+        tenant.running += 1
+        self.running += 1
+
+    def give_back(self, tenant: _TenantQueue) -> None:
+        """What `Slot.release` calls."""
+        tenant.running -= 1
+        self.running -= 1
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Give every free slot to a waiting request that may use it."""
+        while ready := [one for one in self._tenants.values() if one.waiting and self._has_room(one)]:
+            tenant = min(ready, key=lambda one: one.turn)
+            *_, turn = heappop(tenant.waiting)
+            if not turn.done():
+                self._take(tenant)
+                turn.set_result(None)
+
+    def _refuse_waiting(self) -> None:
+        for tenant in self._tenants.values():
+            waiting, tenant.waiting = tenant.waiting, []
+            for *_, turn in waiting:
+                if not turn.done():
+                    turn.set_exception(_closed())
+
+    def _refusal(self, tenant: _TenantQueue, setting: str) -> OverloadedError:
+        tenant.refused += 1
+        return OverloadedError(f"too many requests at once: this one found no free slot in time ({setting})")
+
+
+def _closed() -> ShuttingDownError:
+    return ShuttingDownError("the server is shutting down; send the request elsewhere or later")
+
+
+T = TypeVar("T")
+
+
+class Deadlines:
+    """The deadlines of the running requests."""
+
+    def __init__(self) -> None:
+        self._running: WeakSet[Deadline] = WeakSet()
+
+    def start(self, seconds: float) -> Deadline:
+        """The time limit of one request, which `interrupt` can bring forward."""
+        deadline = Deadline(seconds)
+        self._running.add(deadline)
+        return deadline
+
+    def interrupt(self, error: AgentSpecError) -> None:
+        """End the running requests with `error`."""
+        for deadline in tuple(self._running):
+            deadline.interrupt(error)
+
+
+class Deadline:
+    """The time limit of one request, which starts when the object is created, by the clock of the running loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at = asyncio.get_running_loop().time() + seconds
+        self.error: AgentSpecError = RequestTimeoutError(
+            f"no complete answer within {seconds:g} seconds (server.request_timeout)"
+        )
+        self.active: TimeLimit | None = None
+
+    def interrupt(self, error: AgentSpecError) -> None:
+        """End the time now, if it is not over; what is limited raises `error`."""
+        now = asyncio.get_running_loop().time()
+        if self.at <= now:
+            return
+        self.at, self.error = now, error
+        if self.active is not None:
+            self.active.end_now()
+
+    def limit(self) -> TimeLimit:
+        """A context that raises `RequestTimeoutError`, or what `interrupt` was given, once the time is over."""
+        return TimeLimit(self)
+
+    async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
+        """Yield `items`; raises `RequestTimeoutError` once the time is over. Closes `items` on the way out."""
+        async with aclosing(cast(Any, items)):
+            while True:
+                try:
+                    async with self.limit():
+                        item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                yield item
+
+
+class TimeLimit:
+    """What `asyncio.timeout_at` does, in a third of its time: it is entered for each delta of an answer."""
+
+    __slots__ = ("_cancelling", "_deadline", "_expired", "_task", "_timer")
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._expired = False
+
+    async def __aenter__(self) -> None:
+        self._task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._cancelling = self._task.cancelling()
+        self._timer = self._start_timer()
+        self._deadline.active = self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._timer.cancel()
+        self._deadline.active = None
+        if self._expired and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+            raise self._deadline.error from None
+
+    def end_now(self) -> None:
+        if not self._expired:
+            self._timer.cancel()
+            self._timer = self._start_timer()
+
+    def _start_timer(self) -> asyncio.Handle:
+        loop, at = asyncio.get_running_loop(), self._deadline.at
+        # A time that is over ends the block before it does anything else.
+        return loop.call_soon(self._expire) if at <= loop.time() else loop.call_at(at, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._task.cancel()
+
+
+@dataclass(slots=True)
+class Watch:
+    """Whether the client left, which ended the block that watched it."""
+
+    left: bool = False
+
+
+@asynccontextmanager
+async def until_disconnect(receive: Receive) -> AsyncIterator[Watch]:
+    """A context that is cancelled when the client disconnects; `left` of its value is then true.
+
+    The body must have been read, so that `receive` can only report the disconnect.
+    """
+    watch, ended = Watch(), asyncio.timeout(None)
+    try:
+        async with ended:
+            watching = asyncio.create_task(_end_with(receive, ended))
+            try:
+                yield watch
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if not ended.expired():
+            raise
+        watch.left = True
+
+
+async def _end_with(receive: Receive, block: asyncio.Timeout) -> None:
+    with suppress(asyncio.CancelledError):  # kept by this task, it would hold the frames that it passed
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        block.reschedule(asyncio.get_running_loop().time())

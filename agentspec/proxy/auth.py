@@ -1,0 +1,363 @@
+"""Who asks, and whom: the API key and its tenant, the labels and switches of the headers, and the Host that is meant.
+
+A web page can make its own name point at this machine (DNS rebinding); its requests then carry that name in Host.
+Without API keys, which a page does not have, only names that are known to mean this server are served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from agentspec.backends.openai.fields import switched_off
+from agentspec.errors import (
+    AuthenticationError,
+    HeadersTooLargeError,
+    HostNotAllowedError,
+    InvalidRequestError,
+    OriginNotAllowedError,
+)
+from agentspec.protocol.headers import (
+    ANY,
+    MAX_LABEL,
+    SESSION_PARENT,
+    StepPolicy,
+    read_labels,
+    read_policy,
+    read_switch,
+    refuse_misspelt,
+)
+from agentspec.settings.server import ApiKey, ServerSettings, read_keys
+from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
+
+MAX_READ = 4096  # characters of a name that are looked at; longer ones are no names
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBy:
+    """One place where clients name themselves: a header, or a field of the body. `read` finds the name in its value."""
+
+    label: str
+    header: str = ""
+    field: str = ""
+    read: Callable[[str], str] = str
+
+    def value(self, headers: Mapping[str, str], fields: Mapping[str, Any]) -> str | None:
+        """The label, None if the client names none here."""
+        given: Any = headers.get(self.header) if self.header else _member(fields, self.field)
+        if not isinstance(given, str) or len(given) > MAX_READ:
+            return None
+        return _as_label(self.read(given.strip()))
+
+
+def _session_of_user(user: str) -> str:
+    """The session in Claude Code's `metadata.user_id`: JSON, or words joined by underscores; else the user itself."""
+    if user.startswith("{"):
+        try:
+            value = json.loads(user)
+        except (ValueError, RecursionError):
+            value = None
+        session = value.get("session_id") if isinstance(value, dict) else None
+        return session if isinstance(session, str) else user
+    return user.rpartition("_session_")[2] or user
+
+
+SOURCES = (
+    NamedBy("session", header="x-claude-code-session-id"),
+    NamedBy("session", header="x-dynamo-session-id"),
+    NamedBy("session", header="session-id"),
+    NamedBy("session", header="session_id"),
+    NamedBy("session", header="x-session-id"),
+    NamedBy("session", header="x-session-affinity"),
+    NamedBy("session", field="session_id"),
+    NamedBy("session", field="metadata.session_id"),
+    NamedBy("session", field="metadata.thread_id"),
+    NamedBy("session", field="prompt_cache_key"),
+    NamedBy("session", field="metadata.user_id", read=_session_of_user),
+    NamedBy("session", field="previous_response_id"),
+    NamedBy("workflow", header=SESSION_PARENT),
+    NamedBy("step", header="x-claude-code-agent-id"),
+)
+"""Where the label comes from: of those that a request has, the first."""
+
+
+def identified(labels: Labels, headers: Mapping[str, str], fields: Mapping[str, Any]) -> Labels:
+    """`labels`, our own, with those that are missing as the client names itself elsewhere. Never raises."""
+    named = dict(_named(headers, fields))
+    return Labels(
+        labels.session or named.get("session"),
+        labels.workflow or named.get("workflow"),
+        labels.step or named.get("step"),
+    )
+
+
+def _named(headers: Mapping[str, str], fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Labels with their values, the one that counts last."""
+    for source in reversed(SOURCES):
+        if (value := source.value(headers, fields)) is not None:
+            yield source.label, value
+
+
+def _member(fields: Mapping[str, Any], path: str) -> Any:
+    outer, _, inner = path.rpartition(".")
+    place = fields.get(outer) if outer else fields
+    return place.get(inner) if isinstance(place, Mapping) else None
+
+
+def _as_label(name: str) -> str | None:
+    """A client's name as a label: one that no label may be is replaced by its digest."""
+    if not name:
+        return None
+    if len(name) <= MAX_LABEL and name.isprintable():
+        return name
+    return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()
+
+
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Tenant, labels and switches of one request. The tenant comes from the API key alone. `cached`: the operator lets
+    the gateway store sequences.
+    """
+
+    tenant: str
+    labels: Labels
+    speculation: bool
+    store: bool
+    policy: StepPolicy = ANY
+    prefill: bool = True
+    cached: bool = True
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """What is switched off, for servers that draft and store themselves."""
+        return switched_off(store=self.store and self.cached, speculation=self.speculation)
+
+    def sign(self, request: GenerateRequest) -> GenerateRequest:
+        """`request` with this caller's tenant, labels and switches, and with the policy where the body says nothing."""
+        asked, target = self.policy, request.latency_target_ms_per_token
+        return replace(
+            request,
+            tenant=self.tenant,
+            labels=self.labels,
+            speculation=self.speculation,
+            store=self.store,
+            prefill_next=self.prefill,
+            priority=request.priority or asked.priority or 0,
+            latency_target_ms_per_token=asked.latency_ms_per_token if target is None else target,
+            deadline_s=asked.deadline_s,
+            strategy=asked.strategy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose key a request has. An operator reads the metrics and uses no models; a tenant the reverse.
+
+    Without configured keys everybody is the default tenant and operator in one. `owner` are the tenant and what the key
+    is called among that tenant's.
+    """
+
+    tenant: str
+    uses_models: bool = True
+    reads_metrics: bool = False
+    key: str = ""
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        return self.tenant, self.key
+
+
+EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
+
+
+class Authenticator:
+    """Checks API keys. Keeps only their SHA-256, and compares a client's key with every one in constant time."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        """Read the keys. Raises `ConfigurationError` for one that cannot be read."""
+        self._known = [(_digest(key.get_secret_value().encode()), _identity(entry)) for key, entry in read_keys(keys)]
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def identify(self, headers: Headers) -> Identity:
+        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key."""
+        identity = self.find(headers)
+        if identity is None:
+            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
+        return identity
+
+    def find(self, headers: Headers) -> Identity | None:
+        """Whose key the request has, None for a missing or wrong key.
+
+        The work is the same for every wrong key: a hash, and a comparison with each known one.
+        """
+        if not self._known:
+            return EVERYBODY
+        digest = _digest((key := _given_key(headers)).encode("latin-1", "replace"))
+        matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
+        return matches[0] if key and matches else None
+
+
+def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FIELDS) -> Caller:
+    """The caller that the headers describe, or else the `fields` of the body.
+
+    Raises `InvalidRequestError` that names the wrong header of ours.
+    """
+    refuse_misspelt(headers.keys())
+    labels = identified(read_labels(headers), headers, fields)
+    speculation, store = read_switch(headers, "speculation"), read_switch(headers, "store")
+    prefill, policy = read_switch(headers, "prefill"), read_policy(headers)
+    if fields.get("priority") is not None:  # 0 too is a priority, and that of the body counts
+        policy = replace(policy, priority=None)
+    return Caller(tenant, labels, speculation=speculation, store=store, policy=policy, prefill=prefill)
+
+
+def request_id(headers: Headers) -> str:
+    """The client's `x-request-id` if it is short and of harmless characters, else a new id."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{os.urandom(16).hex()}"
+
+
+def _identity(key: ApiKey) -> Identity:
+    operator = key.role == "operator"
+    return Identity(key.tenant, uses_models=not operator, reads_metrics=operator, key=key.label)
+
+
+def _given_key(headers: Headers) -> str:
+    """The key in `Authorization`, or else in `x-api-key`, where Anthropic's clients send it; empty without one."""
+    given = headers.getlist("authorization")
+    if given:
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        return key.strip() if scheme.lower() == "bearer" else ""
+    given = headers.getlist("x-api-key")
+    return given[0].strip() if len(given) == 1 else ""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 << 10
+_VERSIONS = ("1.0", "1.1", "2", "3")  # the last two by other servers than ours
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
+_KNOWN_HOSTS = 1024  # spellings of Host that are remembered as allowed
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address without brackets, means this machine alone."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def is_unprotected(server: ServerSettings) -> bool:
+    """Whether other machines can use the gateway without an API key."""
+    return not (is_loopback(server.host) or server.api_keys)
+
+
+class HostCheck:
+    """Decides by the head of a request whether it may be answered.
+
+    With API keys and without `allowed_hosts` every Host is; else loopback names and addresses, `host`, and
+    `allowed_hosts`. A server that is not on loopback also answers to every IP address: a page cannot rebind an address.
+    """
+
+    def __init__(self, server: ServerSettings) -> None:
+        self._any = "*" in server.allowed_hosts or bool(server.api_keys and not server.allowed_hosts)
+        self._checks_origin = not (self._any or server.api_keys)
+        self._public = not is_loopback(server.host)
+        names = (name.lower().rstrip(".") for name in (server.host, *server.allowed_hosts))
+        self._names = frozenset(name.strip("[]") for name in names)
+        self._suffixes = tuple(name[1:] for name in self._names if name.startswith("*."))
+        self._allowed: set[bytes] = set()
+
+    def check(self, scope: Scope, *, any_host: bool = False) -> None:
+        """Raise `InvalidRequestError` for a Host header that is missing, doubled or not a host, and for long heads.
+
+        `HostNotAllowedError` and `OriginNotAllowedError` tell that the request is meant for another server, or comes
+        from another server's page; not with `any_host`.
+        """
+        hosts, origins = self._read(scope)
+        if scope["http_version"] not in _VERSIONS:
+            raise InvalidRequestError("this version of HTTP is not spoken here; send HTTP/1.1")
+        if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
+            raise InvalidRequestError(f"the request has {len(hosts)} Host headers; send one")
+        for host in hosts:
+            if host not in self._allowed:
+                self._check_host(host, any_host)
+        if origins and self._checks_origin and not any_host:
+            self._check_origins(origins, hosts)
+
+    def _read(self, scope: Scope) -> tuple[list[bytes], list[bytes]]:
+        """The values of Host and of Origin. Raises `HeadersTooLargeError`."""
+        headers = scope["headers"]
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        hosts, origins = [], []
+        for name, value in headers:
+            size += len(name) + len(value)
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"origin":
+                origins.append(value)
+        if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
+            limits = f"{MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes with the target"
+            raise HeadersTooLargeError(f"a request's head may have {limits}")
+        return hosts, origins
+
+    def _check_host(self, raw: bytes, any_host: bool) -> None:
+        matched = _HOST.fullmatch(raw)
+        if matched is None:
+            raise InvalidRequestError("the Host header is not a host name or address with an optional port")
+        if any_host:
+            return
+        name = matched[1].decode().lower().strip("[]").rstrip(".")
+        if not (self._any or self._knows(name) or (self._public and _address(name) is not None)):
+            raise HostNotAllowedError(
+                f"this server does not answer for the host {name[:100]!r}: without API keys a web page could use it"
+                " under any name. Add the name to server.allowed_hosts, or set server.api_keys"
+            )
+        if len(self._allowed) < _KNOWN_HOSTS:
+            self._allowed.add(raw)
+
+    def _check_origins(self, origins: list[bytes], hosts: list[bytes]) -> None:
+        """Raise `OriginNotAllowedError` unless the page is this server's own, or one that is allowed."""
+        try:
+            name = urlsplit(origins[0].decode("ascii")).hostname or ""
+        except ValueError:
+            name = ""
+        matched = _HOST.fullmatch(hosts[0]) if hosts else None
+        own = matched is not None and name == matched[1].decode().lower().strip("[]").rstrip(".")
+        if len(origins) > 1 or not name or not (own or self._knows(name.rstrip("."))):
+            raise OriginNotAllowedError(
+                "without API keys, requests of another site's web page are refused (Origin header):"
+                " add the page's host to server.allowed_hosts, or set server.api_keys"
+            )
+
+    def _knows(self, name: str) -> bool:
+        return name in self._names or is_loopback(name) or name.endswith(self._suffixes or ("\n",))
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

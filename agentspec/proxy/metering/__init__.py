@@ -1,1 +1,0 @@
-"""Limits on what each API key asks for."""

@@ -1,0 +1,195 @@
+"""The routes that describe the gateway: its state, version, models, metrics and the servers of its pools."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+import anyio
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from agentspec.backends.base import ReportsMetrics
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.pool.backend import PoolBackend
+from agentspec.backends.pool.fleet import Fleet
+from agentspec.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
+from agentspec.proxy.admission import Slots, until_disconnect
+from agentspec.proxy.body.reading import parse_object
+from agentspec.proxy.body.upstream_fields import check_head
+from agentspec.proxy.forwarding import request_headers
+from agentspec.proxy.logs import logger
+from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.streaming import json_response
+from agentspec.runtime import Runtime
+from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
+from agentspec.telemetry.samples import BackendSample, IndexFigures
+from agentspec.version import __version__
+
+MODELS_SECONDS = 10.0  # to list the models of an upstream
+MAX_BODY_BYTES = 4096
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Pages:
+    """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
+
+    def __init__(self, runtime: Runtime, limiter: Slots) -> None:
+        self._runtime = runtime
+        self._limiter = limiter
+        self._created = int(time.time())
+        self._samples: list[BackendSample] = []
+        self._sampling: asyncio.Task[list[BackendSample]] | None = None
+        self.registry = Metrics(
+            version=__version__,
+            models=runtime.models(),
+            index_size=lambda: index_size(runtime),
+            backends=lambda: self._samples,
+            tenants=limiter.samples,
+            members=lambda: runtime.fleet.samples() if runtime.fleet else (),
+        )
+
+    def routes(self) -> dict[str, Handler]:
+        return {
+            "/health": self.health,
+            "/ready": self.ready,
+            "/version": self.version,
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.model,
+        }
+
+    async def health(self, request: Request) -> Response:
+        """Report that the process answers; nothing else is checked."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend.
+
+        Which of these it is, only those who have a key are told.
+        """
+        status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
+        if self._runtime.failure is not None:
+            status = "failed"
+        told = RequestRecord.of(request.scope).identity is not None or status == "ready"
+        return json_response({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        self._samples = await self._sampled()
+        rendered = await anyio.to_thread.run_sync(self.registry.render)
+        return Response(rendered, headers={"content-type": CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": await self._objects(request)})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        found = next((model for model in await self._objects(request) if model["id"] == name), None)
+        if found is None:
+            raise ModelNotFoundError(f"no model {name[:256]!r} here", param="model")
+        return json_response(found)
+
+    async def _objects(self, request: Request) -> list[dict[str, Any]]:
+        """The configured models and their aliases; without any, those of the sole upstream, which accepts any name."""
+        names, aliases = self._runtime.models(), [self._object(alias) for alias in self._runtime.aliases]
+        if names or not (self._runtime.ready and self._runtime.takes_any_model):
+            return [self._object(name) for name in names] + aliases
+        backend = self._runtime.route("*").backend
+        check_head(request.scope)
+        listed = await self._listed(backend, request) if isinstance(backend, OpenAIBackend | PoolBackend) else []
+        return listed + aliases
+
+    async def _listed(self, backend: OpenAIBackend | PoolBackend, request: Request) -> list[dict[str, Any]]:
+        """The models of an upstream. The call takes a slot like others, or clients could open any number of them."""
+        record = RequestRecord.of(request.scope)
+        headers = request_headers(request.scope, record)
+        try:
+            async with until_disconnect(request.receive), self._limiter.enter(record.tenant):
+                async with asyncio.timeout(MODELS_SECONDS):
+                    return await backend.models(headers)
+            raise ClientDisconnect
+        except TimeoutError:
+            raise UpstreamTimeoutError("the upstream did not list its models in time") from None
+        except UpstreamStatusError as error:
+            error.for_client = not (record.has_gateway_key or error.own_key)
+            raise
+
+    async def _sampled(self) -> list[BackendSample]:
+        """The current counts of all backends. Who asks while they are being asked gets the same answer."""
+        if self._sampling is None or self._sampling.done():
+            self._sampling = asyncio.create_task(backend_samples(self._runtime))
+        return await asyncio.shield(self._sampling)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
+
+
+class FleetPages:
+    """The routes."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def status(self, request: Request) -> Response:
+        """The members: their states, loads and calls."""
+        fleet = self._runtime.fleet
+        return json_response({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
+
+    async def drain(self, request: Request) -> Response:
+        """Send no new calls to a member, or to all of a backend; those that run go on."""
+        return await self._switch(request, on=True)
+
+    async def resume(self, request: Request) -> Response:
+        """Send it calls again."""
+        return await self._switch(request, on=False)
+
+    async def _switch(self, request: Request, *, on: bool) -> Response:
+        name = await _name(request)
+        fleet = self._fleet()
+        fleet.drain(name, on=on)
+        logger.info("member drained" if on else "member resumed", member=name)
+        return json_response({"drained": fleet.drained()})
+
+    def _fleet(self) -> Fleet:
+        if self._runtime.fleet is None:
+            raise InvalidRequestError("this gateway has no pool of servers")
+        return self._runtime.fleet
+
+
+async def _name(request: Request) -> str:
+    """The `name` in the body. Raises `InvalidRequestError`."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise InvalidRequestError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+    name = parse_object(body).get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError('name must be a member or a backend: {"name": "..."}', param="name")
+    return name
+
+
+def index_size(runtime: Runtime) -> IndexFigures | None:
+    """Figures of the token index and its database; None where there is no index."""
+    if not runtime.keeps_index:
+        return None
+    stats = runtime.cache.stats()
+    held = stats.memory_bytes, stats.sequences
+    return IndexFigures(*held, stats.damaged, stats.unread, stats.behind, stats.erasure_pending)
+
+
+async def backend_samples(runtime: Runtime) -> list[BackendSample]:
+    """The current counts of all backends that report any."""
+    counting = {name: backend for name, backend in runtime.backends().items() if isinstance(backend, ReportsMetrics)}
+    found = await asyncio.gather(*(backend.metrics(name) for name, backend in counting.items()))
+    return [sample for sample in found if sample is not None]

@@ -1,0 +1,174 @@
+"""Several prompts in one request for text completions: generated side by side, answered as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import anyio
+
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.errors import InvalidRequestError, OverloadedError
+from agentspec.protocol.deltas import summed
+from agentspec.protocol.responses import CompletionWriter
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.types import MAX_CHOICES, Delta, Speculation, Usage
+
+AT_ONCE = 4  # prompts of one request that are generated together: others' requests keep their turns
+HELD = 64  # deltas that wait to be sent
+PLACE_SECONDS = 0.05  # between two attempts of an answer to find a place in its engine
+
+Answer = Callable[[], AsyncGenerator[Delta]]
+
+
+@dataclass(slots=True)
+class CompletionsEndpoint(GenerationEndpoint):
+    """Answers each prompt as a request of its own. Choices come in the order of the prompts, `n` for each."""
+
+    async def _respond(self, exchange: Exchange) -> None:
+        prompts = _several(exchange.fields.get("prompt"))
+        if prompts is None or isinstance(exchange.route.backend, OpenAIBackend):
+            await super(CompletionsEndpoint, self)._respond(exchange)  # slots give the class another object
+            return
+        record, backend = exchange.record, exchange.route.backend
+        if len(prompts) > MAX_CHOICES:
+            message = f"prompt has {len(prompts)} entries; {MAX_CHOICES} are allowed"
+            raise InvalidRequestError(message, param="prompt")
+        one = partial(self._parse, caller=exchange.caller, backend=backend, record=record)
+        parsed = await self._run(exchange, lambda: [one({**exchange.fields, "prompt": each}) for each in prompts])
+        first, writer = parsed[0]
+        per, count = first.sampling.n, len(prompts) * first.sampling.n
+        if count > MAX_CHOICES:
+            message = f"the request asks for {count} answers; {MAX_CHOICES} are allowed"
+            raise InvalidRequestError(message, param="n")
+        whole = replace(first, sampling=replace(first.sampling, n=count))
+        shown = CompletionWriter(whole, writer.format, per)
+        exchange.release()
+        answers = [partial(self.runtime.generate, request) for request, _ in parsed]
+        await self._answer(merged(answers, per), shown, exchange)
+
+
+def _several(prompt: Any) -> list[Any] | None:
+    """The prompts of a request with more than one; token ids are one prompt."""
+    if not isinstance(prompt, list) or len(prompt) < 2 or not any(isinstance(one, (str, list)) for one in prompt):
+        return None
+    texts = all(isinstance(one, str) for one in prompt)
+    if not texts and not all(isinstance(one, list) and not isinstance((one or [0])[0], (str, list)) for one in prompt):
+        message = "prompt must be a text, token ids, or an array of several texts or of several token ids"
+        raise InvalidRequestError(message, param="prompt")
+    return prompt
+
+
+async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[Delta]:
+    """The deltas of all answers as they come, with the indices of their choices in all; the last carries the totals.
+
+    Raises what the first answer that fails raises; the others are then cancelled, as on closing. The request has one
+    place in its engine, so that further answers wait where that is full.
+    """
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(HELD)
+    left, places = iter(enumerate(answers)), _Places()
+    work = [_work(left, queue, per_prompt, places) for _ in range(min(AT_ONCE, len(answers)))]
+    workers = [asyncio.create_task(one) for one in work]
+    totals, ended, working = _Totals(), 0, len(workers)
+    try:
+        while working:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                working -= 1
+                continue
+            totals.add(item)
+            ended += item.finish_reason is not None
+            last = item.finish_reason is not None and ended == len(answers) * per_prompt
+            yield replace(item, usage=totals.usage if last else None, speculation=totals.speculation if last else None)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait(workers)
+
+
+@dataclass(slots=True)
+class _Places:
+    """How the answers of one request find places: `running` of them, refused by none; `begun`: one had a place."""
+
+    running: int = 0
+    begun: bool = False
+
+    async def answer(self, answer: Answer) -> AsyncGenerator[Delta]:
+        """The deltas of `answer`, which waits while its engine is full and others of the request run, or have run.
+
+        Raises what it raises.
+        """
+        while (deltas := await self._first(answer)) is None:
+            await asyncio.sleep(PLACE_SECONDS)
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.running -= 1
+
+    async def _first(self, answer: Answer) -> AsyncGenerator[Delta] | None:
+        """The deltas of `answer` once it has begun; None if it has to come again."""
+        deltas = answer()
+        self.running += 1
+        try:
+            first = await anext(deltas, None)
+        except BaseException as error:
+            self.running -= 1
+            await deltas.aclose()
+            if isinstance(error, OverloadedError) and (self.running or self.begun):
+                return None
+            raise
+        self.begun = True
+        return _behind(first, deltas)
+
+
+async def _behind(first: Delta | None, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    async with aclosing(deltas):
+        if first is not None:
+            yield first
+        async for delta in deltas:
+            yield delta
+
+
+async def _work(
+    left: Iterator[tuple[int, Answer]],
+    queue: asyncio.Queue[Delta | Exception | None],
+    per_prompt: int,
+    places: _Places,
+) -> None:
+    """Generate one of the answers that are left after the other. None on the queue says that none is."""
+    try:
+        for number, answer in left:
+            async with aclosing(places.answer(answer)) as deltas:
+                async for delta in deltas:
+                    await queue.put(replace(delta, index=number * per_prompt + delta.index))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What all answers used together."""
+
+    usage: Usage | None = None
+    speculation: Speculation | None = None
+
+    def add(self, delta: Delta) -> None:
+        if (used := delta.usage) is not None:
+            before = self.usage or Usage()
+            self.usage = Usage(
+                before.prompt_tokens + used.prompt_tokens,
+                before.completion_tokens + used.completion_tokens,
+                before.cached_tokens + used.cached_tokens,
+            )
+        if (done := delta.speculation) is not None:
+            self.speculation = done if self.speculation is None else summed([self.speculation, done])

@@ -1,0 +1,130 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM has them: passed to upstreams, answered for models of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from starlette.responses import Response
+
+from agentspec.backends.base import TOKENIZE, SpellsTokens, Tokenization, tokenization_of
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.requests import parse_chat
+from agentspec.protocol.validation import Body, Text, TokenIds
+from agentspec.protocol.wire import encode
+from agentspec.proxy.body.amounts import check_amounts, check_characters
+from agentspec.proxy.body.upstream_fields import check_head
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.forwarding import StreamInspector, pass_through, upstream_body
+from agentspec.proxy.streaming import respond
+
+# Fields of a chat that shape its prompt, beside its messages.
+_SHAPING = "tools chat_template_kwargs add_generation_prompt continue_final_message reasoning_effort".split()
+_OF_CHAT = ("model", "messages", *_SHAPING)
+
+
+MAX_STRINGS = 8192
+
+
+class _TokenizeBody(Body):
+    model: Text = ""
+    prompt: Text | None = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    reasoning_effort: Any = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class _DetokenizeBody(Body):
+    model: Text = ""
+    tokens: TokenIds | None = None
+
+
+@dataclass(slots=True)
+class TokenizationEndpoint(GenerationEndpoint):
+    """Tokens of a prompt, or of a chat's prompt; or the text of tokens. A strategy's are those of its base model."""
+
+    root: ClassVar[str] = ""
+    generates: ClassVar[bool] = False
+
+    async def _respond(self, exchange: Exchange) -> None:
+        asked = exchange.route
+        route = asked if isinstance(asked.backend, OpenAIBackend) else await self._base_of(exchange.fields["model"])
+        backend = route.backend
+        if isinstance(backend, OpenAIBackend):
+            await self._pass(exchange, backend, route.upstream_model)
+            return
+        side = tokenization_of(backend)
+        if side is None:
+            raise InvalidRequestError(f"the model {exchange.record.model!r} shows no tokenizer", param="model")
+        check_amounts(exchange.fields, self.path, self.settings)
+        async with exchange.deadline.limit():
+            if self.path == TOKENIZE:
+                length = backend.capabilities.context_length
+                answer = {**await self._tokenize(side, exchange.fields, length), "max_model_len": length}
+            else:
+                answer = await self._detokenize(side, exchange.fields)
+        encoded = await self._run(exchange, encode, answer)  # token ids take longer to write than their text to read
+        await respond(exchange.send, Response(encoded, media_type="application/json"))
+
+    async def _pass(self, exchange: Exchange, backend: OpenAIBackend, model: str) -> None:
+        """Pass the request to the upstream, beside whose /v1 the routes stand."""
+        check_head(exchange.scope)
+        await self._run(exchange, self._check, exchange.fields, backend)
+        async with exchange.deadline.limit():
+            body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
+        exchange.release()
+        scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
+        await pass_through(scope, send, backend, self.path, body, at, StreamInspector(0), account=account, above=True)
+
+    async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+        body = _TokenizeBody.parse(fields)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("send either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            _refuse_of_chat(body)
+            check_characters(len(body.prompt), length, "prompt")
+            tokens = await side.tokenize(body.prompt, begins=body.add_special_tokens is not False)
+        else:
+            chat = {name: fields[name] for name in _OF_CHAT if fields.get(name) is not None}
+            request, _ = parse_chat(chat)
+            if request.continue_final or not request.start_answer:
+                param = "continue_final_message" if request.continue_final else "add_generation_prompt"
+                raise InvalidRequestError(
+                    f"{param} is not supported here: prompts end ready for an answer", param=param
+                )
+            text = await side.render(request.messages or (), request.tools, request.template_arguments)
+            check_characters(len(text), length, "messages")
+            tokens = await side.tokenize(text, begins=bool(body.add_special_tokens))
+        if body.return_token_strs and len(tokens) > MAX_STRINGS:
+            message = f"return_token_strs is for at most {MAX_STRINGS} tokens; these are {len(tokens)}"
+            raise InvalidRequestError(message, param="return_token_strs")
+        strings = [await _spelled(side, [token]) for token in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "tokens": tokens, "token_strs": strings}
+
+    async def _detokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
+        body = _DetokenizeBody.parse(fields)
+        if body.tokens is None:
+            raise InvalidRequestError("tokens is missing", param="tokens")
+        try:
+            return {"prompt": await _spelled(side, list(body.tokens))}
+        except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up
+            raise InvalidRequestError("tokens holds an id that the model has not", param="tokens") from None
+
+
+def _refuse_of_chat(body: _TokenizeBody) -> None:
+    """Raise `InvalidRequestError` for a field that shapes a chat's prompt beside a prompt that is whole already."""
+    for name in _SHAPING:
+        if getattr(body, name) not in (None, []):
+            raise InvalidRequestError(f"{name} needs messages: a prompt is read as it is", param=name)
+
+
+async def _spelled(side: Tokenization, tokens: list[int]) -> str:
+    """The text of `tokens`, with special tokens where the backend can write them out, so that it gives them again."""
+    return await (side.spell(tokens) if isinstance(side, SpellsTokens) else side.detokenize(tokens))

@@ -1,1 +1,0 @@
-"""How the chunks of a stream are sent as events."""

@@ -1,0 +1,347 @@
+"""Slots of tenants, deadlines of requests, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
+from agentspec.proxy import admission
+from agentspec.proxy.admission import Deadline, Deadlines, Slots, until_disconnect
+from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
+
+pytestmark = pytest.mark.anyio
+LONG = 10_000.0
+
+
+def limits(tenants: dict[str, TenantLimits] | None = None, **server: Any) -> ServerSettings:
+    tenants = tenants or {}
+    keys = tuple(ApiKey(tenant=name, key_env="X") for name in tenants)
+    return ServerSettings(api_keys=keys, tenants=tenants, **{"queue_timeout": LONG, **server})
+
+
+class Crowd:
+    """Requests that run until they are told to end."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.slots = Slots(settings)
+        self.entered: list[str] = []
+        self.running: list[tuple[str, asyncio.Event]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def send(self, tenant: str, count: int = 1, deadline_s: float | None = None) -> None:
+        for _ in range(count):
+            self.tasks.append(asyncio.create_task(self._request(tenant, deadline_s)))
+        await settle()
+
+    async def end(self, tenant: str) -> None:
+        """End the oldest running request of a tenant."""
+        found = next(one for one in self.running if one[0] == tenant)
+        self.running.remove(found)
+        found[1].set()
+        await settle()
+
+    def counts(self) -> Counter[str]:
+        return Counter(tenant for tenant, _ in self.running)
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        assert self.slots.running == self.slots.waiting == 0
+
+    async def _request(self, tenant: str, deadline_s: float | None) -> None:
+        async with self.slots.enter(tenant, deadline_s):
+            run = (tenant, asyncio.Event())
+            self.entered.append(tenant if deadline_s is None else f"{tenant}{deadline_s:g}")
+            self.running.append(run)
+            try:
+                await run[1].wait()
+            finally:
+                if run in self.running:
+                    self.running.remove(run)
+
+
+async def settle() -> None:
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+async def test_what_finds_no_slot_and_may_not_wait_is_refused() -> None:
+    slots = Slots(limits({"a": TenantLimits(max_concurrent=1), "b": TenantLimits()}, max_concurrent=2, queue_timeout=0))
+    async with slots.enter("a"):
+        with pytest.raises(OverloadedError, match="the tenant's max_concurrent"):
+            await slots.enter("a").__aenter__()
+        async with slots.enter("b"):
+            with pytest.raises(OverloadedError, match=r"server\.max_concurrent"):
+                await slots.enter("b").__aenter__()
+        slots.close()
+        with pytest.raises(ShuttingDownError):
+            await slots.enter("b").__aenter__()
+    counts = [(one.tenant, one.running, one.waiting, one.refused) for one in slots.samples()]
+    assert counts == [("a", 0, 0, 1), ("b", 0, 0, 1)]
+
+
+async def test_the_nearest_deadline_goes_first_and_then_who_came_first() -> None:
+    crowd = Crowd(limits(max_concurrent=1))
+    await crowd.send("a")
+    for deadline in (None, 300.0, 100.0, 200.0):
+        await crowd.send("a", deadline_s=deadline)
+    while crowd.running:
+        await crowd.end("a")
+    assert crowd.entered == ["a", "a100", "a200", "a300", "a"]
+    await crowd.close()
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 6), (3.0, 9), (0.2, 2)])
+async def test_busy_tenants_share_by_weight(weight: float, share: int) -> None:
+    """However long a tenant's requests take: it is slots that are shared."""
+    crowd = Crowd(limits({"a": TenantLimits(weight=weight), "b": TenantLimits()}, max_concurrent=12))
+    await crowd.send("b", 12)
+    await crowd.send("a", 20)
+    await crowd.send("b", 20)
+    for _ in range(12):
+        await crowd.end("b")
+    assert crowd.counts()["a"] == share and crowd.slots.running == 12
+    await crowd.close()
+
+
+async def test_nobody_waits_while_a_slot_is_free_that_the_tenant_may_use() -> None:
+    crowd = Crowd(limits({"a": TenantLimits(max_concurrent=2), "b": TenantLimits()}, max_concurrent=5))
+    await crowd.send("a", 4)
+    await crowd.send("b", 9)
+    assert crowd.counts() == {"a": 2, "b": 3} and crowd.slots.waiting == 8
+    await crowd.end("a")
+    assert crowd.counts() == {"a": 2, "b": 3}
+    await crowd.end("b")
+    assert crowd.counts() == {"a": 2, "b": 3}
+    await crowd.close()
+
+
+def test_the_line_is_bounded_and_time_runs_out(in_virtual_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_QUEUED", 2)
+
+    async def work() -> None:
+        slots, loop = Slots(limits(max_concurrent=1, queue_timeout=5.0)), asyncio.get_running_loop()
+        async with slots.enter("a"):
+            waiting = [asyncio.create_task(slots.enter("a", patience).__aenter__()) for patience in (None, 2.0)]
+            await settle()
+            with pytest.raises(OverloadedError, match="2 wait"):
+                await slots.enter("a").__aenter__()
+            ended = []
+            for one, seconds in zip(reversed(waiting), (2, 5), strict=True):
+                with pytest.raises(OverloadedError, match="queue_timeout"):
+                    await one
+                ended.append(round(loop.time()) == seconds)
+            assert ended == [True, True] and slots.waiting == 0
+
+    in_virtual_time(work())
+
+
+async def test_a_request_that_goes_away_takes_no_slot() -> None:
+    crowd = Crowd(limits(max_concurrent=1))
+    await crowd.send("a", 3)
+    crowd.tasks[1].cancel()
+    await settle()
+    await crowd.end("a")
+    assert crowd.counts() == {"a": 1} and crowd.slots.waiting == 0
+    await crowd.close()
+
+
+async def test_a_cancelled_request_gives_back_the_slot_that_it_just_got() -> None:
+    crowd = Crowd(limits(max_concurrent=1))
+    await crowd.send("a", 3)
+    crowd.running.pop()[1].set()
+    await asyncio.sleep(0)
+    crowd.tasks[1].cancel()  # in the turn in which it gets its slot
+    await settle()
+    assert crowd.entered == ["a", "a"] and crowd.slots.running == 1
+    await crowd.close()
+
+
+@pytest.mark.parametrize("from_a_thread", [False, True])
+async def test_a_drain_refuses_those_who_wait(from_a_thread: bool) -> None:
+    crowd = Crowd(limits(max_concurrent=1))
+    await crowd.send("a", 3)
+    if from_a_thread:
+        thread = threading.Thread(target=crowd.slots.close)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    else:
+        crowd.slots.close()
+    refused = await asyncio.gather(*crowd.tasks[1:], return_exceptions=True)
+    assert [type(one) for one in refused] == [ShuttingDownError] * 2 and crowd.slots.running == 1
+    await crowd.end("a")
+    await crowd.close()
+
+
+async def test_random_use_leaves_nothing_behind() -> None:
+    chance = random.Random(1)
+    for _ in range(20):
+        tenants = {name: TenantLimits(max_concurrent=chance.choice([None, 2])) for name in "ab"}
+        crowd = Crowd(limits(tenants, max_concurrent=4, queue_timeout=chance.choice([0, LONG])))
+        for _ in range(60):
+            if crowd.running and chance.random() < 0.5:
+                await crowd.end(chance.choice(crowd.running)[0])
+            elif crowd.tasks and chance.random() < 0.2:
+                chance.choice(crowd.tasks).cancel()
+            else:
+                await crowd.send(chance.choice("abc"), deadline_s=chance.choice([None, LONG]))
+            assert crowd.slots.running <= 4
+        await crowd.close()
+
+
+async def slowly(count: int, seconds: float, closed: list[bool]) -> AsyncIterator[int]:
+    try:
+        for number in range(count):
+            await asyncio.sleep(seconds)
+            yield number
+    finally:
+        closed.append(True)
+
+
+async def test_items_within_the_limit_pass() -> None:
+    closed: list[bool] = []
+    assert [item async for item in Deadline(5).within(slowly(3, 0, closed))] == [0, 1, 2] and closed
+
+
+async def test_the_limit_is_for_all_items_together() -> None:
+    closed: list[bool] = []
+    seen = []
+    with pytest.raises(RequestTimeoutError, match=r"0\.12 seconds"):
+        async for item in Deadline(0.12).within(slowly(9, 0.05, closed)):
+            seen.append(item)
+    assert len(seen) <= 2 and closed  # each of them alone would be in time
+
+
+async def test_a_time_out_of_someone_elses_is_not_ours() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        async with Deadline(5).limit():
+            raise TimeoutError
+    assert not isinstance(caught.value, RequestTimeoutError)
+
+
+async def test_an_interrupt_ends_the_time_at_once_and_only_in_the_limit() -> None:
+    deadline = Deadline(60)
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.01, deadline.interrupt, ShuttingDownError("draining"))
+    with pytest.raises(ShuttingDownError):
+        async with deadline.limit():
+            await asyncio.sleep(60)
+    deadline.interrupt(ShuttingDownError("again"))
+    with pytest.raises(ShuttingDownError, match="draining"):
+        async with deadline.limit():
+            await asyncio.sleep(60)
+    await asyncio.sleep(0)
+    assert not _cancellations()
+
+
+async def test_a_cancellation_from_outside_passes_a_limit_and_a_watch() -> None:
+    async def work() -> None:
+        async with until_disconnect(asyncio.Queue().get), Deadline(60).limit():
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_client_that_leaves_when_the_time_is_over_counts_as_left() -> None:
+    messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    deadline = Deadline(60)
+    async with until_disconnect(messages.get) as client, deadline.limit():  # type: ignore[arg-type]
+        await messages.put({"type": "http.disconnect"})
+        deadline.interrupt(ShuttingDownError("draining"))
+        await asyncio.sleep(60)
+    assert client.left and not _cancellations()
+
+
+def _cancellations() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
+async def test_a_disconnect_cancels_the_block() -> None:
+    messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    await messages.put({"type": "http.request"})
+    reached = False
+    async with until_disconnect(messages.get) as client:  # type: ignore[arg-type]
+        await asyncio.sleep(0.02)
+        reached = True
+        await messages.put({"type": "http.disconnect"})
+        await asyncio.sleep(5)
+    assert reached and client.left
+
+
+class Client:
+    """Says nothing."""
+
+    async def receive(self) -> dict[str, str]:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+async def test_a_request_is_freed_at_its_end_without_the_garbage_collector() -> None:
+    client = Client()
+    freed = weakref.ref(client)
+    gc.disable()
+    try:
+        async with until_disconnect(client.receive), Deadline(60).limit():  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+        del client
+        for _ in range(5):  # the watching task ends
+            await asyncio.sleep(0)
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+async def test_an_undisturbed_block_leaves_no_task() -> None:
+    before = len(asyncio.all_tasks())
+    async with until_disconnect(asyncio.Queue().get) as client:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not client.left and len(asyncio.all_tasks()) == before
+
+
+async def test_running_requests_can_be_interrupted() -> None:
+    deadlines, closed = Deadlines(), []
+    ending, seen = ShuttingDownError("over"), []
+    deadline = deadlines.start(600)
+    with pytest.raises(ShuttingDownError, match="over"):
+        async for item in deadline.within(slowly(9, 0, closed)):
+            seen.append(item)
+            deadlines.interrupt(ending)
+            deadlines.interrupt(RequestTimeoutError("too late"))
+    assert seen == [0] and closed
+
+
+async def test_an_interrupt_ends_what_waits() -> None:
+    deadlines = Deadlines()
+    deadline = deadlines.start(600)
+    asyncio.get_running_loop().call_later(0.01, deadlines.interrupt, ShuttingDownError("over"))
+    with pytest.raises(ShuttingDownError, match="over"):
+        async with deadline.limit():
+            await asyncio.sleep(600)
+
+
+async def test_a_time_that_is_over_is_not_interrupted_again() -> None:
+    deadlines = Deadlines()
+    deadline = deadlines.start(0)
+    with pytest.raises(RequestTimeoutError):
+        async with deadline.limit():
+            try:
+                await asyncio.sleep(600)
+            finally:
+                deadline.interrupt(ShuttingDownError("over"))

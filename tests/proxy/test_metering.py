@@ -1,0 +1,481 @@
+"""Limits of API keys: what a request takes, windows of a minute, and keys at the gateway."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
+from agentspec.errors import EngineError, OverRateLimitError, RateLimitError
+from agentspec.proxy.metering import ANSWER_TOKENS, MEDIA_TOKENS, WINDOW, Demand, KeyLimiter, SlidingWindow, demand_of
+from agentspec.settings.server import ApiKey, RateLimits
+from agentspec.testing import Answer, FakeBackend
+
+
+def demand(path: str, **fields: Any) -> Demand:
+    return demand_of(path, json.dumps(fields).encode(), fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "answer", "bounded"),
+    [
+        (CHAT, {}, ANSWER_TOKENS, False),
+        (CHAT, {"max_tokens": 10}, 10, True),
+        (CHAT, {"max_tokens": 10, "max_completion_tokens": 20, "n": 3}, 60, True),
+        (CHAT, {"max_tokens": "10", "n": "3"}, ANSWER_TOKENS, False),
+        (COMPLETIONS, {"max_tokens": 10, "prompt": ["a", "b"], "best_of": 4}, 40, True),
+        (COMPLETIONS, {"max_tokens": 10, "prompt": ["a", "b"], "n": 2}, 40, True),
+        (RESPONSES, {"max_output_tokens": 7}, 7, True),
+        (MESSAGES, {"max_tokens": 0}, 0, True),
+        (EMBEDDINGS, {"input": "a"}, 0, True),
+        ("/v1/rerank", {"query": "a"}, 0, True),
+    ],
+)
+def test_the_answer_is_as_long_as_the_request_allows(
+    path: str, fields: dict[str, Any], answer: int, bounded: bool
+) -> None:
+    found = demand(path, **fields)
+    assert (found.answer, found.bounded) == (answer, bounded)
+    assert found.prompt == -(-len(json.dumps(fields)) // 4)
+
+
+def test_an_image_is_not_as_long_as_its_bytes() -> None:
+    picture = "data:image/png;base64," + base64.b64encode(bytes(300_000)).decode()
+    text = {"type": "text", "text": "what is this? " * 20}
+    content = [text, {"type": "image_url", "image_url": {"url": picture}}]
+    found = demand(CHAT, messages=[{"role": "user", "content": content}], max_tokens=5).prompt
+    assert MEDIA_TOKENS + 70 < found < MEDIA_TOKENS + 100
+    said = demand(CHAT, messages=[{"role": "user", "content": "base64 " * 1000}]).prompt
+    assert 1750 <= said < 1800
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from("max_tokens n best_of prompt messages input type base64".split()), json_values))
+def test_no_body_breaks_the_estimate(fields: dict[str, Any]) -> None:
+    for path in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES):
+        found = demand(path, **fields)
+        assert found.prompt >= 0 and found.answer >= 0
+
+
+@given(st.integers(0, 100), st.integers(0, 500), st.booleans(), st.integers(1, 300))
+def test_what_is_charged_lies_between_what_is_asked_and_what_is_guessed(
+    prompt: int, answer: int, bounded: bool, limit: int
+) -> None:
+    one = Demand(prompt, answer, bounded)
+    assert one.least <= one.within(limit) <= one.within(None) == prompt + answer
+    assert one.within(limit) <= limit or one.within(limit) == one.least
+
+
+@dataclass
+class Hand:
+    """A clock that the test moves."""
+
+    now: float = 0.0
+    skew: float = 977.6
+
+    def limiter(self, **limits: int) -> KeyLimiter:
+        given = {name: limit for name, limit in limits.items() if limit}
+        return KeyLimiter(RateLimits(**given), lambda: self.now + self.skew)
+
+
+def admitted(limiter: KeyLimiter, tokens: int = 1) -> Callable[[int], None]:
+    return limiter.admit(Demand(tokens, 0))
+
+
+def refused(limiter: KeyLimiter, tokens: int = 1) -> RateLimitError:
+    with pytest.raises(RateLimitError) as caught:
+        limiter.admit(Demand(tokens, 0))
+    return caught.value
+
+
+def tokens_left(limiter: KeyLimiter) -> bytes:
+    return dict(limiter.headers(anthropic=False))[b"x-ratelimit-remaining-tokens"]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from([0, 1, 59, 60]) | st.integers(0, 90), st.integers(0, 50), st.integers(0, 100)),
+    max_size=60,
+)
+
+
+@settings(max_examples=50)
+@given(STEPS)
+def test_a_window_is_the_sum_of_its_last_seconds(steps: list[tuple[int, int, int]]) -> None:
+    window, now = SlidingWindow(), 1000
+    added: list[list[int]] = []
+    for pause, amount, percent in steps:
+        now += pause
+        window.advance(now)
+        window.add(amount)
+        added.append([now, amount])
+        if percent < 50:  # as much of an earlier one is given back
+            chosen = added[len(added) * percent // 50]
+            back = chosen[1] * percent // 50
+            window.give_back(chosen[0], back)
+            chosen[1] -= back
+        recent = [amount for second, amount in added if now - second < WINDOW]
+        assert window.total == sum(recent)
+        assert window.reset == max((WINDOW - now + second for second, amount in added if amount), default=0) or (
+            window.total == 0 == window.reset
+        )
+
+
+def test_nothing_is_given_back_that_is_gone() -> None:
+    window = SlidingWindow()
+    window.advance(1000)
+    window.add(5)
+    window.advance(1000 + WINDOW - 1)
+    window.give_back(1000, 2)
+    assert window.total == 3
+    window.advance(1000 + WINDOW)
+    window.give_back(1000, 3)
+    assert (window.total, window.reset) == (0, 0)
+
+
+@settings(max_examples=60)
+@example(1, 0, [(0.0, 1, 1), (59.0, 1, 1)], 1)
+@example(0, 9, [(0.0, 9, 5), (59.0, 4, 4)], 1)
+@given(
+    st.integers(0, 4),
+    st.integers(0, 400),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 0.5, 1, 7.3, 58, 59]) | st.floats(0, 40), st.integers(1, 400), st.integers(0, 500)
+        ),
+        min_size=2,
+        max_size=8,
+    ),
+    st.integers(1, 400),
+)
+def test_at_retry_after_a_request_is_admitted_and_a_second_before_it_is_not(
+    requests: int, tokens: int, history: list[tuple[float, int, int]], wanted: int
+) -> None:
+    hand = Hand()
+    limiter = hand.limiter(requests_per_minute=requests, tokens_per_minute=tokens)
+    for pause, asked, used in history:
+        hand.now += pause
+        with suppress(RateLimitError, OverRateLimitError):
+            limiter.admit(Demand(asked, 0))(used)
+    try:
+        limiter.admit(Demand(wanted, 0))
+    except OverRateLimitError:
+        assert 0 < tokens < wanted
+    except RateLimitError as refusal:
+        began, wait = hand.now, refusal.retry_after
+        assert wait == int(wait) and 1 <= wait <= WINDOW
+        hand.now = began + wait - 1
+        refused(limiter, wanted)
+        hand.now = began + wait
+        admitted(limiter, wanted)
+
+
+@given(st.integers(1, 30), st.lists(st.floats(0, 20), max_size=120))
+def test_no_minute_has_more_requests_than_allowed(limit: int, pauses: list[float]) -> None:
+    hand, times = Hand(), []
+    limiter = hand.limiter(requests_per_minute=limit)
+    for pause in pauses:
+        hand.now += pause
+        with suppress(RateLimitError):
+            limiter.admit(Demand(1, 0))
+            times.append(int(hand.now + hand.skew))
+    for end in times:
+        assert sum(end - WINDOW < time <= end for time in times) <= limit
+
+
+def test_the_headers_tell_where_a_key_stands() -> None:
+    hand = Hand()
+    limiter = hand.limiter(requests_per_minute=60, tokens_per_minute=1000)
+    admitted(limiter, 300)
+    assert dict(limiter.headers(anthropic=False)) == {
+        b"x-ratelimit-limit-requests": b"60",
+        b"x-ratelimit-remaining-requests": b"59",
+        b"x-ratelimit-reset-requests": b"1m0s",
+        b"x-ratelimit-limit-tokens": b"1000",
+        b"x-ratelimit-remaining-tokens": b"700",
+        b"x-ratelimit-reset-tokens": b"1m0s",
+    }
+    found = dict(limiter.headers(anthropic=True))
+    assert found[b"anthropic-ratelimit-tokens-remaining"] == b"700" and len(found) == 6
+
+
+def test_tokens_are_corrected_when_a_request_is_over() -> None:
+    hand = Hand()
+    limiter = hand.limiter(tokens_per_minute=100)
+    settle = admitted(limiter, 80)
+    assert tokens_left(limiter) == b"20" and refused(limiter, 30).retry_after == 60
+    hand.now += 10
+    settle(20)
+    second = admitted(limiter, 80)
+    assert refused(limiter, 1).retry_after == 50
+    second(95)  # more than was thought
+    assert refused(limiter, 1).retry_after == 50 and refused(limiter, 10).retry_after == 60
+
+
+def test_what_a_request_took_beyond_its_estimate_counts_though_the_estimate_is_old() -> None:
+    hand = Hand()
+    limiter = hand.limiter(tokens_per_minute=100)
+    settle = admitted(limiter, 40)
+    hand.now += 300
+    settle(120)
+    assert refused(limiter, 21).retry_after == 60
+    admitted(limiter, 20)
+
+
+def test_an_answer_without_a_bound_makes_no_request_too_large() -> None:
+    limiter = Hand().limiter(tokens_per_minute=100)
+    for demand in (Demand(90, 11), Demand(101, 0, bounded=False)):
+        with pytest.raises(OverRateLimitError):
+            limiter.admit(demand)
+    limiter.admit(Demand(90, 256, bounded=False))
+    assert tokens_left(limiter) == b"0"
+
+
+def test_what_runs_in_the_background_names_a_bound() -> None:
+    """Nothing of it arrives here by which it could be charged later."""
+    limiter = Hand().limiter(tokens_per_minute=1000)
+    with pytest.raises(OverRateLimitError, match="max_output_tokens"):
+        limiter.admit(Demand(1, 256, bounded=False, background=True))
+    limiter.admit(Demand(1, 256, background=True))
+    Hand().limiter(requests_per_minute=1).admit(Demand(1, 256, bounded=False, background=True))
+
+
+def test_other_limits_hold_for_what_was_used_before() -> None:
+    hand = Hand()
+    limiter = hand.limiter(requests_per_minute=10)
+    admitted(limiter, 70)
+    limiter.limits = RateLimits(tokens_per_minute=100)
+    assert refused(limiter, 31).limit == "tokens_per_minute"
+    limiter.limits = RateLimits()
+    admitted(limiter, 10_000)
+
+
+CHAT, MESSAGES, RESPONSES, EMBEDDINGS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI, "max_tokens": 8},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 8},
+    MESSAGES: {"messages": HI, "max_tokens": 8},
+    RESPONSES: {"input": "hi", "max_output_tokens": 8},
+}
+STREAM = "text/event-stream"
+MINUTE = re.compile(r"(\d|[1-5]\d)s|1m0s")
+
+
+@pytest.fixture
+def keyed(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Start a gateway with the key `canary-a` of tenant a and `canary-b` of b, which has no limits."""
+    monkeypatch.setenv("KEY_A", "canary-a")
+    monkeypatch.setenv("KEY_B", "canary-b")
+
+    def start(backend: Any, **limits: Any) -> Any:
+        return gateway({"fake": backend}, api_keys=keys(**limits))
+
+    return start
+
+
+def keys(**limits: Any) -> tuple[ApiKey, ...]:
+    return ApiKey(tenant="a", key_env="KEY_A", **limits), ApiKey(tenant="b", key_env="KEY_B")
+
+
+def post(running: Any, path: str, key: str = "a", **fields: Any) -> httpx.Response:
+    body = {"model": "fake", **BODIES.get(path, {}), **fields}
+    return httpx.post(running.url + path, json=body, headers={"authorization": f"Bearer canary-{key}"}, timeout=60)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_headers_tell_where_the_key_stands_and_the_next_request_is_refused(keyed: Any, path: str, stream: bool) -> None:
+    running = keyed(FakeBackend(Answer(text="one two")), requests_per_minute=2, tokens_per_minute=1000)
+    names = ("requests", "tokens")
+    for left in (1, 0):
+        answer = post(running, path, stream=stream)
+        assert answer.status_code == 200, answer.text
+        found = answer.headers
+        if path == MESSAGES:
+            assert found["anthropic-ratelimit-requests-limit"] == "2"
+            assert found["anthropic-ratelimit-requests-remaining"] == str(left)
+            assert all(
+                re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found[f"anthropic-ratelimit-{one}-reset"])
+                for one in names
+            )
+            assert not any(name.startswith("x-ratelimit") for name in found)
+        else:
+            assert (found["x-ratelimit-limit-requests"], found["x-ratelimit-limit-tokens"]) == ("2", "1000")
+            assert found["x-ratelimit-remaining-requests"] == str(left)
+            assert 0 < int(found["x-ratelimit-remaining-tokens"]) < 1000
+            assert all(MINUTE.fullmatch(found[f"x-ratelimit-reset-{one}"]) for one in names)
+    refused = post(running, path, stream=stream)
+    assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+    error = refused.json()["error"]
+    assert error["type"] == "rate_limit_error" and "requests_per_minute = 2" in error["message"]
+    if path == MESSAGES:
+        assert refused.json()["type"] == "error" and refused.headers["anthropic-ratelimit-requests-remaining"] == "0"
+    else:
+        assert error["code"] == "rate_limit_exceeded" and refused.headers["x-ratelimit-remaining-requests"] == "0"
+    other = post(running, path, "b", stream=stream)
+    assert other.status_code == 200 and not any("ratelimit" in name for name in other.headers)
+    assert running.metric("agentspec_rate_limited_total", tenant="a", limit="requests_per_minute") == 1
+
+
+def test_what_is_no_work_of_a_model_is_not_limited(keyed: Any) -> None:
+    running = keyed(FakeBackend("hi"), requests_per_minute=1)
+    assert post(running, CHAT, model="unknown").status_code == 404
+    assert post(running, CHAT).status_code == 200
+    assert post(running, CHAT).status_code == 429
+    keyed_a = {"authorization": "Bearer canary-a"}
+    assert httpx.get(f"{running.url}/v1/models", headers=keyed_a).status_code == 200
+    assert post(running, "/v1/messages/count_tokens", messages=HI).status_code != 429
+
+
+def test_a_request_that_never_fits_is_told_so(keyed: Any) -> None:
+    running = keyed(FakeBackend("hi"), tokens_per_minute=100)
+    for path in (CHAT, RESPONSES):
+        name = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        answer = post(running, path, **{name: 500})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "request_over_rate_limit"
+        assert "tokens_per_minute = 100" in answer.json()["error"]["message"]
+        assert "retry-after" not in answer.headers
+    assert post(running, MESSAGES, max_tokens=500).json()["error"]["type"] == "invalid_request_error"
+    unbounded = {name: value for name, value in BODIES[CHAT].items() if name != "max_tokens"}
+    headers = {"authorization": "Bearer canary-a"}
+    asked = httpx.post(running.url + CHAT, json={"model": "fake", **unbounded}, headers=headers)
+    assert asked.status_code == 200 and asked.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def left(running: Any) -> int:
+    """The tokens that the key has left, once every request is over."""
+    running.metric("agentspec_requests_in_flight")
+    answer = post(running, CHAT, max_tokens=0)
+    return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+def test_a_failed_call_gives_its_tokens_back(keyed: Any) -> None:
+    fake = FakeBackend(Answer(text="one two", error=EngineError("broken"), error_after=0))
+    running = keyed(fake, tokens_per_minute=2000)
+    before = left(running)
+    assert post(running, CHAT, max_tokens=1500).status_code == 500
+    assert before - left(running) < 100
+    assert post(running, CHAT, max_tokens=1500, stop=5).status_code == 400
+    assert before - left(running) < 200
+
+
+def test_what_an_answer_took_replaces_the_estimate(keyed: Any) -> None:
+    running = keyed(FakeBackend(Answer(text="one two")), tokens_per_minute=2000)
+    answer = post(running, CHAT, max_tokens=1500)
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 500
+    used = answer.json()["usage"]["total_tokens"]
+    running.metric("agentspec_requests_in_flight")
+    found = int(post(running, CHAT, max_tokens=1500).headers["x-ratelimit-remaining-tokens"])
+    assert found == int(answer.headers["x-ratelimit-remaining-tokens"]) - used
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_upstream_that_tells_no_usage_is_charged_the_estimate(keyed: Any, upstream: Any, told: bool) -> None:
+    content: dict[str, Any] = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
+    if told:
+        content["usage"] = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+    def script(request: Any) -> None:
+        request.answer(json.dumps(content).encode(), x_ratelimit_remaining_tokens="77")
+
+    running = keyed(upstream(script).backend(shared_upstream=True), tokens_per_minute=2000)
+    first = int(post(running, CHAT, max_tokens=900).headers["x-ratelimit-remaining-tokens"])
+    assert 1050 < first < 1100, "the upstream's own limits are none of this key's"
+    running.metric("agentspec_requests_in_flight")
+    second = post(running, CHAT, max_tokens=900)
+    assert int(second.headers["x-ratelimit-remaining-tokens"]) == (first - 5 if told else 2 * first - 2000)
+    assert post(running, CHAT, "b").headers["x-ratelimit-remaining-tokens"] == "77"
+
+
+def test_a_client_that_leaves_pays_what_it_asked_for(keyed: Any, until: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeBackend(Answer(text="one two three four " * 50, latency=0.05))
+    running = keyed(fake, tokens_per_minute=2000)
+    headers = {"authorization": "Bearer canary-a"}
+    body = {"model": "fake", "messages": HI, "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", running.url + CHAT, json=body, headers=headers) as answer:
+        next(answer.iter_lines())
+    running.metric("agentspec_requests_in_flight")
+    assert left(running) < 1000
+
+
+@pytest.mark.parametrize(("local", "leaves"), [(False, False), (True, True)])
+def test_an_answer_without_a_bound_is_charged_what_came_of_it(
+    keyed: Any, upstream: Any, local: bool, leaves: bool
+) -> None:
+    """A stream that tells no usage, or whose client leaves before it does, is no way around the limit."""
+    count = 600
+    piece = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n'
+    end = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    generated = FakeBackend(Answer(text="a " * 2 * count, latency=0.001))
+    streaming = upstream(lambda one: one.answer(piece * count + end, 200, STREAM))
+    backend = generated if local else streaming.backend(shared_upstream=True)
+    running = keyed(backend, tokens_per_minute=5000)
+    body = {"model": "fake", "messages": HI, "stream": True}
+    with httpx.stream("POST", running.url + CHAT, json=body, headers={"authorization": "Bearer canary-a"}) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        for _ in range(count - 50):
+            next(lines)
+        if not leaves:
+            assert [*lines][-1] == "data: [DONE]"
+    assert 4000 < left(running) < 5000 - (count - 50)
+
+
+@pytest.mark.parametrize("how", ["error event", "cut", "deadline"])
+def test_an_answer_that_breaks_off_is_charged_what_arrived(
+    gateway: Any, upstream: Any, monkeypatch: Any, how: str
+) -> None:
+    """Who reads all but the tail of an answer does not get it for nothing."""
+    monkeypatch.setenv("KEY_A", "canary-a")
+    piece = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n'
+    tail = b'data: {"error": {"message": "gone", "code": 500}}\n\n' if how == "error event" else b""
+
+    def script(request: Any) -> None:
+        request.head()
+        request.send(piece * 500 + tail)
+        if how == "deadline":
+            request.client_left(20)
+
+    settings = {"api_keys": keys(tokens_per_minute=5000)[:1], "request_timeout": 2.0 if how == "deadline" else 60.0}
+    running = gateway({"fake": upstream(script).backend(shared_upstream=True)}, **settings)
+    assert post(running, CHAT, stream=True, max_tokens=4000).text.count('"content"') == 500
+    running.metric("agentspec_requests_in_flight")
+    again = post(running, CHAT, stream=True, max_tokens=1)
+    assert 4400 < int(again.headers["x-ratelimit-remaining-tokens"]) < 4500
+
+
+def test_a_large_body_is_estimated_off_the_loop(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate looks at every value of a body that may hold media: millions of them would stop all streams."""
+    threads: list[threading.Thread] = []
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return demand_of(*arguments)
+
+    monkeypatch.setattr("agentspec.proxy.metering.demand_of", noted)
+    running = keyed(FakeBackend("hi"))
+    for text in ("a" * 100_000, "base64" + "a" * 100_000, "base64"):
+        assert post(running, CHAT, messages=[{"role": "user", "content": text}]).status_code == 200
+    loop, thread, same = threads
+    assert loop is same is not thread
+
+
+def test_embeddings_count_their_texts(keyed: Any) -> None:
+    running = keyed(FakeBackend("hi"), tokens_per_minute=100)
+    assert post(running, EMBEDDINGS, input=["a"] * 400).json()["error"]["code"] == "request_over_rate_limit"

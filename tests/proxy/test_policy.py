@@ -1,0 +1,252 @@
+"""What upstreams make of policies and switches that headers ask for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cache.settings import CacheSettings
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.testing import FakeBackend
+from agentspec.types import GenerateRequest
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def ask(running: Any, headers: dict[str, str], **fields: Any) -> httpx.Response:
+    body = {"model": "fake", "messages": MESSAGES, **fields}
+    return httpx.post(f"{running.url}{CHAT}", json=body, headers=headers, timeout=60)
+
+
+def test_a_local_model_serves_by_the_policy(gateway: Any) -> None:
+    fake = FakeBackend("hi")
+    running = gateway({"fake": fake})
+    asked = {"x-agentspec-priority": "2", "x-agentspec-latency-ms-per-token": "20", "x-agentspec-deadline-s": "3"}
+    assert ask(running, asked).status_code == 200
+    assert ask(running, asked, priority=7, latency_target_ms_per_token=5).status_code == 200
+    first, second = fake.requests
+    assert (first.priority, first.latency_target_ms_per_token, first.deadline_s) == (2, 20, 3)
+    assert (second.priority, second.latency_target_ms_per_token) == (7, 5)  # the body comes first
+    assert ask(running, asked, priority=0).status_code == 200 and fake.requests[-1].priority == 0
+
+
+@pytest.mark.parametrize(
+    "header", ["x-agentspec-priority", "x-agentspec-latency-ms-per-token", "x-agentspec-deadline-s"]
+)
+def test_a_wrong_value_is_refused(gateway: Any, header: str) -> None:
+    answer = ask(gateway({"fake": FakeBackend("hi")}), {header: "-1"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == header
+
+
+def test_a_misspelt_header_is_refused(gateway: Any) -> None:
+    answer = ask(gateway({"fake": FakeBackend("hi")}), {"X-Agentspec-Stor": "off"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-agentspec-stor"
+    assert "did you mean 'x-agentspec-store'?" in answer.json()["error"]["message"]
+
+
+def test_a_strategy_that_is_not_here_is_refused(gateway: Any) -> None:
+    answer = ask(gateway({"fake": FakeBackend("hi")}), {"x-agentspec-strategy": "specreason"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-agentspec-strategy"
+
+
+def with_thinking() -> Settings:
+    """A plain model `fake`, and `thinks`, which has it as its base."""
+    return Settings(
+        backends={"fake": TorchSettings(model="fake"), "small": TorchSettings(model="small")},
+        models={"fake": ModelSettings(backend="fake"), "thinks": SpecReasonSettings(base="fake", small="small")},
+    )
+
+
+def test_a_strategy_is_taken_by_its_kind(gateway: Any) -> None:
+    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, with_thinking())
+    assert "x-agentspec-lossy" not in ask(running, {}).headers
+    taken = ask(running, {"x-agentspec-strategy": "specreason"})
+    assert taken.status_code == 200 and taken.headers["x-agentspec-lossy"].startswith("specreason")
+    assert taken.json()["speculation"]["strategy"] == "specreason"  # what the header names has answered
+    assert taken.json()["model"] == "fake"
+    back = ask(running, {"x-agentspec-strategy": "plain"}, model="thinks")
+    assert back.json()["choices"][0]["message"]["content"] == "hi" and "x-agentspec-lossy" not in back.headers
+    assert "strategy" not in back.json().get("speculation", {})
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])
+def test_a_strategy_is_taken_on_the_other_routes(gateway: Any, route: str) -> None:
+    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, with_thinking())
+    body: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 50}
+    if route == "/v1/responses":
+        body = {"model": "fake", "input": "hi"}
+    taken = httpx.post(f"{running.url}{route}", json=body, headers={"x-agentspec-strategy": "specreason"}, timeout=60)
+    assert taken.json()["speculation"]["strategy"] == "specreason"
+
+
+def upstream_settings(url: str, **options: Any) -> Settings:
+    up = OpenAISettings(base_url=url, **options)  # type: ignore[arg-type]
+    return Settings(backends={"up": up}, models={"fake": ModelSettings(backend="up")})
+
+
+def test_an_upstream_that_schedules_by_priority_is_told_it_on_its_scale(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url, priority="highest_first"))
+    ask(running, {"x-agentspec-priority": "4"})
+    ask(running, {"x-agentspec-priority": "4"}, priority=1)
+    bodies = [request.json for request in server.requests if request.method == "POST"]
+    assert [body["priority"] for body in bodies] == [-4, -1]
+
+
+def test_what_an_upstream_cannot_do_is_said_once(gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url))
+    asked = {"x-agentspec-priority": "4", "x-agentspec-deadline-s": "2", "x-agentspec-strategy": "specreason"}
+    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding"):
+        assert {ask(running, asked).status_code for _ in range(3)} == {200}
+    said = [record.getMessage() for record in caplog.records if record.name == "agentspec.proxy.forwarding"]
+    assert len(said) == 3 and all("only an agentspec gateway" in line for line in said)
+    posted = [request for request in server.requests if request.method == "POST"]
+    assert all("priority" not in request.json for request in posted)
+    assert posted[0].headers["x-agentspec-strategy"] == "specreason"
+
+
+def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url))
+    for headers in ({"x-agentspec-store": "off"}, {}):
+        assert ask(running, headers, store=True).status_code == 200
+    assert [request.json["store"] for request in server.requests if request.method == "POST"] == [False, True]
+
+
+def test_switches_that_an_upstream_does_not_know_are_said_once(
+    gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url))
+    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding"):
+        for name in ("speculation", "store", "store"):
+            assert ask(running, {f"x-agentspec-{name}": "off"}).status_code == 200
+    said = [record.getMessage() for record in caplog.records if record.name == "agentspec.proxy.forwarding"]
+    assert [line.split()[-2] for line in said] == ["x-agentspec-speculation", "x-agentspec-store"]
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])
+def test_a_translated_request_keeps_its_priority(gateway: Any, upstream: Any, route: str) -> None:
+    answer = b'{"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}'
+    server = upstream(lambda request: request.answer(answer, status=200 if request.target == CHAT else 404))
+    running = gateway({}, upstream_settings(server.url, priority="highest_first"))
+    body: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 5}
+    if route == "/v1/responses":
+        body = {"model": "fake", "input": "hi"}
+    asked = httpx.post(f"{running.url}{route}", json=body, headers={"x-agentspec-priority": "4"}, timeout=60)
+    assert asked.status_code == 200
+    assert [request.json["priority"] for request in server.requests if request.target == CHAT] == [-4]
+
+
+def vllm(metrics: bytes) -> Any:
+    """A script for a vLLM server with these metrics."""
+
+    def script(request: Any) -> None:
+        request.answer(
+            {"/v1/models": b'{"data": [{"id": "m", "owned_by": "vllm"}]}', "/metrics": metrics}.get(
+                request.target, b'{"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}'
+            )
+        )
+
+    return script
+
+
+@pytest.mark.parametrize("drafter", ["agentspec", "arctic"])
+def test_a_latency_goal_is_told_to_a_server_with_our_drafter(
+    gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture, drafter: str
+) -> None:
+    server = upstream(vllm(b'agentspec_vllm_drafter_info{drafter="%s",method="suffix"} 1.0\n' % drafter.encode()))
+    running = gateway({}, upstream_settings(server.url))
+    asked = {"x-agentspec-latency-ms-per-token": "20"}
+    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding"):
+        assert ask(running, asked).status_code == ask(running, asked, latency_target_ms_per_token=5).status_code == 200
+        messages = {"model": "fake", "messages": MESSAGES, "max_tokens": 5}
+        assert httpx.post(f"{running.url}/v1/messages", json=messages, headers=asked, timeout=60).status_code == 200
+    said = [record for record in caplog.records if record.name == "agentspec.proxy.forwarding"]
+    bodies = [request.json for request in server.requests if request.target == CHAT]
+    told = [body.get("vllm_xargs", {}).get("agentspec_latency_ms_per_token") for body in bodies]
+    ours = drafter == "agentspec"
+    assert (len(said), told) == ((0, [20, 5, 20]) if ours else (1, [None] * 3))  # the body comes first
+
+
+OFF = {"agentspec_store": "off", "agentspec_speculation": "off"}
+SWITCHED = {"x-agentspec-store": "off", "x-agentspec-speculation": "off"}
+MESSAGE_ROUTE = [{"role": "user", "content": "hi"}]
+ROUTES = {
+    "/v1/chat/completions": {"messages": MESSAGE_ROUTE},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": MESSAGE_ROUTE, "max_tokens": 9},
+}
+CHATS = b'{"choices": [{"index": 0, "message": {"content": "ok"}, "finish_reason": "stop"}], "usage": null}'
+
+
+def serve(owner: str) -> Any:
+    """A server of this kind that has every route."""
+
+    def script(request: Any) -> None:
+        models = json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
+        request.answer(CHATS if request.body else models, 400 if request.body == b"{}" else 200)
+
+    return script
+
+
+def in_front_of(url: str, *, store: bool = True, **options: Any) -> Settings:
+    up = OpenAISettings(base_url=url, **options)  # type: ignore[arg-type]
+    cache = CacheSettings(path=None, store=store)
+    return Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")}, cache=cache)
+
+
+def told(server: Any) -> list[Any]:
+    """What each request told the drafter, in either field."""
+    bodies = [request.json for request in server.requests if request.method == "POST" and request.body != b"{}"]
+    return [body.get("vllm_xargs", body.get("custom_params")) for body in bodies]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("owner", "expected"), [("vllm", OFF), ("sglang", OFF), ("somebody", None)])
+def test_a_server_with_a_drafter_of_its_own_is_told(
+    gateway: Any, upstream: Any, route: str, owner: str, expected: Any
+) -> None:
+    server = upstream(serve(owner))
+    running = gateway({}, in_front_of(server.url))
+    for headers in (SWITCHED, {}):
+        httpx.post(f"{running.url}{route}", json={"model": "m", **ROUTES[route]}, headers=headers, timeout=60)
+    assert told(server) == [expected, None]
+
+
+@pytest.mark.parametrize(("field", "owner"), [("vllm_xargs", "vllm"), ("custom_params", "sglang")])
+def test_it_is_told_beside_what_the_client_says_and_comes_first(
+    gateway: Any, upstream: Any, field: str, owner: str
+) -> None:
+    server = upstream(serve(owner))
+    running = gateway({}, in_front_of(server.url, allow_fields=("custom_params",)))
+    given = {"a": 1, "agentspec_store": "on"}
+    body = {"model": "m", "messages": MESSAGE_ROUTE, field: given}
+    httpx.post(f"{running.url}/v1/chat/completions", json=body, headers={"x-agentspec-store": "off"}, timeout=60)
+    assert told(server) == [{"a": 1, "agentspec_store": "off"}]
+
+
+def test_a_gateway_that_stores_nothing_asks_its_servers_to_store_nothing(gateway: Any, upstream: Any) -> None:
+    server = upstream(serve("vllm"))
+    running = gateway({}, in_front_of(server.url, store=False))
+    httpx.post(f"{running.url}/v1/chat/completions", json={"model": "m", "messages": MESSAGE_ROUTE}, timeout=60)
+    assert told(server) == [{"agentspec_store": "off"}]
+
+
+@pytest.mark.anyio
+async def test_calls_in_process_tell_it_too(upstream: Any) -> None:
+    server = upstream(serve("vllm"))
+    async with Runtime(in_front_of(server.url)) as runtime:
+        request = GenerateRequest(model="m", messages=MESSAGE_ROUTE, store=False, speculation=False)
+        assert [delta.text async for delta in runtime.generate(request)] == ["ok"]
+    assert told(server) == [OFF]

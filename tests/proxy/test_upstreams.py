@@ -1,0 +1,353 @@
+"""What upstreams are told of tenants and of the names that agents give themselves; vLLM's labels and counters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import ConfigurationError
+from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ApiKey, ServerSettings
+from agentspec.testing import FakeBackend
+from agentspec.types import Labels
+
+ANSWER = b'{"choices": [{"message": {"content": "hi"}, "token_ids": null}], "prompt_token_ids": null, "usage": null}'
+HEADERS = {"x-agentspec-session": "s1", "x-agentspec-step": "pl%C3%A4n", "content-type": "application/json"}
+XARGS = {"agentspec_session": "s1", "agentspec_step": "pl\u00e4n"}
+METRICS = b"""\
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 12.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 9.0
+"""
+
+
+def serve(owner: str = "vllm") -> Any:
+    """A script for an upstream that answers as vLLM does."""
+
+    def script(request: Any) -> None:
+        models = json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
+        request.answer({"/v1/models": models, "/metrics": METRICS}.get(request.target, ANSWER))
+
+    return script
+
+
+def tokenizing(tokens: bytes | None) -> Any:
+    """A script for vLLM with a tokenizer that knows one text, or without one."""
+    plain = serve()
+
+    def script(request: Any) -> None:
+        if request.target != "/tokenize":
+            return plain(request)
+        if tokens is None:
+            return request.answer(b"{}", status=404)
+        assert json.loads(request.body) == {"model": "m", "prompt": "def f(): pass", "add_special_tokens": False}
+        request.answer(b'{"count": 2, "tokens": ' + tokens + b"}")
+
+    return script
+
+
+def in_front_of(url: str, **settings: Any) -> tuple[dict[str, Any], Settings]:
+    up = OpenAISettings(base_url=url, **settings)  # type: ignore[arg-type]
+    return {}, Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
+
+
+def post(running: Any, content: bytes, path: str = "/v1/chat/completions") -> httpx.Response:
+    return httpx.post(f"{running.url}{path}", content=content, headers=HEADERS, timeout=60)
+
+
+def sent(server: Any) -> list[bytes]:
+    return [request.body for request in server.requests if request.method == "POST"]
+
+
+@pytest.mark.parametrize(
+    "given", [b' {"model":"m", "messages":[],"temperature":1.10}', b'{"model":"m","vllm_xargs" : null , "top_p":1e40}']
+)
+def test_labels_are_added_and_nothing_else_changes(gateway: Any, upstream: Any, given: bytes) -> None:
+    server = upstream(serve())
+    answer = post(gateway(*in_front_of(server.url)), given)
+    [body] = sent(server)
+    assert json.loads(body) == {**json.loads(given), "vllm_xargs": XARGS, "session_id": "s1"}
+    assert answer.content == ANSWER
+
+
+def test_the_clients_own_arguments_stay(gateway: Any, upstream: Any) -> None:
+    server = upstream(serve())
+    post(gateway(*in_front_of(server.url)), b'{"model":"m","vllm_xargs":{"k":[1,"a"],"agentspec_step":"theirs"}}')
+    assert json.loads(sent(server)[0])["vllm_xargs"] == {"k": [1, "a"], **XARGS}
+
+
+@pytest.mark.parametrize(("owner", "path"), [("somebody", "/v1/chat/completions"), ("vllm", "/v1/embeddings")])
+def test_the_same_bytes_for_everybody_else(gateway: Any, upstream: Any, owner: str, path: str) -> None:
+    server = upstream(serve(owner))
+    body = b' { "model":"m", "vllm_xargs":{"k":1.0} }'
+    post(gateway(*in_front_of(server.url)), body, path)
+    assert sent(server) == [body]
+
+
+def test_arguments_that_are_wrong_are_left_for_the_server_to_refuse(gateway: Any, upstream: Any) -> None:
+    server = upstream(serve())
+    body = b'{"model":"m","vllm_xargs":"x"}'
+    post(gateway(*in_front_of(server.url)), body)
+    assert list(map(json.loads, sent(server))) == [{"session_id": "s1", **json.loads(body)}]
+
+
+def test_the_counters_of_the_upstream_stand_beside_the_gateways_own(gateway: Any, upstream: Any) -> None:
+    server = upstream(serve())
+    running = gateway(*in_front_of(server.url))
+    text = httpx.get(f"{running.url}/metrics").text
+    assert 'agentspec_upstream_drafts_total{backend="up"} 3.0' in text
+    assert 'agentspec_upstream_draft_tokens_total{backend="up"} 12.0' in text
+    assert 'agentspec_upstream_accepted_tokens_total{backend="up"} 9.0' in text
+    server.close()
+    text = httpx.get(f"{running.url}/metrics").text
+    assert "agentspec_upstream_drafts_total{" not in text and "agentspec_build_info{" in text
+
+
+def test_a_sole_upstream_without_names_is_asked_too(gateway: Any, upstream: Any) -> None:
+    up = OpenAISettings(base_url=upstream(serve()).url)
+    running = gateway({}, Settings(backends={"up": up}))
+    assert 'agentspec_upstream_drafts_total{backend="up"} 3.0' in httpx.get(f"{running.url}/metrics").text
+
+
+def test_other_upstreams_are_not_asked_for_metrics(gateway: Any, upstream: Any) -> None:
+    server = upstream(serve("somebody"))
+    running = gateway(*in_front_of(server.url))
+    assert "agentspec_upstream_drafts_total{" not in httpx.get(f"{running.url}/metrics").text
+    assert [request.target for request in server.requests] == ["/v1/models"]
+
+
+def test_an_upstream_that_is_silent_holds_up_a_scrape_for_seconds_and_nothing_else(
+    gateway: Any, upstream: Any, until: Any
+) -> None:
+    server = upstream(lambda request: request.client_left(8))
+    running = gateway(*in_front_of(server.url))
+    with httpx.stream("GET", f"{running.url}/health") as health:
+        assert health.status_code == 200
+    answer = httpx.get(f"{running.url}/metrics", timeout=60)
+    assert answer.status_code == 200 and "agentspec_upstream_drafts_total{" not in answer.text
+
+
+PREDICTED = b'{"model":"m", "messages":[], "prediction": {"type": "content", "content": "def f(): pass"}}'
+
+
+@pytest.mark.parametrize("tokens", [b"[5, 6]", b"[]", b'["a"]', b"7", None])
+def test_a_prediction_is_handed_to_the_drafter_as_token_ids(gateway: Any, upstream: Any, tokens: bytes | None) -> None:
+    server = upstream(tokenizing(tokens))
+    answer = post(gateway(*in_front_of(server.url)), PREDICTED)
+    body = json.loads(sent(server)[-1])
+    predicted = {"agentspec_prediction": [5, 6]} if tokens == b"[5, 6]" else {}
+    assert body == {**json.loads(PREDICTED), "vllm_xargs": {**XARGS, **predicted}, "session_id": "s1"}
+    assert answer.content == ANSWER
+
+
+def test_no_tokens_are_asked_for_without_a_prediction_or_a_vllm(gateway: Any, upstream: Any) -> None:
+    other, vllm = upstream(serve("openai")), upstream(tokenizing(b"[5]"))
+    post(gateway(*in_front_of(other.url)), PREDICTED)
+    assert sent(other) == [PREDICTED]
+    post(gateway(*in_front_of(vllm.url)), b'{"model":"m", "messages":[], "prediction": {"type": "other"}}')
+    assert not [request for request in vllm.requests if request.target == "/tokenize"]
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def settings(url: str, folder: Path, **backend: Any) -> Settings:
+    for tenant in ("alice", "bob"):
+        (folder / tenant).write_text(f"key-of-{tenant}")
+    keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in ("alice", "bob"))
+    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
+    return Settings(
+        server=ServerSettings(api_keys=keys), backends={"up": up}, models={"m": ModelSettings(backend="up")}
+    )
+
+
+def answering(owner: str) -> Any:
+    def script(request: Any) -> None:
+        models = json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
+        request.answer(models if request.target == "/v1/models" else b'{"choices": []}')
+
+    return script
+
+
+def ask_as(running: Any, tenant: str, **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer key-of-{tenant}", "x-agentspec-session": "s1"}
+    return httpx.post(f"{running.url}/v1/chat/completions", json={**CHAT, **fields}, headers=headers, timeout=60)
+
+
+def test_each_tenants_requests_carry_a_salt_of_its_own(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(answering("vllm"))
+    running = gateway({}, settings(server.url, tmp_path))
+    for tenant in ("alice", "bob", "alice"):
+        assert ask_as(running, tenant, cache_salt="raw").status_code == 200
+    sent = [request.json for request in server.requests if request.method == "POST"]
+    assert sent[0] == sent[2] and sent[0]["cache_salt"] != sent[1]["cache_salt"]
+    assert {len(body["cache_salt"]) for body in sent} == {64}
+    assert sent[0]["vllm_xargs"]["agentspec_session"] != sent[1]["vllm_xargs"]["agentspec_session"]
+    refused = ask_as(running, "alice", cache_salt=5)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+
+
+def test_a_gateway_does_not_start_before_an_upstream_that_takes_no_salt(upstream: Any, tmp_path: Path) -> None:
+    server = upstream(answering("somebody"))
+    with pytest.raises(ConfigurationError, match="shared_upstream"):
+        Runtime(settings(server.url, tmp_path)).start()
+    with pytest.raises(ValueError, match=r"backends\.up\.shared_upstream"):
+        settings(server.url, tmp_path, server_kind="other")
+
+
+def test_it_starts_if_the_operator_lets_them_share(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(answering("somebody"))
+    running = gateway({}, settings(server.url, tmp_path, shared_upstream=True))
+    assert ask_as(running, "alice").status_code == 200
+    assert server.requests[-1].json == CHAT
+
+
+def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(lambda request: request.answer(b"", 500))
+    running = gateway({}, settings(server.url, tmp_path))
+    response = ask_as(running, "alice")
+    assert response.status_code == 503 and response.json()["error"]["code"] == "upstream_isolation"
+    assert not [request for request in server.requests if request.method == "POST"]
+
+
+def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(answering("vllm"))
+    running, sent = gateway({}, settings(server.url, tmp_path)), []
+    for tenant in ("alice", "bob"):
+        headers = {"authorization": f"Bearer key-of-{tenant}", "x-request-id": "r1", "idempotency-key": "k1"}
+        headers["x-agentspec-session"] = "s1"
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
+        assert answer.headers["x-request-id"] == "r1"
+        sent.append([server.requests[-1].headers[name] for name in ("x-request-id", "idempotency-key")])
+        session = server.requests[-1].headers["x-agentspec-session"]
+        assert session == server.requests[-1].json["vllm_xargs"]["agentspec_session"] and session not in sent[0]
+        sent[-1].append(session)
+    assert not set(sent[0]) & set(sent[1]) and all(one[0].endswith("-r1") and one[1].endswith("-k1") for one in sent)
+
+
+def test_a_sole_tenants_ids_pass_as_they_are(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(answering("vllm"))
+    both = settings(server.url, tmp_path)
+    running = gateway({}, both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])}))
+    headers = {"authorization": "Bearer key-of-alice", "x-request-id": "r1", "x-agentspec-session": "s1"}
+    httpx.post(f"{running.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
+    assert {name: server.requests[-1].headers[name] for name in headers if name != "authorization"} == {
+        "x-request-id": "r1",
+        "x-agentspec-session": "s1",
+    }
+
+
+BODY = {"model": "up", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+CLAUDE = {"x-claude-code-session-id": "s1", "x-claude-code-agent-id": "a1"}
+TRACE = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
+
+
+def send(running: Any, path: str = "/v1/chat/completions", body: Any = BODY, **headers: str) -> httpx.Response:
+    return httpx.post(f"{running.url}{path}", json=body, headers=headers, timeout=60)
+
+
+def with_models(owner: str) -> Any:
+    def script(request: Any) -> None:
+        if request.method == "GET":
+            request.answer(json.dumps({"data": [{"id": "x", "owned_by": owner}]}).encode())
+        elif request.target.endswith("completions"):
+            request.answer(b'{"choices":[{"message":{"content":"Hi"},"finish_reason":"stop"}]}')
+        else:
+            request.answer(b"{}", 404)
+
+    return script
+
+
+def through(url: str, server: ServerSettings | None = None, **backend: Any) -> Settings:
+    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
+    return Settings(server=server or ServerSettings(), backends={"up": up}, models={"up": ModelSettings(backend="up")})
+
+
+def asked(server: Any) -> Any:
+    return [request for request in server.requests if request.target.endswith("completions")][-1]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_local_model_is_told_the_labels(gateway: Any, path: str) -> None:
+    backend = FakeBackend(lambda request: "ok")
+    running = gateway({"up": backend})
+    send(running, path, **CLAUDE)
+    send(running, path, **CLAUDE, **{"x-agentspec-session": "mine"})
+    send(running, path, {**BODY, "session_id": "s2"})
+    send(running, path, {**BODY, "metadata": {"user_id": "u"}})
+    found = [request.labels for request in backend.requests]
+    assert found == [Labels("s1", None, "a1"), Labels("mine", None, "a1"), Labels("s2"), Labels("u")]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("owner", "settings", "fields", "headers"),
+    [
+        ("vllm", {}, {"session_id": "s1", "vllm_xargs": {"agentspec_session": "s1", "agentspec_step": "a1"}}, {}),
+        ("sglang", {}, {"session_id": "s1"}, {"x-smg-routing-key": "s1"}),
+        ("somebody", {}, {}, {}),
+        ("somebody", {"server_kind": "dynamo"}, {}, {"x-dynamo-session-id": "s1"}),
+    ],
+)
+def test_an_upstream_is_told_in_its_words(
+    gateway: Any, upstream: Any, path: str, owner: str, settings: Any, fields: Any, headers: dict[str, str]
+) -> None:
+    server = upstream(with_models(owner))
+    assert post(gateway({}, through(server.url, **settings)), path, **CLAUDE, **TRACE).status_code == 200
+    request = asked(server)
+    assert request.json == {**BODY, **fields}
+    said = {name: value for name, value in request.headers.items() if name.startswith(("x-smg", "x-dynamo"))}
+    assert said == headers
+    assert {name: request.headers[name] for name in TRACE} == TRACE
+
+
+def test_dynamo_is_told_of_parents_and_ends(gateway: Any, upstream: Any) -> None:
+    server = upstream(with_models("somebody"))
+    running = gateway({}, through(server.url, server_kind="dynamo", priority="auto"))
+    said = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p", "x-dynamo-session-final": "true"}
+    send(running, body={**BODY, "priority": 4}, **said)
+    request = asked(server)
+    assert {name: request.headers[name] for name in said} == said
+    assert request.json["nvext"] == {"agent_hints": {"priority": -4}} and request.json["priority"] is None
+
+
+@pytest.mark.parametrize(("owner", "sent"), [("vllm", 4), ("sglang", -4)])
+def test_a_priority_reaches_servers_that_schedule_by_it(gateway: Any, upstream: Any, owner: str, sent: int) -> None:
+    server = upstream(with_models(owner))
+    asking = {**BODY, "priority": 4}
+    refused = post(gateway({}, through(server.url)), body=asking)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+    assert "priority of the backend lets clients stand back" in refused.json()["error"]["message"]
+    running = gateway({}, through(server.url, priority="auto"))
+    assert send(running, body=asking).status_code == 200 and asked(server).json["priority"] == sent
+    assert send(running, body={**BODY, "priority": -1}).status_code == 400
+    nested = {**BODY, "nvext": {"agent_hints": {"priority": 9}}}
+    assert send(running, body=nested).status_code == 400
+
+
+def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_A", "aaa")
+    monkeypatch.setenv("KEY_B", "bbb")
+    keys = ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B")
+    server = upstream(with_models("sglang"))
+    running = gateway({}, through(server.url, ServerSettings(api_keys=keys)))
+    parents = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p"}
+    told = []
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        for key in ("aaa", "bbb"):
+            for given, headers in ((BODY, parents), ({**BODY, "session_id": "s"}, {})):
+                assert send(running, path, given, authorization=f"Bearer {key}", **headers).status_code == 200
+                request = asked(server)
+                name = request.headers["x-smg-routing-key"]
+                assert name == request.json["session_id"] and name != "s"
+                assert request.headers.get("x-dynamo-parent-session-id", "") not in ("s", "p")
+                told.append((key, name))
+    assert len(set(told)) == 2 and len({name for _, name in told}) == 2
+    odd = send(running, body={**BODY, "session_id": 5}, authorization="Bearer aaa")
+    assert odd.status_code == 400 and odd.json()["error"]["param"] == "session_id"
