@@ -299,7 +299,7 @@ def test_an_upstream_is_told_in_its_words(
     gateway: Any, upstream: Any, path: str, owner: str, settings: Any, fields: Any, headers: dict[str, str]
 ) -> None:
     server = upstream(with_models(owner))
-    assert post(gateway({}, through(server.url, **settings)), path, **CLAUDE, **TRACE).status_code == 200
+    assert send(gateway({}, through(server.url, **settings)), path, **CLAUDE, **TRACE).status_code == 200
     request = asked(server)
     assert request.json == {**BODY, **fields}
     said = {name: value for name, value in request.headers.items() if name.startswith(("x-smg", "x-dynamo"))}
@@ -321,7 +321,7 @@ def test_dynamo_is_told_of_parents_and_ends(gateway: Any, upstream: Any) -> None
 def test_a_priority_reaches_servers_that_schedule_by_it(gateway: Any, upstream: Any, owner: str, sent: int) -> None:
     server = upstream(with_models(owner))
     asking = {**BODY, "priority": 4}
-    refused = post(gateway({}, through(server.url)), body=asking)
+    refused = send(gateway({}, through(server.url)), body=asking)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
     assert "priority of the backend lets clients stand back" in refused.json()["error"]["message"]
     running = gateway({}, through(server.url, priority="auto"))
