@@ -7,7 +7,6 @@ token: the replayed steps are exact. Drafters learn from the recorded distributi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -97,12 +96,10 @@ class VerifySteps:
 
 @dataclass(slots=True)
 class Outcome:
-    """One pass over all questions. `cost` is the cost of forwards; seconds are wall time of drafting and learning."""
+    """One pass over all questions. `cost` is the cost of forwards."""
 
     cost: Cost | None = None
     questions: list[VerifySteps] = field(default_factory=list)
-    draft_seconds: float = 0.0
-    learn_seconds: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -120,16 +117,6 @@ class Outcome:
     def acceptance(self) -> float:
         """Share of the drafted nodes that were accepted."""
         return sum(one.accepted for one in self.questions) / max(1, sum(sum(one.nodes) for one in self.questions))
-
-    @property
-    def draft_microseconds(self) -> float:
-        """Microseconds of drafting per step."""
-        return 1e6 * self.draft_seconds / self.steps
-
-    @property
-    def learn_microseconds(self) -> float:
-        """Microseconds of learning per token."""
-        return 1e6 * self.learn_seconds / sum(one.tokens for one in self.questions)
 
     @property
     def forwards(self) -> Floats:
@@ -161,7 +148,7 @@ def replay(
         steps = VerifySteps()
         choices = range(len(question.answers))
         for group in [list(choices)] if beside else [[choice] for choice in choices]:
-            _decode(question, group, contender, budget, DraftCutter(governor, budget, cost), steps, outcome)
+            _decode(question, group, contender, budget, DraftCutter(governor, budget, cost), steps)
         outcome.questions.append(steps)
     return outcome
 
@@ -215,33 +202,23 @@ def _decode(
     budget: int,
     cutter: DraftCutter,
     steps: VerifySteps,
-    outcome: Outcome,
 ) -> None:
     """Decode the answers in `group` in rounds: first all answers draft, then all commit their verified tokens."""
     at = dict.fromkeys(group, 0)
     while at:
-        drafts = {choice: _timed_draft(contender, choice, budget, outcome) for choice in at}
+        drafts = {choice: contender.draft(choice, budget) for choice in at}
         for choice, whole in drafts.items():
             draft, actual = cutter.cut(whole), question.answers[choice].tokens[at[choice] :]
             accepted = accepted_nodes(draft, actual)
             cutter.learn(draft, accepted)
             emitted = min(int(accepted.sum()) + 1, len(actual))
-            started = time.perf_counter()
             contender.commit(choice, at[choice], at[choice] + emitted)
-            outcome.learn_seconds += time.perf_counter() - started
             steps.nodes.append(len(draft))
             steps.emitted.append(emitted)
             at[choice] += emitted
         for choice in [choice for choice, end in at.items() if end == len(question.answers[choice].tokens)]:
             contender.close(choice)
             del at[choice]
-
-
-def _timed_draft(contender: Contender, choice: int, budget: int, outcome: Outcome) -> Draft:
-    started = time.perf_counter()
-    draft = contender.draft(choice, budget)
-    outcome.draft_seconds += time.perf_counter() - started
-    return draft
 
 
 def curve(points: dict[int, float]) -> Cost:

@@ -6,7 +6,6 @@ All text is synthetic, so that no data is needed and the work never varies. Call
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 import threading
 import time
@@ -21,10 +20,9 @@ import numpy as np
 
 from agentspec.benchmarks.report import Progress
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import IndexDrafter, Sourced, SuffixIndex
+from agentspec.cache.index import SuffixIndex
 from agentspec.cache.tokens import EMPTY, Tokens
-from agentspec.errors import ConfigurationError
-from agentspec.types import Draft, Source
+from agentspec.types import Draft
 
 VOCABULARY = 49_152
 _SPAN = (8, 200)  # tokens copied at a time
@@ -49,7 +47,7 @@ def synthetic_tokens(count: int, *, seed: int = 0) -> Tokens:
     return text
 
 
-CACHED, LARGE = 1_000_000, 100_000_000
+CACHED = 1_000_000
 TREE = 32
 _OUTPUT = 500  # tokens of one cached output
 _STEP = 4  # tokens committed at a time
@@ -89,7 +87,6 @@ class Costs:
     disk_bytes: float  # per token in the database
     opened_tokens: int
     open_seconds: float  # from opening a cache on disk to its first draft
-    large: Latency | None = None
     segment_bytes: float | None = None  # per token in a segment
 
 
@@ -102,13 +99,8 @@ class Opening:
     segments: float
 
 
-def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, large: bool = False) -> Costs:
-    """Measure everything with `cached` tokens in memory and `opened` tokens on disk.
-
-    `large` adds drafting over LARGE tokens; raises `ConfigurationError` if memory is too small for so many.
-    """
-    if large:
-        _require_memory(LARGE)
+def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED) -> Costs:
+    """Measure everything with `cached` tokens in memory and `opened` tokens on disk."""
     text = synthetic_tokens(cached)
     progress(f"inserting {cached:,} tokens")
     insert, memory_bytes = insert_cost(text)
@@ -133,7 +125,6 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
         disk_bytes=opening.database,
         opened_tokens=opened,
         open_seconds=opening.seconds,
-        large=large_latency(LARGE, progress) if large else None,
         segment_bytes=opening.segments,
     )
 
@@ -181,41 +172,6 @@ def draft_latency(cache: SuffixCache, *, beside: Callable[[], None] | None = Non
     request = cache.request(text[:2000], store=False)
     with request, _repeated(beside):
         return _drafts(cached, text[2000:], request.draft, request.extend)
-
-
-def large_latency(tokens: int, progress: Progress) -> Latency:
-    """Latency of drafts over `tokens` cached tokens in a mapped file, with a drafter that has learned nothing yet."""
-    progress(f"inserting {tokens:,} tokens")
-    text = synthetic_tokens(tokens)
-    shared, session, drafter = SuffixIndex(), SuffixIndex(), IndexDrafter()
-    for number, output in enumerate(_outputs(text)):
-        shared.append(number, output, text[max(0, number * _OUTPUT - 64) : number * _OUTPUT])
-    shared = _mapped(shared)
-    progress("drafting")
-    indexes: list[Sourced] = [(session, Source.SESSION), (shared, Source.SHARED)]
-    upcoming = _continuation(tokens, _STEP * (_MEASURED + _WARMUP))
-    context = text[-64:]
-
-    def draft(budget: int) -> Draft:
-        return drafter.draft(indexes, context, budget)
-
-    def extend(new: Tokens) -> None:
-        nonlocal context
-        drafter.observe(indexes, context, new)
-        session.append(0, new)
-        context = np.concatenate((context, new))[-64:]
-
-    return _drafts(tokens, upcoming, draft, extend)
-
-
-def _mapped(index: SuffixIndex) -> SuffixIndex:
-    """The same index in a file, which is mapped like a segment."""
-    frozen = index.freeze(index.usage().sequences)
-    with tempfile.TemporaryFile(prefix="agentspec-bench-") as file:
-        for part in frozen.parts:
-            file.write(part.data)
-        file.flush()
-        return SuffixIndex.load(file.fileno(), 0, frozen.counts, frozen.checksums)
 
 
 def open_cost(folder: Path, tokens: int) -> Opening:
@@ -293,13 +249,3 @@ def _repeated(action: Callable[[], None] | None) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _require_memory(tokens: int) -> None:
-    needed = tokens * _BYTES_PER_TOKEN
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > 0.8 * total:
-        raise ConfigurationError(
-            f"{tokens:,} tokens need up to {needed / 1e9:.1f} GB of memory, more than this machine of "
-            f"{total / 1e9:.1f} GB can spare"
-        )

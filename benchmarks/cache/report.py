@@ -90,7 +90,6 @@ def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
 
 def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
     yield from _latency_goals(costs.draft if costs else None, "1 M", (45, 35), (150, 120))
-    yield from _latency_goals(costs.large if costs else None, "100 M", (200, 150), (600, 500))
     yield Figure("commit per token, 1 M cached tokens", _micro(costs.record if costs else None), "us", 4.3, 3.0)
     yield Figure("insert per token, merges included", _micro(costs.insert if costs else None), "us", 2.0, 0.7)
     yield Figure("request start per prompt token", _micro(costs.request_start if costs else None), "us", 0.1, 0.01)

@@ -8,7 +8,6 @@ measured.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.report import Progress, rotated
-from agentspec.benchmarks.retrieval.bases import KINDS, Bases, CorpusQuestion
+from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion
 from agentspec.benchmarks.retrieval.cases import (
     SEQUENTIAL,
     SPECULATIVE,
@@ -155,40 +154,3 @@ def batches_saved(
         accounts.append(longer.answer(question, base, WAITING, StrideMeasurements(), 3).account)
     batches, queries = sum(a.batches for a in accounts), sum(a.queries for a in accounts)
     return 1 - batches / queries, sum(a.right for a in accounts) / max(1, sum(a.guesses for a in accounts))
-
-
-@dataclass(slots=True)
-class AnswerComparison:
-    """The number of answers compared with sequential retrieval's, by knowledge base, and the answers that differ."""
-
-    compared: dict[str, int] = field(default_factory=dict)
-    differ: list[str] = field(default_factory=list)
-
-    def show(self) -> Iterator[str]:
-        for kind, answers in self.compared.items():
-            yield f"{kind}: {answers} answers compared"
-        for line in self.differ:
-            yield f"  differs: {line}"
-        yield f"{len(self.differ)} of {sum(self.compared.values())} answers differ"
-
-    def data(self) -> dict[str, Any]:
-        return {"compared": self.compared, "differ": self.differ}
-
-
-def check(bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion]) -> AnswerComparison:
-    """Compare all questions on all knowledge bases, greedy or seeded, by fixed stride and OS3, synchronous or not."""
-    found = AnswerComparison()
-    ways = list(itertools.product((WAITING, SPECULATIVE), CHECKED))
-    for kind in (*KINDS, "delayed"):
-        with bases.opened(kind) as base:
-            measured = StrideMeasurements()
-            for index, question in enumerate(questions):
-                bench.progress(f"{kind}: question {index + 1} of {len(questions)}")
-                seed = index if index % 2 else None
-                plain = bench.answer(question, base, SEQUENTIAL, measured, seed=seed)
-                for variant, stride in ways:
-                    run = bench.answer(question, base, variant, measured, stride, seed)
-                    found.compared[kind] = found.compared.get(kind, 0) + 1
-                    if run.tokens != plain.tokens:
-                        found.differ.append(f"{kind}, {question.id}, stride {stride}, {variant}")
-    return found

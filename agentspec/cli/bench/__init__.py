@@ -14,7 +14,7 @@ import typer
 from agentspec.benchmarks.cache.public_logs import LogSource
 from agentspec.cli.bench.agent import agent
 from agentspec.cli.bench.publish import TORCH, publish
-from agentspec.cli.common import FAILED, ModelOption, plural, require_writable
+from agentspec.cli.common import ModelOption, plural, require_writable
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -77,9 +77,6 @@ def cache(
     budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
     costs: Annotated[bool, typer.Option(help="Measure times and sizes on synthetic text too")] = True,
     open_tokens: Annotated[int, typer.Option(help="Size of the cache on disk that is opened", min=1000)] = 1_000_000,
-    large: Annotated[
-        bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
-    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
 ) -> None:
     """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
@@ -93,7 +90,7 @@ def cache(
         load_encoder(tokenizer),
         calls=calls,
         budgets=budgets,
-        costs=partial(measure_costs, open_tokens, large=large) if costs else None,
+        costs=partial(measure_costs, open_tokens) if costs else None,
     )
     packages = ("tokenizers", "numpy")
     publish(run, json, packages=packages, subject={"tokenizer": str(tokenizer)})
@@ -153,35 +150,25 @@ def retrieval(
     count: Annotated[int, typer.Option(help="Questions of each case (at least 7)", min=1)] = 7,
     max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 32,
     synthetic: Annotated[int, typer.Option(help="Vectors of the large exact index; 0: left out", min=0)] = 1_000_000,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only compare answers, over every knowledge base and in every way")
-    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
 ) -> None:
-    """Answer questions by sequential and by speculative retrieval over fast and slow knowledge bases, interleaved.
-
-    With --check, exit code 1 where an answer differs from sequential retrieval's.
-    """
+    """Answer questions by sequential and by speculative retrieval over fast and slow knowledge bases, interleaved."""
     from agentspec.benchmarks.report import MIN_PAIRS
     from agentspec.benchmarks.retrieval import bench
     from agentspec.benchmarks.retrieval.bases import Bases, read_questions
 
     require_writable(json)
-    if not check and count < MIN_PAIRS:
+    if count < MIN_PAIRS:
         raise typer.BadParameter(f"fewer than {MIN_PAIRS} questions say nothing", param_hint="--count")
-    asked = _enough(read_questions(questions, count), questions, 1 if check else MIN_PAIRS)
+    asked = _enough(read_questions(questions, count), questions, MIN_PAIRS)
 
     def measure(progress: Progress) -> Any:
         with (
             closing(bench.RetrievalBench.load(model, max_tokens, progress)) as opened,
             Bases.built(corpus, encoder, opened.loop, progress) as bases,
         ):
-            if check:
-                return bench.check(opened, bases, asked)
             return bench.run_retrieval(opened, bases, asked, synthetic=synthetic)
 
-    if check:
-        raise typer.Exit(FAILED if publish(measure, None).differ else 0)
     publish(measure, json, packages=TORCH, subject={"model": model, "encoder": encoder})
 
 

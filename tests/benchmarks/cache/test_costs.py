@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from agentspec.benchmarks.cache import costs as cache_costs
-from agentspec.benchmarks.cache.costs import Costs, Latency, large_latency, measure_costs
-from agentspec.errors import ConfigurationError
+from agentspec.benchmarks.cache.costs import Costs, Latency, measure_costs
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +15,7 @@ def costs() -> Costs:
 @pytest.mark.slow
 @pytest.mark.counted
 def test_every_cost_is_measured(costs: Costs) -> None:
-    assert costs.draft.cached_tokens == 3000 and costs.opened_tokens == 1500 and costs.large is None
+    assert costs.draft.cached_tokens == 3000 and costs.opened_tokens == 1500
     for latency in (costs.draft, costs.draft_while_inserting):
         assert 0 < latency.median <= latency.p99 <= latency.longest < 10
         assert 1 < latency.tree <= cache_costs.TREE
@@ -28,21 +27,7 @@ def test_every_cost_is_measured(costs: Costs) -> None:
     assert costs.segment_bytes is not None and 8 < costs.segment_bytes < 12
 
 
-@pytest.mark.slow
-@pytest.mark.counted
-def test_drafting_over_a_mapped_index(costs: Costs) -> None:
-    latency = large_latency(3000, lambda message: None)
-    assert latency.cached_tokens == 3000 and latency.drafts == costs.draft.drafts
-    assert latency.tree > 1
-
-
 def test_latency_summarises_seconds() -> None:
     latency = Latency.of(7, [*np.arange(1, 100).tolist(), 1000.0], [4, 6])
     assert (latency.median, latency.longest, latency.tree) == (50.5, 1000.0, 5.0)
     assert 99 < latency.p99 < 1000
-
-
-def test_more_than_memory_holds_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_costs, "LARGE", 10**15)
-    with pytest.raises(ConfigurationError, match="more than this machine"):
-        measure_costs(1000, lambda message: None, large=True)
