@@ -1,12 +1,12 @@
-"""The interface of a backend, which generates answers. Each further ability is a protocol of its own."""
+"""The interface of a backend, which generates answers, and abilities that several kinds of backends have."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,13 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.openai.isolation import TenantIsolation
-    from agentspec.errors import AgentSpecError
+    from agentspec.backends.torch import TorchBackend
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
 RESPONSES = "/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # beside /v1, as in vLLM
 NONE: Mapping[str, Any] = MappingProxyType({})
-T = TypeVar("T")
 Floats = NDArray[np.float32]
 
 
@@ -89,31 +88,15 @@ class Tokenization(Protocol):
         ...
 
 
-@runtime_checkable
-class SpellsTokens(Protocol):
-    """A backend whose tokens can be written out, the special ones included."""
-
-    async def spell(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` with special tokens by their names, such as the marks of a chat template."""
-        ...
-
-
 def tokenization_of(backend: Backend) -> Tokenization | None:
     """The backend's tokenization if it takes prompts of token ids, else None; an endpoint's is known after a probe."""
     shown = getattr(backend, "tokenization", backend)
     return shown if isinstance(shown, Tokenization) and backend.capabilities.token_ids else None
 
 
-@runtime_checkable
-class RecordsAnswers(Protocol):
-    """A backend with a token cache that can be given an answer."""
-
-    async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
-        """Keep `token_ids` as the answer to the prompt of token ids in `request`.
-
-        For an answer of several requests with `share=False`. If the cache fails, that is logged.
-        """
-        ...
+def is_local(backend: object, ability: str) -> TypeGuard[TorchBackend]:
+    """Whether `backend` has the method `ability` of the local engine, which no endpoint has."""
+    return hasattr(backend, ability)
 
 
 @runtime_checkable
@@ -147,16 +130,6 @@ class AddsHeaders(Protocol):
 
 
 @runtime_checkable
-class ReportsHealth(Protocol):
-    """A backend that computes in this process and can fail for good."""
-
-    @property
-    def failure(self) -> AgentSpecError | None:
-        """The error with which every further request is refused, once only a new process can help; None before."""
-        ...
-
-
-@runtime_checkable
 class ReportsMetrics(Protocol):
     """A backend that reports counts for metrics."""
 
@@ -173,117 +146,4 @@ class Embeds(Protocol):
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
         """One vector for each text, all of the same length. The texts are the tenant's."""
-        ...
-
-
-@runtime_checkable
-class EmbedsCounted(Embeds, Protocol):
-    """A backend that embeds in this process, and so knows how long texts and vectors are."""
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    @property
-    def dimensions(self) -> int:
-        """How many numbers a vector has."""
-        ...
-
-    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens each text has; at most `capabilities.context_length` of them are read."""
-        ...
-
-
-@runtime_checkable
-class HiddenStates(Protocol):
-    """A backend that returns the hidden states of texts: those after the last norm, which the output head reads."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the weights; hidden states of models with different fingerprints are not comparable."""
-        ...
-
-    async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]:
-        """The hidden states [tokens, width] of each text of token ids: one state after every token."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutput:
-    """A forward's result after a text's last token: `logits` [vocab], and `hidden` [width], the output head's input."""
-
-    logits: Floats
-    hidden: Floats
-
-
-class StepwiseDecoding(Protocol):
-    """One answer, decoded token by token by a caller that chooses the scores from which each token is drawn.
-
-    `tokens` are the prompt and the tokens added so far. Only for use inside `StepSession.run`.
-    """
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def plain(self) -> bool:
-        """Whether `draw` simply returns the token with the best score, of equals the lowest id."""
-        ...
-
-    def advance(self) -> StepOutput:
-        """Run the model over the last token, and over the tokens before it that were not computed yet.
-
-        Each added token has a forward of its own, so that the result does not depend on tokens rewound before.
-        """
-        ...
-
-    def draw(self, scores: Floats) -> int:
-        """Draw the next token by the request's sampling, with `scores` [vocab] as logits. Does not add the token.
-
-        The result depends on scores, tokens, seed and position alone.
-        """
-        ...
-
-    def add(self, token: int) -> bool:
-        """Add a token; returns True if the answer must end with it, because of an end token or the length limit."""
-        ...
-
-    def rewind(self, length: int) -> None:
-        """Drop all but the first `length` tokens, at least the prompt. Tokens added again are not computed again."""
-        ...
-
-
-class Scan(Protocol):
-    """A nearest-neighbour search over a fixed set of rows. Only for use inside `StepSession.run`."""
-
-    def near(self, queries: Floats, count: int) -> list[NDArray[np.int64]]:
-        """For each of `queries` [q, width], candidates for its `count` nearest rows by Euclidean distance, as ascending
-        row numbers: all of the nearest rows, and few others.
-        """
-        ...
-
-
-class StepSession(Protocol):
-    """An answer that a caller makes step by step, in the thread where the model computes."""
-
-    async def run(self, function: Callable[[StepwiseDecoding], T]) -> T:
-        """Run `function` in the model's computing thread, between other requests' steps; returns its result."""
-        ...
-
-    def tell(self, tokens: Sequence[int]) -> Delta:
-        """The delta that a client gets for the next `tokens`; `finish_reason` is set when the answer ends, and tokens
-        after the end are left out.
-        """
-        ...
-
-
-@runtime_checkable
-class StepByStep(Protocol):
-    """A backend that lets a caller choose each token's scores, for example from stored rows near its hidden state."""
-
-    async def open_steps(self, request: GenerateRequest) -> StepSession:
-        """Begin an answer. Raises `InvalidRequestError` as `generate` does, and for several choices or logprobs."""
-        ...
-
-    async def open_scan(self, rows: NDArray[np.float16]) -> Scan:
-        """Make `rows` [n, width] ready to be searched where the model computes."""
         ...

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 
-from agentspec.backends.base import Capabilities, closing_items
-from agentspec.backends.local_abilities import AcceptsLossily
+from agentspec.backends.base import Capabilities, closing_items, is_local
 from agentspec.errors import ConfigurationError
 from agentspec.protocol.requests import FORM_FIELDS
 from agentspec.reasoning.settings import LossyAcceptanceSettings
@@ -28,7 +27,7 @@ class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
     def open(cls, name: str, settings: LossyAcceptanceSettings, dependencies: Dependencies) -> LossyAcceptanceBackend:
         """Open the strategy and its judge. Raises `ConfigurationError` if `base` has no draft model of its own."""
         base = dependencies.find(settings.base)
-        if not isinstance(base.backend, AcceptsLossily):
+        if not is_local(base.backend, "prepare_acceptance"):
             raise ConfigurationError(f"models.{name}.base must be a local model (kind = torch), not {settings.base!r}")
         try:
             base.backend.prepare_acceptance(settings.acceptance)

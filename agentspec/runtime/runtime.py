@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, closing_items
+from agentspec.backends.base import Backend, SharesCaches, closing_items, is_local
 from agentspec.backends.pool.attempts import retry_after
 from agentspec.errors import (
     AgentSpecError,
@@ -86,7 +86,7 @@ class Runtime:
     @property
     def failure(self) -> AgentSpecError | None:
         """Why a backend can serve no more requests until the process is started again; None if all can."""
-        reporting = [backend for backend in self._backends.values() if isinstance(backend, ReportsHealth)]
+        reporting = [backend for backend in self._backends.values() if is_local(backend, "failure")]
         return next((backend.failure for backend in reporting if backend.failure is not None), None)
 
     @property

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.base import Capabilities, Floats
-from agentspec.backends.local_abilities import AnswerReader
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
@@ -37,7 +36,7 @@ from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
-from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.output_parser import AnswerReader, OutputParserSpec
 from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import ModelTokens, TokenizerAdapter
 from agentspec.cache.deletion import Reach, Scope

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from agentspec.backends.base import Floats, StepOutput
+from agentspec.backends.base import Floats
 from agentspec.backends.torch.engine.compute_thread import Tasks
 from agentspec.backends.torch.engine.kv_budget import ROOM
 from agentspec.backends.torch.engine.request import AnswerText, EngineRequest, prompt_of
@@ -36,8 +36,19 @@ CHUNK = 256  # prompt tokens read in one forward
 Lend = Callable[[int], Callable[[], None]]  # sets KV slots aside, and returns what gives them back
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """A forward's result after a text's last token: `logits` [vocab], and `hidden` [width], the output head's input."""
+
+    logits: Floats
+    hidden: Floats
+
+
 class TorchSteps:
-    """`StepwiseDecoding` over a model whose KV slots can be rewound. Only the computing thread uses it."""
+    """One answer, decoded token by token by a caller that chooses the scores from which each token is drawn.
+
+    `tokens` are the prompt and the tokens added so far. Only the computing thread uses it, inside `TorchSession.run`.
+    """
 
     def __init__(self, target: TargetModel, request: EngineRequest, lend: Lend) -> None:
         self._target, self._request = target, request
@@ -58,6 +69,7 @@ class TorchSteps:
 
     @property
     def plain(self) -> bool:
+        """Whether `draw` simply returns the token with the best score, of equals the lowest id."""
         return self._sampler.plain
 
     @property
@@ -71,6 +83,10 @@ class TorchSteps:
         self._target.prefill(self._kv_cache, chunk)
 
     def advance(self) -> StepOutput:
+        """Run the model over the last token, and over the tokens before it that were not computed yet.
+
+        Each added token has a forward of its own, so that the result does not depend on tokens rewound before.
+        """
         while self.num_uncomputed:
             self.read()
         last = len(self._tokens) - 1
@@ -83,10 +99,15 @@ class TorchSteps:
         return StepOutput(logits.cpu().numpy(), state.cpu().numpy())
 
     def draw(self, scores: Floats) -> int:
+        """Draw the next token by the request's sampling, with `scores` [vocab] as logits. Does not add the token.
+
+        The result depends on scores, tokens, seed and position alone.
+        """
         self._sampler.begin(to_device(scores[None], self._target.device))
         return self._sampler.choose(0)
 
     def add(self, token: int) -> bool:
+        """Add a token; returns True if the answer must end with it, because of an end token or the length limit."""
         if self._read[len(self._tokens) : len(self._tokens) + 1] != [token]:
             self._forget(len(self._tokens))
         self._tokens.append(token)
@@ -95,6 +116,7 @@ class TorchSteps:
         return token in request.stop_ids or len(self._tokens) - len(request.prompt) >= request.max_tokens
 
     def rewind(self, length: int) -> None:
+        """Drop all but the first `length` tokens, at least the prompt. Tokens added again are not computed again."""
         assert len(self._request.prompt) <= length, "a prompt cannot be rewound"
         del self._tokens[length:]
         self._sampler = self._fresh_sampler()
@@ -113,7 +135,7 @@ class TorchSteps:
 
 
 class TorchSession:
-    """A `StepSession`: runs the steps in the computing thread and makes the answer's text in the caller's."""
+    """Runs an answer's steps in the computing thread and makes its text in the caller's."""
 
     def __init__(
         self,
@@ -131,10 +153,14 @@ class TorchSession:
         self._prompt = prompt_of(request, tokenizer) if request.original.return_prompt else None
 
     async def run(self, function: Callable[[TorchSteps], T]) -> T:
+        """Run `function` in the computing thread, between other requests' steps; returns its result."""
         steps = self._steps or await self._begin()
         return await self._call(lambda: function(steps))
 
     def tell(self, tokens: Sequence[int]) -> Delta:
+        """The delta that a client gets for the next `tokens`; `finish_reason` is set when the answer ends, and tokens
+        after the end are left out.
+        """
         answer, fresh = self._answer, list[int]()
         for token in tokens:
             fresh.append(token)

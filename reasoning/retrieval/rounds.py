@@ -7,16 +7,19 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from agentspec.backends.base import Backend, RecordsAnswers, Tokenization, closing_items, tokenization_of
+from agentspec.backends.base import Backend, Tokenization, closing_items, is_local, tokenization_of
 from agentspec.backends.chat_templates import escape_markers, plain
-from agentspec.backends.local_abilities import AnswerReader, ContinuesAnswers
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.backends.torch.text.output_parser import AnswerReader
 
 ROUND_TOKENS = 4  # generated from one document: k of RaLMSpec
 QUERY_TOKENS = 32  # last tokens whose text is the query: q of RaLMSpec
@@ -296,7 +299,7 @@ class RoundGenerator:
 
     async def record(self, answer: PartialAnswer) -> None:
         """Let the backend's token cache keep the whole answer, not its rounds: they are short, and some are dropped."""
-        if self.request.store and answer.token_ids and isinstance(self.backend, RecordsAnswers):
+        if self.request.store and answer.token_ids and is_local(self.backend, "record"):
             question = (*self.prompt.head, *self.prompt.tail)
             request = replace(self.request, messages=None, text=None, token_ids=question, tools=(), tool_choice="auto")
             await self.backend.record(request, answer.token_ids)
@@ -339,11 +342,11 @@ _EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every m
 class WholeAnswer:
     """An answer that a local model goes on with, keeping the rules of the whole answer, and how to read it."""
 
-    backend: ContinuesAnswers
+    backend: TorchBackend
     reader: AnswerReader
 
     @classmethod
-    async def of(cls, request: GenerateRequest, backend: ContinuesAnswers, prompt: DocumentPrompt) -> WholeAnswer:
+    async def of(cls, request: GenerateRequest, backend: TorchBackend, prompt: DocumentPrompt) -> WholeAnswer:
         return cls(backend, await asyncio.to_thread(backend.answer_reader, request, (*prompt.head, *prompt.tail)))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -354,14 +357,14 @@ class WholeAnswer:
         return _text_of(self.reader.parser().parse(Delta(text=text)))
 
 
-def _continues(request: GenerateRequest, backend: Backend) -> ContinuesAnswers | None:
+def _continues(request: GenerateRequest, backend: Backend) -> TorchBackend | None:
     """The local model that goes on with an answer that has rules of the whole, or may begin with thoughts; None for
     plain text. Raises `InvalidRequestError` for rules that the model cannot keep.
     """
     named = next((name for name in WHOLE_ANSWER if _sampled(request, name)), None)
     named = named or ("tools" if request.tools else None)
     unread = next((name for name in _OF_ENDPOINTS if _asked(request.extra, name)), None)
-    if unread is None and isinstance(backend, ContinuesAnswers):
+    if unread is None and is_local(backend, "continue_answer"):
         return None if named is None and request.messages is None else backend
     if named or unread:
         form = request.sampling.structured_outputs

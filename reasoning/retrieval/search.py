@@ -6,11 +6,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from agentspec.backends.local_abilities import AnswerReader
 from agentspec.errors import KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult
 from agentspec.types import FinishReason, TokenLogprob
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.text.output_parser import AnswerReader
 
 TRACED = 256  # most strides that the statistics keep
 FOUND = 20  # documents that each search asks for, with and without guesses: P of RaLMSpec

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import numpy as np
 from pydantic import BeforeValidator
 
-from agentspec.backends.base import EmbedsCounted
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.validation import Body, Refused, Text, kind_of, must, short
@@ -18,6 +17,9 @@ from agentspec.proxy.body.amounts import check_amounts, check_characters
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.streaming import json_response, respond
 from agentspec.types import Delta, Usage
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.encoder_backend import EncoderBackend
 
 
 def _texts(value: Any) -> Any:
@@ -51,7 +53,7 @@ class EmbeddingsEndpoint(GenerationEndpoint):
         if isinstance(backend, OpenAIBackend):
             await self._forward(exchange, backend)
             return
-        if not isinstance(backend, EmbedsCounted):
+        if not _embeds_here(backend):
             needed = 'ask a backend with kind = "encoder", or an upstream that has them'
             message = f"the model {exchange.record.model!r} does not answer {self.path}; {needed}"
             raise InvalidRequestError(message, param="model")
@@ -70,13 +72,18 @@ class EmbeddingsEndpoint(GenerationEndpoint):
         await respond(exchange.send, whole)
 
 
+def _embeds_here(backend: object) -> TypeGuard[EncoderBackend]:
+    """Whether `backend` embeds in this process, and so knows how long texts and vectors are."""
+    return hasattr(backend, "count_tokens")
+
+
 def _check_dimensions(wanted: int | None, dimensions: int) -> None:
     if wanted not in (None, dimensions):
         message = f"dimensions = {short(wanted)} is not supported: the vectors of this model have {dimensions}"
         raise InvalidRequestError(message, param="dimensions")
 
 
-async def _counted(backend: EmbedsCounted, body: _EmbeddingBody, texts: Sequence[str]) -> list[int]:
+async def _counted(backend: EncoderBackend, body: _EmbeddingBody, texts: Sequence[str]) -> list[int]:
     """The tokens of each text that are read. Raises `ContextLengthError` for one that is too long and not to be cut."""
     most = backend.capabilities.context_length
     for at, text in enumerate(texts):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from agentspec.backends.base import TOKENIZE, SpellsTokens, Tokenization, tokenization_of
+from agentspec.backends.base import TOKENIZE, Tokenization, is_local, tokenization_of
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
@@ -127,4 +127,4 @@ def _refuse_of_chat(body: _TokenizeBody) -> None:
 
 async def _spelled(side: Tokenization, tokens: list[int]) -> str:
     """The text of `tokens`, with special tokens where the backend can write them out, so that it gives them again."""
-    return await (side.spell(tokens) if isinstance(side, SpellsTokens) else side.detokenize(tokens))
+    return await (side.spell(tokens) if is_local(side, "spell") else side.detokenize(tokens))

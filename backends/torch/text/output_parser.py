@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -138,3 +139,11 @@ class OutputParser:
         if finish == "stop" and whole and not self.spec.named:
             finish = "tool_calls"  # for a named tool, OpenAI reports "stop"
         return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """How to read answers to a request: `decode` tokens with the marks that `parser()`, one for each answer, needs."""
+
+    parser: Callable[[], OutputParser]
+    decode: Callable[[Sequence[int]], str]

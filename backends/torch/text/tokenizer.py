@@ -228,7 +228,7 @@ def _hash(text: str) -> str:
 
 
 class ModelTokens:
-    """`Tokenization` and `SpellsTokens` of a backend that has a tokenizer in this process."""
+    """`Tokenization` of a backend that has a tokenizer in this process."""
 
     _tokenizer: TokenizerAdapter
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from agentspec.backends.base import Backend, Capabilities, HiddenStates, StepByStep
+from agentspec.backends.base import Backend, Capabilities, is_local
 from agentspec.errors import ConfigurationError, NotReadyError
 from agentspec.reasoning.retrieval.knn.datastore import Datastore
 from agentspec.reasoning.retrieval.knn.decoder import KnnDecoder, KnnStride, Mixture
@@ -16,10 +16,8 @@ from agentspec.reasoning.settings import KnnLmSettings, KnnSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
 from agentspec.types import Delta, GenerateRequest
 
-
-@runtime_checkable
-class LocalModel(Backend, HiddenStates, StepByStep, Protocol):
-    """A model that KNN-LM can use: it runs in this process, exposes its hidden states and decodes step by step."""
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
 
 
 class KnnBackend:
@@ -28,7 +26,7 @@ class KnnBackend:
     `request.speculation` says whether to guess neighbours; the answer is the same either way.
     """
 
-    def __init__(self, base: LocalModel, datastore: DatastoreSearch, settings: KnnSettings) -> None:
+    def __init__(self, base: TorchBackend, datastore: DatastoreSearch, settings: KnnSettings) -> None:
         self.settings = settings
         self._base, self._datastore = base, datastore
         self._mixture = Mixture(settings.weight, settings.temperature)
@@ -38,7 +36,7 @@ class KnnBackend:
         """Load a datastore onto the model's device, at 4 bytes a number. Raises `ConfigurationError` if `base` is no
         local model, and for a folder without a complete datastore of that model.
         """
-        if not isinstance(base, LocalModel):
+        if not is_local(base, "open_steps"):
             raise ConfigurationError(f'KNN-LM needs a local model: {model!r} is no backend of kind "torch"')
         store = Datastore.open(folder, fingerprint=base.fingerprint, model=model)
         return cls(base, DatastoreSearch(store, await base.open_scan(store.keys)), settings)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from agentspec.backends.base import HiddenStates
 from agentspec.errors import ConfigurationError
 from agentspec.protocol.validation import is_text
 from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
 
 BATCH_TOKENS = 1024  # tokens in one forward: more are no faster on a CPU
 WINDOW = 1024  # most tokens of context for a hidden state; longer texts are read in pieces
@@ -74,7 +76,7 @@ class Corpus:
 async def build(
     corpus: Corpus,
     folder: Path,
-    backend: HiddenStates,
+    backend: TorchBackend,
     model: str,
     encode: Encode,
     progress: Callable[[Progress], None],

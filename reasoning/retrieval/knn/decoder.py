@@ -11,14 +11,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.base import Floats, StepwiseDecoding
+from agentspec.backends.base import Floats
 from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
 from agentspec.speculation.stride import RunningMean, os3
 from agentspec.types import KnnSpeculation
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.stepwise import TorchSteps
 
 WINDOW = 8  # the hit rate is estimated from so many searches
 SLACK = 1e-4  # of probability: far more than the error of rounding to float32
@@ -170,7 +174,7 @@ class KnnDecoder:
     _over: bool = False
     _since: float | None = None  # the end of the last guess or search
 
-    def advance(self, steps: StepwiseDecoding) -> list[int]:
+    def advance(self, steps: TorchSteps) -> list[int]:
         """Do the next forward or search, and return the tokens that this verified."""
         if self._due():
             return self._verify(steps)
@@ -195,7 +199,7 @@ class KnnDecoder:
             return False
         return self._over or self._pending[-1].token is None or self._queries >= self.stride.choose()
 
-    def _guess(self, steps: StepwiseDecoding) -> TokenGuess:
+    def _guess(self, steps: TorchSteps) -> TokenGuess:
         began = perf_counter()
         state = steps.advance()
         self.counters.forwards += 1
@@ -214,7 +218,7 @@ class KnnDecoder:
         self._since = now
         return TokenGuess(prior, state.hidden, token)
 
-    def _verify(self, steps: StepwiseDecoding) -> list[int]:
+    def _verify(self, steps: TorchSteps) -> list[int]:
         """Draw every guessed token again, now with the datastore's neighbours, up to the first that differs."""
         pending, self._pending = self._pending, []
         neighbours = iter(self._search([guess.query for guess in pending if not guess.decided]))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.base import Floats, Scan
+from agentspec.backends.base import Floats
 from agentspec.reasoning.retrieval.knn.datastore import Datastore, Keys, Values
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.model.vector_scan import VectorScan
 
 BLOCK = 4096  # entries whose distances are computed together
 CACHED = 4096  # entries that a request's cache holds
@@ -30,7 +34,7 @@ class Neighbours:
 class DatastoreSearch:
     """Exact search. A result depends only on its query, not on the other queries of the batch."""
 
-    def __init__(self, store: Datastore, scan: Scan) -> None:
+    def __init__(self, store: Datastore, scan: VectorScan) -> None:
         self.store = store
         self._scan = scan
 

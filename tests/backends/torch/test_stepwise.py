@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.base import HiddenStates, StepByStep, StepOutput, StepwiseDecoding
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.stepwise import StepOutput, TorchSteps
 from agentspec.errors import ContextLengthError, EngineError, InvalidRequestError, ShuttingDownError
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -59,7 +59,6 @@ async def test_hidden_states_are_those_of_the_model(backend: TorchBackend, saved
             own = module(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
         assert np.allclose(states, own.numpy(), atol=TOLERANCE)
     assert await backend.hidden_states([]) == []
-    assert isinstance(backend, HiddenStates) and isinstance(backend, StepByStep)
 
 
 async def test_texts_that_do_not_fit_are_refused(backend: TorchBackend) -> None:
@@ -69,7 +68,7 @@ async def test_texts_that_do_not_fit_are_refused(backend: TorchBackend) -> None:
         await backend.hidden_states([[10**6]])
 
 
-def drawn(steps: StepwiseDecoding) -> tuple[int, bool, StepOutput]:
+def drawn(steps: TorchSteps) -> tuple[int, bool, StepOutput]:
     state = steps.advance()
     token = steps.draw(state.logits)
     return token, steps.add(token), state
@@ -95,7 +94,7 @@ async def test_what_is_rewound_comes_again_bit_for_bit(backend: TorchBackend) ->
     begun = await session.run(lambda steps: len(steps.tokens))
     first = [await session.run(drawn) for _ in range(10)]
 
-    def astray(steps: StepwiseDecoding) -> None:
+    def astray(steps: TorchSteps) -> None:
         steps.rewind(begun + 3)
         for token in (7, 9):
             steps.add(token)
@@ -121,7 +120,7 @@ async def test_tokens_added_again_are_not_computed_again(
         backend.target, "_run", lambda items, wanted: (forwards.append(len(items[0])), run(items, wanted))[1]
     )
 
-    def verify(steps: StepwiseDecoding) -> None:
+    def verify(steps: TorchSteps) -> None:
         steps.rewind(begun)
         for token in tokens:
             steps.add(token)
