@@ -6,8 +6,10 @@ import json
 import math
 import re
 import threading
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import anyio
@@ -157,7 +159,7 @@ class FakeBackend:
         if limit is not None and len(prompt) > limit:
             raise ContextLengthError(f"the prompt has {len(prompt)} tokens, the model takes {limit}", param="messages")
         given = answer.token_ids if answer.token_ids is not None else self.encode(answer.text)
-        token_ids, words, reason = self._cut(request, list(given), answer.finish_reason)
+        token_ids, words, reason, stop = self._cut(request, list(given), answer.finish_reason)
         deltas = [
             Delta(text=word, token_ids=(token_id,), logprobs=_logprobs(request, token_id, word))
             for token_id, word in zip(token_ids, words, strict=True)
@@ -168,7 +170,6 @@ class FakeBackend:
             deltas.append(Delta(extra=answer.extra))
         usage = answer.usage or _usage(request, prompt, token_ids, self.encode)
         speculation = answer.speculation if request.speculation else None
-        stop = _stop_string(request.sampling.stop, self.decode(given[: len(token_ids)])) if reason == "stop" else None
         return [*deltas, Delta(finish_reason=reason, stop_reason=stop, usage=usage, speculation=speculation)]
 
     def _tops(self, request: GenerateRequest, top: Mapping[str, float], delta: Delta) -> tuple[TokenLogprob, ...]:
@@ -188,39 +189,23 @@ class FakeBackend:
 
     def _cut(
         self, request: GenerateRequest, token_ids: list[int], reason: FinishReason
-    ) -> tuple[list[int], list[str], FinishReason]:
-        """Apply stop ids, the length limit and stop strings; a stop string is not part of the answer."""
+    ) -> tuple[list[int], list[str], FinishReason, str | None]:
+        """Apply stop ids, the length limit and stop strings. The tokens of a stop string count, without their text."""
         sampling = request.sampling
-        for position, token_id in enumerate(token_ids):
-            if token_id in sampling.stop_token_ids:
-                token_ids, reason = token_ids[:position], "stop"
-                break
+        stopped = next((at for at, token_id in enumerate(token_ids) if token_id in sampling.stop_token_ids), None)
+        if stopped is not None:
+            token_ids, reason = token_ids[:stopped], "stop"
         if sampling.max_tokens is not None and len(token_ids) > sampling.max_tokens:
             token_ids, reason = token_ids[: sampling.max_tokens], "length"
         words = [self._vocabulary.word_of(token_id) for token_id in token_ids]
         text = "".join(words)
-        found = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
-        if not found:
-            return token_ids, words, reason
-        kept: list[str] = []
-        left = min(found)
-        for word in words:
-            if left <= 0:
-                break
-            kept.append(word[:left])
-            left -= len(word)
-        at, stop = min((text.find(stop), stop) for stop in sampling.stop if stop in text)
-        used = _covering(words, at + len(stop))  # the tokens of the stop string count as generated, without text
-        return token_ids[:used], [*kept, *([""] * (used - len(kept)))], "stop"
-
-
-def _covering(words: list[str], length: int) -> int:
-    """The number of words that together have at least `length` characters."""
-    count = 0
-    while length > 0:
-        length -= len(words[count])
-        count += 1
-    return count
+        at, stop = min(((text.find(stop), stop) for stop in sampling.stop if stop in text), default=(0, None))
+        if stop is None:
+            return token_ids, words, reason, None
+        begins = list(accumulate(map(len, words), initial=0))
+        used = bisect_left(begins, at + len(stop))
+        shown = [word[: max(0, at - begin)] for word, begin in zip(words[:used], begins, strict=False)]
+        return token_ids[:used], shown, "stop", stop
 
 
 def _rendered(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, start: bool) -> str:
@@ -270,11 +255,6 @@ def _usage(
         accepted += 1
     rejected = len(predicted) - accepted
     return replace(usage, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
-
-
-def _stop_string(stops: Sequence[str], text: str) -> str | None:
-    """The stop string that comes first in `text`."""
-    return min(((text.find(stop), stop) for stop in stops if stop in text), default=(0, None))[1]
 
 
 def _logprobs(request: GenerateRequest, token_id: int, word: str) -> tuple[TokenLogprob, ...]:

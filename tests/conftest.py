@@ -110,8 +110,8 @@ def clean_environment() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fresh_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions of one name in two tests are two sessions."""
-    if epochs := sys.modules.get("agentspec.tools.epochs"):
-        monkeypatch.setattr(epochs, "_epochs", weakref.WeakValueDictionary())
+    if session := sys.modules.get("agentspec.tools.session"):
+        monkeypatch.setattr(session, "_epochs", weakref.WeakValueDictionary())
 
 
 @pytest.fixture(scope="session", autouse=True)

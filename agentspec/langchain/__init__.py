@@ -7,8 +7,7 @@ from agentspec.errors import needs_extra
 with needs_extra("langgraph"):
     from agentspec.langchain.call_log import CallLog
     from agentspec.langchain.chat_model import ChatAgentSpec
-    from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
-    from agentspec.langchain.speculative_retriever import SpeculativeRetriever
+    from agentspec.langchain.retrievers import KnowledgeRetriever, RetrieverKnowledge, SpeculativeRetriever
 
 if TYPE_CHECKING:
     from agentspec.langchain.early_tools import EarlyTools

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,18 +13,18 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMes
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tools import BaseTool, StructuredTool, Tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from langgraph.prebuilt.tool_node import ToolCallRequest
+from langgraph.prebuilt.tool_node import ToolCallRequest, ToolRuntime
 
-from agentspec.langchain.injected_arguments import by_model, takes_more
 from agentspec.langchain.labels import asked_by, branch_of_agent, config_of_tool, is_replayed
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
-from agentspec.tools.faults import kept_from_agent
+from agentspec.tools.speculative_call import kept_from_agent
 from agentspec.types import DEFAULT_TENANT
 
 R = TypeVar("R")
 
-_MOST = 1024  # sessions and tools that are remembered
+_MOST = 1024  # tools that are remembered
+_ADAPTER = "langchain_mcp_adapters.tools"
 _APPROVAL = ("needs_approval", "requires_approval")  # in a tool's metadata
 _ID = "early"  # of the call that an early start answers
 _SILENT = (  # blocks of an answer by which its provider did nothing
@@ -62,27 +62,21 @@ class EarlyTools:
         self._speculator = speculator
         self._agent = agent
         self._tenant, self._identity = tenant, identity
-        self._specs: OrderedDict[int, tuple[BaseTool, ToolSpec]] = OrderedDict()
-        self._seen: OrderedDict[AgentCaller, list[str]] = OrderedDict()
-        self._offered: OrderedDict[AgentCaller, dict[str, BaseTool]] = OrderedDict()
+        self._specs: dict[int, tuple[BaseTool, ToolSpec]] = {}
 
     def begin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """Before a model call: start what pays. None where the session cannot be told, or a step is replayed."""
-        session = None
-        with kept_from_agent("beginning a turn"):
-            session = self._following(request)
+        session = self._following(request)
         if session is not None:
-            tools = self._offered.get(session.caller, {})
+            tools = session.functions
             session.begin_turn(lambda call: _started(tools[call.name], call))
         return session
 
     async def abegin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """`begin` in an event loop."""
-        session = None
-        with kept_from_agent("beginning a turn"):
-            session = self._following(request)
+        session = self._following(request)
         if session is not None:
-            tools = self._offered.get(session.caller, {})
+            tools = session.functions
             await session.abegin_turn(
                 lambda call: _astarted(tools[call.name], call),
                 lambda call: (lambda call: _started(tools[call.name], call)) if blocks(tools[call.name]) else None,
@@ -126,7 +120,7 @@ class EarlyTools:
 
     def _is_replaced(self, session: ToolSession, request: ToolCallRequest) -> bool:
         """Whether other middleware runs another tool than the one that was offered, of which nothing is known."""
-        offered = self._offered.get(session.caller, {}).get(request.tool_call["name"])
+        offered = session.functions.get(request.tool_call["name"])
         return offered is not None and offered is not request.tool
 
     def _session_of(self, messages: Sequence[AnyMessage]) -> ToolSession | None:
@@ -143,39 +137,35 @@ class EarlyTools:
         return self._speculator.session(AgentCaller(self._tenant, agent, name, identity, branch=branch_of_agent()))
 
     def _following(self, request: ModelRequest[Any]) -> ToolSession | None:
-        asked_by()  # raises, and is logged, where nobody can tell who asks
-        # As in the node of the tools: other middleware may give the model other messages.
-        session = self._session_of(_messages(request.state) or request.messages)
-        if session is None:
-            return None
-        if is_replayed():
-            session.abandon_turn()
-            return None
+        """The session, which now knows the messages of the request."""
+        with kept_from_agent("beginning a turn"):
+            asked_by()  # raises, and is logged, where it cannot be known who asks
+            # As in the node of the tools: other middleware may give the model other messages.
+            session = self._session_of(_messages(request.state) or request.messages)
+            if session is not None and is_replayed():
+                session.abandon_turn()
+            elif session is not None:
+                self._follow(session, request)
+                return session
+        return None
+
+    def _follow(self, session: ToolSession, request: ModelRequest[Any]) -> None:
         offered = {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}
         session.offers([self._spec(tool) for tool in offered.values()], offered)
-        self._offered[session.caller] = offered
-        self._offered.move_to_end(session.caller)
-        marks = [_mark(message) for message in request.messages]
-        seen = self._seen.setdefault(session.caller, [])
-        self._seen.move_to_end(session.caller)
+        marks, seen = [_mark(message) for message in request.messages], session.followed
         if marks[: len(seen)] != seen or not seen:  # the first turn, or a history that was changed
             session.restart()
             seen = []
         for message in request.messages[len(seen) :]:
             _tell(session, message)
-        self._seen[session.caller] = marks
-        while len(self._seen) > _MOST:
-            self._seen.popitem(last=False)
-        while len(self._offered) > _MOST:
-            self._offered.popitem(last=False)
-        return session
+        session.followed = marks
 
     def _spec(self, tool: BaseTool) -> ToolSpec:
         known = self._specs.get(id(tool))
         if known is None or known[0] is not tool:
+            if len(self._specs) >= _MOST:
+                self._specs.clear()
             known = self._specs[id(tool)] = tool, self.described(tool)
-            while len(self._specs) > _MOST:
-                self._specs.popitem(last=False)
         return known[1]
 
     def described(self, tool: BaseTool) -> ToolSpec:
@@ -298,3 +288,42 @@ def _messages(state: Any) -> Sequence[AnyMessage]:
         return state
     messages = state.get("messages") if isinstance(state, dict) else getattr(state, "messages", None)
     return messages if isinstance(messages, list) else []
+
+
+def takes_more(tool: BaseTool, schema: Mapping[str, Any]) -> bool:
+    """Whether the tool's function has parameters that the model does not fill; `schema` is that of the model's."""
+    coroutine = getattr(tool, "coroutine", None)
+    if getattr(coroutine, "__module__", None) == _ADAPTER and "runtime" not in schema.get("properties", {}):
+        return _tells_others(coroutine)
+    functions = (getattr(tool, "func", None), coroutine)
+    if not any(functions):
+        functions = (type(tool)._run, type(tool)._arun)  # noqa: SLF001  where a subclass says what it takes
+    # A parameter of the name `runtime` gets the graph's, whatever the schema says.
+    filled = {*schema.get("properties", {}), "self", "run_manager"} - {"runtime"}
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for function in functions:
+        if function is not None:
+            parameters = inspect.signature(function).parameters.values()
+            if any(one.kind in named and one.name not in filled for one in parameters):
+                return True
+    fields = getattr(tool.args_schema, "model_fields", None)
+    return fields is not None and not {*fields} <= filled
+
+
+def _tells_others(function: Any) -> bool:
+    """Whether the function of an MCP tool gives its runtime, or news of the call, to anything besides the server.
+
+    The function that langchain-mcp-adapters (0.3) makes for each tool takes a `runtime`, of which only its
+    interceptors learn; callbacks get the server's progress, and its questions to the user. It holds both as variables
+    of its closure. Where they cannot be found it may do anything.
+    """
+    held = inspect.getclosurevars(function).nonlocals
+    if not {"tool_interceptors", "callbacks"} <= held.keys():
+        return True
+    callbacks = held["callbacks"]
+    return bool(held["tool_interceptors"]) or (callbacks is not None and any(vars(callbacks).values()))
+
+
+def by_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call without the runtime that the graph has added."""
+    return {name: value for name, value in arguments.items() if not isinstance(value, ToolRuntime)}

@@ -10,7 +10,7 @@ from langchain_core.runnables import RunnableConfig, ensure_config
 
 from agentspec.step.decorator import WORKFLOW_KEY
 from agentspec.step.scope import current_labels, require_text
-from agentspec.tools.prediction.values import canonical
+from agentspec.tools.history import canonical
 from agentspec.types import Labels
 
 _RESUMING = "__pregel_resuming"  # what LangGraph sets for the first nodes that it runs after an interrupt

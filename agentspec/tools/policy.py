@@ -1,14 +1,17 @@
-"""Which tools may run before the model asks for them, and which leave everything as it was."""
+"""Which tools may run before the model asks for them, for whom, and which call their results are of."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.errors import ConfigurationError
+from agentspec.tools.history import canonical
 
 _log = logging.getLogger(__name__)
 
@@ -81,3 +84,31 @@ def _age(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise ConfigurationError(f"max_age must be seconds above 0, not {value!r}", param="max_age")
     return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCaller:
+    """Who an agent works for. `identity` tells apart the credentials with which its tools run, such as a user's id.
+
+    Nothing is shared between tenants or identities. What is learned belongs to a tenant's `agent`. `branch` tells apart
+    conversations of one session at the same time: what may change something in one voids what was read in all.
+    """
+
+    tenant: str = "default"
+    agent: str = "agent"
+    session: str = ""
+    identity: str = ""
+    branch: str = ""
+
+
+def call_key(caller: AgentCaller, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
+    """A hash, the same for the same call by the same caller, whatever the order of the arguments.
+
+    Raises `ValueError` or `TypeError` for arguments that JSON cannot hold, or would turn into others.
+    """
+    given = dict(arguments)
+    if json.loads(canonical(given)) != given:  # a tuple is no list, nor 1 as a key "1"
+        raise ValueError("arguments that are no JSON")
+    who = [caller.tenant, caller.identity, caller.session]
+    what = [spec.name, canonical(spec.schema), canonical(given)]
+    return hashlib.sha256(canonical(who + what).encode("utf-8", "surrogatepass")).hexdigest()

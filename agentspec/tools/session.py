@@ -10,15 +10,12 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
-from agentspec.tools.epochs import epoch_of
-from agentspec.tools.faults import kept_from_agent
-from agentspec.tools.keys import call_key
-from agentspec.tools.policy import ToolSpec
-from agentspec.tools.prediction.history import ToolCall, ToolHistory
-from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import TURN, CallForecast
-from agentspec.tools.prediction.values import is_json
+from agentspec.tools.history import ToolCall, ToolHistory, is_json
+from agentspec.tools.model import PER_TURN, TURN, CallForecast
+from agentspec.tools.observation import OpenForecasts
+from agentspec.tools.policy import ToolSpec, call_key
 from agentspec.tools.speculative_call import (
     CallFailedError,
     EarlyStart,
@@ -27,11 +24,11 @@ from agentspec.tools.speculative_call import (
     TaskCall,
     ThreadCall,
     ToolEvent,
+    kept_from_agent,
 )
-from agentspec.tools.starts import PER_TURN
 
 if TYPE_CHECKING:
-    from agentspec.tools.keys import AgentCaller
+    from agentspec.tools.policy import AgentCaller
     from agentspec.tools.speculator import ToolSpeculator
 
 Invoke = Callable[[ToolCall], Any]
@@ -60,9 +57,10 @@ class ToolSession:
         self._open = OpenForecasts(self._policy.max_age)
         self._stores = True  # whether the turn may be learned
         self._tools: dict[str, ToolSpec] = {}
-        self._functions: Mapping[str, object] = {}
+        self.functions: Mapping[str, Any] = {}  # what runs for each name that is offered
+        self.followed: list[str] = []  # what marks the messages that an adapter has reported
 
-    def offers(self, tools: Sequence[ToolSpec], functions: Mapping[str, object] | None = None) -> None:
+    def offers(self, tools: Sequence[ToolSpec], functions: Mapping[str, Any] | None = None) -> None:
         """The tools that the model can call from now on. Calls of others count as calls that may change something.
 
         `functions` are what runs for each name: what was started of a tool that runs another object now is dropped.
@@ -70,10 +68,10 @@ class ToolSession:
         self._policy.offered([tool.name for tool in tools])
         with self._lock:
             self._tools = {tool.name: tool for tool in tools}
-            before, self._functions = self._functions, dict(functions or {})
+            before, self.functions = self.functions, dict(functions or {})
             for early in list(self._started.values()):
                 name = early.start.call.name
-                if before.get(name) is not self._functions.get(name):
+                if before.get(name) is not self.functions.get(name):
                     self._drop(early, "stale")
 
     def says(self, text: str) -> None:
@@ -325,3 +323,58 @@ class ToolSession:
             return None if spec is None else call_key(self.caller, spec, call.arguments)
         except (ValueError, TypeError, RecursionError):
             return None
+
+
+class SessionEpoch:
+    """One session's epoch. Thread-safe. While a call that may change something runs, nothing is started early."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._writing = 0
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no call that may change something is running."""
+        return self._writing == 0
+
+    def advance(self) -> None:
+        with self._lock:
+            self._number += 1
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a call that may change something: a new epoch at its beginning and at its end.
+
+        A call that is cancelled may go on, in a thread or elsewhere: then nothing is started early any more.
+        """
+        with self._lock:
+            self._number += 1
+            self._writing += 1
+        ended = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            ended = False
+            raise
+        finally:
+            with self._lock:
+                self._number += 1
+                self._writing -= ended
+
+
+_epochs: WeakValueDictionary[tuple[str, str], SessionEpoch] = WeakValueDictionary()  # of the process
+_lock = threading.Lock()
+
+
+def epoch_of(tenant: str, session: str) -> SessionEpoch:
+    """The epoch of a session, which all its agents share, whichever speculator is theirs. Kept while it is in use."""
+    with _lock:
+        known = _epochs.get((tenant, session))
+        if known is None:
+            known = _epochs[tenant, session] = SessionEpoch()
+        return known

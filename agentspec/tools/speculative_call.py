@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentspec.tools.prediction.history import ToolCall
+from agentspec.tools.history import ToolCall
+
+_log = logging.getLogger(__name__)
+_reported: set[tuple[str, type[Exception]]] = set()
 
 Outcome = Literal["start", "hit", "waste", "stale", "failed"]
 
@@ -174,3 +179,14 @@ class TaskCall(SpeculativeCall):
     def _give_back(self) -> None:
         if self._counts.acquire(blocking=False):
             self.start.ended()
+
+
+@contextmanager
+def kept_from_agent(doing: str) -> Iterator[None]:
+    """What fails inside ends there: the agent goes on. The first failure of a kind is logged with its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if (doing, type(error)) not in _reported:
+            _reported.add((doing, type(error)))
+            _log.exception("%s failed; the agent goes on without it", doing)

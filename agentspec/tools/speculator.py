@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from agentspec.tools.faults import kept_from_agent
-from agentspec.tools.keys import AgentCaller
-from agentspec.tools.learned import LearnedCalls
-from agentspec.tools.policy import ToolPolicy
+from agentspec.cache.tool_turns import StoredTurn, new_turn
+from agentspec.errors import CacheError
+from agentspec.tools.history import ToolCall, ToolHistory
+from agentspec.tools.model import AT_ONCE, CallForecast, CallModel, CallPrediction, worthwhile
+from agentspec.tools.observation import LaterScore, TurnObservation
+from agentspec.tools.policy import AgentCaller, ToolPolicy
 from agentspec.tools.session import ToolSession
-from agentspec.tools.speculative_call import ToolEvent
-from agentspec.tools.starts import AT_ONCE
+from agentspec.tools.speculative_call import ToolEvent, kept_from_agent
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
     from agentspec.cache.state import State
+    from agentspec.cache.tool_turns.table import ToolTurnStore
 
 _log = logging.getLogger("agentspec.tools")
 
 _MOST_SESSIONS = 1024
+_MOST_AGENTS = 64  # in memory
+_REFRESH = 1.0  # seconds
 
 
 class ToolSpeculator:
@@ -84,3 +89,105 @@ def _in_memory() -> State:
     from agentspec.cache.state import State
 
     return State(None, ResponseLimits())
+
+
+class _Agent:
+    """One agent's model, and the ids of the stored turns that it was made of."""
+
+    def __init__(self) -> None:
+        self.model = CallModel()
+        self.ids: set[str] = set()
+        self.generation = -1
+        self.refresh_at = 0.0
+        self.reading = threading.Lock()  # one thread at a time reads what is stored
+        self.seconds: list[tuple[str, float]] = []  # (tool, seconds) measured since the last turn that was learned
+
+
+class LearnedCalls:
+    """The models of all agents. Thread-safe. Tenants share nothing."""
+
+    def __init__(self, store: ToolTurnStore) -> None:
+        self._store = store
+        self._lock = threading.RLock()
+        self._agents: OrderedDict[tuple[str, str], _Agent] = OrderedDict()
+
+    def refresh(self, caller: AgentCaller) -> None:
+        """Take in what other processes learned, and drop what was forgotten. Blocks while the database is read."""
+        with self._lock:
+            agent = self._agent(caller)
+        with agent.reading:  # not the other lock, for which event loops wait
+            generation = self._store.generation
+            if generation == agent.generation and time.monotonic() < agent.refresh_at:
+                return
+            try:
+                self._follow(agent, caller)
+            except CacheError as error:
+                _log.warning("what was learned about tools cannot be read: %s", error)
+            agent.generation, agent.refresh_at = generation, time.monotonic() + _REFRESH
+
+    def forecast(
+        self, caller: AgentCaller, history: ToolHistory, tools: Collection[str]
+    ) -> tuple[CallForecast, list[CallPrediction]]:
+        """What the next turn may call, and which of these calls are worth an early start."""
+        with self._lock:
+            model = self._agent(caller).model
+            forecast = model.predict(history, tools)
+            return forecast, worthwhile(forecast.predictions, model.seconds)
+
+    def took(self, caller: AgentCaller, tool: str, seconds: float) -> None:
+        """A tool, or a turn of the model, took so long. It counts from the next turn on that is learned."""
+        with self._lock:
+            agent = self._agent(caller)
+            agent.seconds = [*agent.seconds[-63:], (tool, seconds)]
+
+    def add(
+        self,
+        caller: AgentCaller,
+        history: ToolHistory,
+        calls: Sequence[ToolCall],
+        forecast: CallForecast,
+        tools: Collection[str],
+        later: Sequence[LaterScore] = (),
+    ) -> None:
+        """Learn a turn, and keep it."""
+        with self._lock:
+            agent = self._agent(caller)
+            seconds, agent.seconds = agent.seconds, []
+            observation = agent.model.observe(history, calls, forecast, tools, seconds, later)
+            turn = new_turn(caller.tenant, caller.agent, caller.session, observation.to_json())
+            if self._store.put(turn):
+                agent.model.learn(observation, caller.session)
+                agent.ids.add(turn.id)
+
+    def _agent(self, caller: AgentCaller) -> _Agent:
+        key = caller.tenant, caller.agent
+        agent = self._agents.setdefault(key, _Agent())
+        self._agents.move_to_end(key)
+        while len(self._agents) > _MOST_AGENTS:
+            self._agents.popitem(last=False)
+        return agent
+
+    def _follow(self, agent: _Agent, caller: AgentCaller) -> None:
+        with self._lock:
+            learned = set(agent.ids)
+        stored = self._store.ids(caller.tenant, caller.agent)
+        forgotten = bool(learned.difference(stored))
+        fresh = [id for id in stored if forgotten or id not in learned]
+        turns = self._store.read(caller.tenant, caller.agent, fresh) if fresh else []
+        anew = CallModel()
+        if forgotten or not learned:
+            _learn(anew, turns)
+        with self._lock:
+            if forgotten or not agent.ids:  # a turn that was learned meanwhile is read the next time
+                agent.model, agent.ids = anew, set(stored)
+            else:
+                _learn(agent.model, [turn for turn in turns if turn.id not in agent.ids])
+                agent.ids.update(fresh)
+
+
+def _learn(model: CallModel, turns: Iterable[StoredTurn]) -> None:
+    for turn in turns:
+        try:
+            model.learn(TurnObservation.from_json(turn.body), turn.session)
+        except Exception as error:  # whatever a damaged turn holds
+            _log.warning("what was learned from a turn is left out: %s", error)

@@ -15,11 +15,10 @@ import numpy as np
 from agentspec.recordings.calls import RecordedCall
 from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import EncodedCall
+from agentspec.tools.history import ToolCall, ToolHistory
+from agentspec.tools.model import AT_ONCE, PER_TURN, TURN, CallForecast, CallModel, worthwhile
+from agentspec.tools.observation import OpenForecasts
 from agentspec.tools.policy import ToolPolicy
-from agentspec.tools.prediction.history import ToolCall, ToolHistory
-from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import TURN, CallForecast, CallModel
-from agentspec.tools.starts import AT_ONCE, PER_TURN, worthwhile
 
 USER = 10.0  # seconds
 AGE = ToolPolicy().max_age

@@ -25,7 +25,7 @@ from agentspec.step import report
 from agentspec.step.calls import observe
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
-from agentspec.tools.epochs import epoch_of
+from agentspec.tools.session import epoch_of
 from agentspec.types import Labels
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +63,7 @@ def peek(order: str, state: Annotated[dict[str, Any], InjectedState]) -> str:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("agentspec.tools.starts.pays", lambda probability, *_: probability > 0.2)
+    monkeypatch.setattr("agentspec.tools.model.pays", lambda probability, *_: probability > 0.2)
     ran.clear()
     scopes.clear()
     stock.update({"#W1": 1, "#W2": 2})

@@ -14,7 +14,7 @@ from langchain_core.tools import BaseTool, InjectedToolArg, StructuredTool
 
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
 from agentspec.tools import ToolCall, ToolEvent, ToolPolicy, ToolSpeculator
-from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.model import CallForecast, CallModel, CallPrediction
 
 pytestmark = pytest.mark.anyio
 SCHEMA = {"type": "object", "properties": {"order": {"type": "string"}}, "required": ["order"]}
@@ -73,7 +73,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = CallForecast((CallPrediction(ToolCall("look", {"order": "#W1"}), 0.9, 0.9, 0),), ())
     nothing = CallForecast((), ())
     monkeypatch.setattr(CallModel, "predict", lambda _model, _history, tools: found if "look" in tools else nothing)
-    monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+    monkeypatch.setattr("agentspec.tools.speculator.worthwhile", lambda found, *_: list(found))
 
 
 async def converse(*tools: BaseTool, listed: Sequence[str] = ("look",)) -> tuple[list[Any], list[ToolEvent]]:

@@ -7,11 +7,10 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 
-from agentspec.errors import ConfigurationError, InvalidRequestError, KnowledgeBaseError
+from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge
-from agentspec.langchain.knowledge import MAX_QUERIES
 from agentspec.reasoning.retrieval.knowledge import base
-from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query, SearchResult
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
 from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge, in_memory
 from tests.fakes import FakeEncoder
 
@@ -61,49 +60,10 @@ async def test_a_call_asks_for_one_document_at_least():
 
 async def test_what_a_search_does_not_take_is_refused():
     retriever = KnowledgeRetriever(base=base())
-    with pytest.raises(InvalidRequestError, match="no top_k"):
+    with pytest.raises(TypeError, match="top_k"):
         await retriever.abatch(["the cat"], top_k=2)
     with pytest.raises(TypeError, match="top_k"):
         retriever.invoke("the cat", top_k=2)
-
-
-class Counted:
-    """A knowledge base that notes its searches, or fails."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.inner, self.error = base(), error
-        self.sizes: list[int] = []
-
-    metric = property(lambda self: self.inner.metric)
-
-    async def search(self, queries: list[Query], count: int) -> SearchResult:
-        self.sizes.append(len(queries))
-        if self.error is not None:
-            raise self.error
-        return await self.inner.search(queries, count)
-
-    async def aclose(self) -> None: ...
-
-
-async def test_a_batch_is_one_search():
-    counted = Counted()
-    retriever = KnowledgeRetriever(base=counted, k=2)
-    together = await retriever.abatch(["cat", "dog", "river"])
-    assert counted.sizes == [3]
-    assert together == [await retriever.ainvoke(text) for text in ("cat", "dog", "river")]
-
-
-async def test_a_batch_that_is_too_large_for_a_service_is_several_searches():
-    counted = Counted()
-    assert len(await KnowledgeRetriever(base=counted).abatch(["cat"] * (MAX_QUERIES + 1))) == MAX_QUERIES + 1
-    assert counted.sizes == [MAX_QUERIES, 1]
-
-
-async def test_a_failing_base_fails_every_query_of_a_batch():
-    retriever = KnowledgeRetriever(base=Counted(KnowledgeBaseError("down")))
-    with pytest.raises(KnowledgeBaseError, match="down"):
-        await retriever.abatch(["cat", "dog"])
-    assert [str(one) for one in await retriever.abatch(["cat", "dog"], return_exceptions=True)] == ["down", "down"]
 
 
 class Listing(BaseRetriever):

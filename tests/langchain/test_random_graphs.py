@@ -233,7 +233,7 @@ def taught(events: list[ToolEvent]) -> EarlyTools:
 @pytest.fixture(autouse=True)
 def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools of these tests take no time, so that no early start would pay."""
-    monkeypatch.setattr("agentspec.tools.starts.pays", lambda *_: True)
+    monkeypatch.setattr("agentspec.tools.model.pays", lambda *_: True)
 
 
 def test_a_graph_does_the_same_with_and_without_early_starts() -> None:

@@ -15,8 +15,8 @@ from agentspec.cache.storage.tables import prepare
 from agentspec.cache.tool_turns import new_turn
 from agentspec.cache.tool_turns.table import ToolTurnStore
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
-from agentspec.tools.learned import LearnedCalls
-from agentspec.tools.prediction.history import ToolHistory
+from agentspec.tools.history import ToolHistory
+from agentspec.tools.speculator import LearnedCalls
 
 BROKEN: dict[str, Any] = {
     "after": [[]], "first": {}, "promise": [["user", "x"]], "forms": [], "rules": [], "sources": [], "scores": [],
@@ -28,7 +28,7 @@ POLICY = ToolPolicy(["user", "order"])
 
 @pytest.fixture(autouse=True)
 def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.tools.starts.pays", lambda probability, *_: probability > 0.3)
+    monkeypatch.setattr("agentspec.tools.model.pays", lambda probability, *_: probability > 0.3)
 
 
 def run(call: ToolCall) -> str:
@@ -76,7 +76,7 @@ def test_tenants_and_agents_share_nothing(tmp_path: Path) -> None:
 
 
 def test_results_are_not_shared_between_tenants_identities_and_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentspec.tools.keys import call_key
+    from agentspec.tools.policy import call_key
 
     def key(**caller: Any) -> str:
         return call_key(AgentCaller(**caller), ToolSpec("user"), {"id": "ann_1"})

@@ -26,10 +26,9 @@ from agentspec.tools import (
     ToolSpec,
     ToolSpeculator,
 )
-from agentspec.tools.prediction.history import ToolHistory
-from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.history import ToolHistory
+from agentspec.tools.model import AT_ONCE, PER_TURN, CallForecast, CallModel, CallPrediction
 from agentspec.tools.speculative_call import ThreadCall
-from agentspec.tools.starts import AT_ONCE, PER_TURN
 from tests.conftest import costly
 
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}, "detail": {"type": "boolean", "default": False}}}
@@ -125,7 +124,7 @@ def play(session: ToolSession | None, world: World, seed: int, turns: int = 12) 
 @pytest.fixture(autouse=True)
 def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools of these tests take no time, so that no early start would pay."""
-    monkeypatch.setattr("agentspec.tools.starts.pays", lambda *_: True)
+    monkeypatch.setattr("agentspec.tools.model.pays", lambda *_: True)
 
 
 @pytest.fixture
@@ -135,7 +134,7 @@ def expect(monkeypatch: pytest.MonkeyPatch) -> Any:
     def expect(*calls: ToolCall) -> None:
         predictions = tuple(CallPrediction(call, 0.9, 0.9, 0) for call in calls)
         monkeypatch.setattr(CallModel, "predict", lambda *_: CallForecast(predictions, ()))
-        monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+        monkeypatch.setattr("agentspec.tools.speculator.worthwhile", lambda found, *_: list(found))
 
     return expect
 
@@ -529,7 +528,7 @@ def test_a_predictor_that_fails_is_not_noticed(
     session.begin_turn(world.run)
     session.end_turn([CALL])
     monkeypatch.setattr(CallModel, broken, fails)
-    monkeypatch.setattr("agentspec.tools.faults._told", set())
+    monkeypatch.setattr("agentspec.tools.speculative_call._reported", set())
     for _ in range(3):
         session.begin_turn(world.run)
         session.end_turn([CALL, ToolCall("write", {"id": "A1"})])

@@ -13,8 +13,8 @@ from agentspec.benchmarks.agent_tools.computed import AgentToolsReport, run_agen
 from agentspec.benchmarks.agent_tools.replay import ReplayedTurn, session_times
 from agentspec.cli.bench import app
 from agentspec.errors import ConfigurationError
-from agentspec.tools.prediction.history import ToolCall
-from agentspec.tools.prediction.model import CallForecast, CallPrediction
+from agentspec.tools.history import ToolCall
+from agentspec.tools.model import CallForecast, CallPrediction
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -1,16 +1,15 @@
-"""Predicts an agent's next call from those that followed similar events: the tool's name, then each argument."""
+"""Predicts an agent's next calls from those that followed similar events, and says which are worth an early start."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from agentspec.speculation.governor import Calibration
-from agentspec.tools.prediction.history import Selector, ToolCall, ToolHistory
-from agentspec.tools.prediction.later import LaterRates
-from agentspec.tools.prediction.observation import (
+from agentspec.tools.history import Selector, ToolCall, ToolHistory, canonical, usable
+from agentspec.tools.observation import (
     ANSWER,
     FIRST,
     REPEATED,
@@ -20,9 +19,14 @@ from agentspec.tools.prediction.observation import (
     PredictionScore,
     TurnObservation,
 )
-from agentspec.tools.prediction.rates import NextNames, RuleRates
-from agentspec.tools.prediction.values import canonical, usable
 
+_UNSEEN = 0.03  # the rate of a later call of a tool of which nothing is known
+PER_TURN = 6  # tools that are started for one turn, at most
+AT_ONCE = 8  # that run at the same time, at most
+_COST = 0.25  # of a second of a tool that runs for nothing, in seconds of the agent's time
+_OVERHEAD = 0.001  # seconds that a start costs besides the tool's own time
+_UNKNOWN_TURN = 1.0  # seconds
+_DEPTH = 3  # events before a turn that a call's name may depend on
 MOST_PREDICTIONS = 8  # of a turn
 MOST_LATER = 4  # of later turns besides
 _SELECTORS = 48  # of an argument that are tried, those that found most
@@ -234,3 +238,108 @@ def _level(history: ToolHistory, candidates: list[Candidate]) -> int:
 def _most(counts: dict[Any, int], most: int) -> list[tuple[Any, int]]:
     """The keys counted most; of equals those that came first."""
     return sorted(counts.items(), key=lambda one: -one[1])[:most]
+
+
+def gain(probability: float, later: float, tool_seconds: float, turn_seconds: float) -> float:
+    """The seconds to expect of a start `turn_seconds` before a turn ends: what it saves, less the weighted waste.
+
+    A call that comes `later` saves all of its tool's seconds, since turns and tools run in between.
+    """
+    saved = probability * min(tool_seconds, turn_seconds) + later * tool_seconds
+    return saved - max(0.0, 1.0 - probability - later) * tool_seconds * _COST
+
+
+def pays(probability: float, later: float, tool_seconds: float, turn_seconds: float) -> bool:
+    """Whether a tool should be started: whether its gain is worth it."""
+    return gain(probability, later, tool_seconds, turn_seconds) > _OVERHEAD
+
+
+def worthwhile(predictions: Sequence[CallPrediction], seconds: Mapping[str, float]) -> list[CallPrediction]:
+    """The predictions that pay, those that gain most first. Tools whose time was never measured are left out."""
+    turn = seconds.get(TURN, _UNKNOWN_TURN)
+
+    def terms(one: CallPrediction) -> tuple[float, float, float, float]:
+        return one.probability, one.later, seconds[one.call.name], turn
+
+    known = [one for one in predictions if one.call.name in seconds]
+    return sorted((one for one in known if pays(*terms(one))), key=lambda one: -gain(*terms(one)))
+
+
+class RuleRates:
+    """For each key the share of tries that hit, drawn towards a prior where there were few."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, list[int]] = {}
+
+    def add(self, key: Hashable, hit: bool) -> None:
+        seen = self._counts.setdefault(key, [0, 0])
+        seen[0] += hit
+        seen[1] += 1
+
+    def correct(self, key: Hashable) -> None:
+        """A try that was counted without a hit has hit after all."""
+        self._counts.setdefault(key, [0, 1])[0] += 1
+
+    def rate(self, key: Hashable, prior: float, weight: float) -> float:
+        """The rate, where `prior` counts for `weight` tries."""
+        hits, tries = self._counts.get(key, (0, 0))
+        return (hits + weight * prior) / (tries + weight)
+
+
+class NextNames:
+    """Which tool's call, or which answer, follows the last events: an n-gram model that backs off to fewer events."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, ...], dict[str, int]] = {}
+
+    def add(self, after: Sequence[str], name: str) -> None:
+        for context in _contexts(after):
+            counts = self._counts.setdefault(context, {})
+            counts[name] = counts.get(name, 0) + 1
+
+    def probabilities(self, after: Sequence[str]) -> dict[str, float]:
+        """The probability of each name seen so far, and of an answer; the rest is for tools never called."""
+        names = {**self._counts.get((), {}), ANSWER: 0}
+        estimate = dict.fromkeys(names, 1.0 / (len(names) + 1))
+        for context in _contexts(after):
+            counts = self._counts.get(context)
+            if counts is None:
+                break
+            weight = len(counts)
+            total = sum(counts.values()) + weight
+            estimate = {name: (counts.get(name, 0) + weight * estimate[name]) / total for name in names}
+        return estimate
+
+
+def _contexts(after: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The last 0, 1, … events."""
+    for length in range(min(_DEPTH, len(after)) + 1):
+        yield tuple(after[len(after) - length :])
+
+
+class LaterRates:
+    """How often calls of an outlook came later: by all of it, drawn towards what is known of less of it."""
+
+    def __init__(self) -> None:
+        self._rates = RuleRates()
+
+    def add(self, outlook: Outlook, hit: bool) -> None:
+        """Count a prediction without a hit, or the hit of one that was counted."""
+        for key in _keys(outlook):
+            if hit:
+                self._rates.correct(key)
+            else:
+                self._rates.add(key, False)
+
+    def rate(self, outlook: Outlook) -> float:
+        rate = _UNSEEN
+        for key in _keys(outlook):
+            rate = min(1.0, self._rates.rate(key, rate, 3.0))
+        return rate
+
+
+def _keys(outlook: Outlook) -> Iterator[Hashable]:
+    """From the least that is known to all of it."""
+    yield outlook.tool
+    yield outlook.tool, outlook.after, outlook.again
+    yield outlook.tool, outlook.after, outlook.again, outlook.rules

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentspec.errors import CacheFormatError
-from agentspec.tools.prediction.history import Selector
+from agentspec.tools.history import Selector
 
+if TYPE_CHECKING:
+    from agentspec.tools.model import CallForecast
+
+_MOST_OPEN = 64  # predictions of a session whose calls may still come
 ANSWER = ""  # in place of a tool's name where the model made no call
 FIRST, REPEATED = range(2)  # kinds of predictions, calibrated apart
 _VERSION = 3
@@ -114,3 +120,40 @@ def _rule(value: list[Any]) -> ArgumentRule:
 def _outlook(value: list[Any]) -> Outlook:
     tool, after, again, rules = value
     return Outlook(tool, after, again, tuple(map(_rule, rules)))
+
+
+class OpenForecast(NamedTuple):
+    """A prediction that may come true until `ends`, in seconds."""
+
+    identity: str
+    outlook: Outlook
+    ends: float
+
+
+class OpenForecasts:
+    """A session's predictions that may come true in a later turn. `age`: the most seconds that a result may wait."""
+
+    def __init__(self, age: float) -> None:
+        self._age = age
+        self._open: deque[OpenForecast] = deque(maxlen=_MOST_OPEN)
+
+    def settle(
+        self, forecast: CallForecast, made: Collection[str], *, began: float, now: float, voids: bool
+    ) -> tuple[LaterScore, ...]:
+        """What a turn with the calls `made`, by identity, tells of its own predictions and of earlier ones.
+
+        The turn `began` and ended at these seconds; it `voids` what was started before if it changes something.
+        """
+        earlier, self._open = self._open, deque(maxlen=_MOST_OPEN)
+        came = [one for one in earlier if one.identity in made and now < one.ends and not voids]
+        scores = [LaterScore(one.outlook, True) for one in came]
+        if not voids:
+            self._open.extend(one for one in earlier if one.identity not in made and now < one.ends)
+        for one in forecast.predictions:
+            if one.outlook is None:
+                continue
+            scores.append(LaterScore(one.outlook, False))
+            if not voids and one.call.identity not in made:
+                ends = began + self._age
+                self._open.append(OpenForecast(one.call.identity, one.outlook, ends))
+        return tuple(scores)

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import CacheFormatError
-from agentspec.tools.prediction.history import ToolCall, ToolHistory
-from agentspec.tools.prediction.later import OpenForecasts
-from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
-from agentspec.tools.prediction.observation import Outlook, TurnObservation
-from agentspec.tools.prediction.values import canonical, leaves, shape, spans
+from agentspec.tools.history import ToolCall, ToolHistory, canonical, leaves, shape, spans
+from agentspec.tools.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.observation import OpenForecasts, Outlook, TurnObservation
 
 TOOLS = {"user", "orders", "order"}
 
