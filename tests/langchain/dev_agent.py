@@ -17,7 +17,8 @@ from pydantic import SecretStr
 
 from agentspec.cache import SuffixCache
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
-from agentspec.tools import ToolPolicy, ToolSpeculator, starts
+from agentspec.tools import ToolPolicy, ToolSpeculator
+from agentspec.tools import model as calls
 
 FOLDER = Path(os.environ["DEV_AGENT_FOLDER"])
 
@@ -36,7 +37,7 @@ def look(order: str) -> str:
     return f"{order} is on its way"
 
 
-starts.pays = lambda probability, *_: probability > 0.2  # the scripted model answers at once: little would pay
+calls.pays = lambda probability, *_: probability > 0.2  # the scripted model answers at once: little would pay
 speculator = ToolSpeculator(ToolPolicy(["look"]), cache=SuffixCache.open(FOLDER / "cache"))
 model: Any = ChatOpenAI(model="some", base_url=os.environ["DEV_AGENT_URL"], api_key=SecretStr("k"), streaming=True)
 graph = create_agent(model, [look], middleware=[AgentSpecMiddleware(early_tools=EarlyTools(speculator))], name="shop")
