@@ -204,28 +204,18 @@ class RaLMSpecSettings(RetrievalSettings, StrategySettings):
         return {"knowledge": self.knowledge}
 
 
-class KnnSettings(SettingsModel):
-    """`weight`, `temperature` and `neighbours` determine the answer; the other settings only change its speed."""
+class KnnLmSettings(StrategySettings):
+    """`[models.NAME] strategy = "knnlm"`: KNN-LM (arXiv 1911.00172), searched as RaLMSpec does, lossless."""
 
+    lossy = False
+    implementation = "agentspec.reasoning.retrieval.knn.backend:KnnBackend"
+    strategy: Literal["knnlm"] = "knnlm"
+    datastore: UserPath = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
     neighbours: int = Field(default=16, ge=1, le=1024, description="Nearest entries that share p_knn: k")
     weight: float = Field(default=0.25, gt=0, lt=1, description="Share of p_knn in the mixture: lambda")
     temperature: float = Field(
         default=100.0, gt=0, description="Squared distance that makes an entry count e times less"
     )
-    prefetch: int = Field(default=10, ge=0, le=1024, description="Entries behind each one found that are cached: n")
-    stride: Literal["os3"] | Annotated[int, Field(ge=1)] = Field(
-        default="os3", description="Queries gathered for one search of the datastore; os3 adapts to what pays"
-    )
-    bound: bool = Field(default=True, description="Ask for no neighbours where they cannot change a greedy token")
-
-
-class KnnLmSettings(KnnSettings, StrategySettings):
-    """`[models.NAME] strategy = "knnlm"`: KNN-LM (arXiv 1911.00172), searched as RaLMSpec does, lossless."""
-
-    lossy = False
-    implementation = "agentspec.reasoning.retrieval.knn.backend:KnnStrategy"
-    strategy: Literal["knnlm"] = "knnlm"
-    datastore: UserPath = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
 
     @property
     def answer_settings(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.reasoning.retrieval.knn.build import Progress
+    from agentspec.reasoning.retrieval.knn.datastore import Progress
 
 app = typer.Typer(help="Make knowledge bases.", no_args_is_help=True)
 knn = typer.Typer(help="Build a KNN-LM datastore.", no_args_is_help=True)
@@ -106,8 +106,8 @@ def build_datastore(
 
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
-    from agentspec.reasoning.retrieval.knn.build import Corpus
-    from agentspec.reasoning.retrieval.knn.build import build as build_store
+    from agentspec.reasoning.retrieval.knn.datastore import Corpus
+    from agentspec.reasoning.retrieval.knn.datastore import build as build_store
 
     async def run() -> None:
         written = 0

@@ -9,7 +9,7 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.torch import TorchBackend
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
-from agentspec.reasoning.retrieval.knn.backend import KnnStrategy
+from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.testing import FakeBackend
 
 ABILITIES = {
@@ -18,7 +18,7 @@ ABILITIES = {
     TorchBackend: {ReportsMetrics},
     DelegationBackend: {AddsHeaders},
     RetrievalBackend: {AddsHeaders},
-    KnnStrategy: {AddsHeaders},
+    KnnBackend: {AddsHeaders},
 }
 
 

@@ -1,18 +1,16 @@
-"""KNN-LM as a `Backend`: answers from a local model and a datastore of its hidden states."""
+"""KNN-LM as a `Backend`: mixes a local model's next-token distribution with the tokens after similar hidden states."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentspec.backends.base import Backend, Capabilities, is_local
+from agentspec.backends.base import Capabilities, is_local
 from agentspec.errors import ConfigurationError, NotReadyError
 from agentspec.reasoning.retrieval.knn.datastore import Datastore
-from agentspec.reasoning.retrieval.knn.decoder import KnnDecoder, KnnStride, Mixture
-from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache
-from agentspec.reasoning.settings import KnnLmSettings, KnnSettings
+from agentspec.reasoning.retrieval.knn.decoder import DatastoreSearch, KnnDecoder, Mixture, NeighbourCache
+from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
 from agentspec.types import Delta, GenerateRequest
 
@@ -20,39 +18,46 @@ if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
 
 
-class KnnBackend:
-    """Answers with the distribution of `base`, mixed with a datastore's. The owner of `base` closes it.
+@dataclass(slots=True)
+class KnnBackend(Strategy[KnnLmSettings]):
+    """Answers with the distribution of `base`, mixed with a datastore's, once `prepare` has loaded the datastore. The
+    owner of `base` closes it.
 
     `request.speculation` says whether to guess neighbours; the answer is the same either way.
     """
 
-    def __init__(self, base: TorchBackend, datastore: DatastoreSearch, settings: KnnSettings) -> None:
-        self.settings = settings
-        self._base, self._datastore = base, datastore
-        self._mixture = Mixture(settings.weight, settings.temperature)
+    name: str
+    settings: KnnLmSettings
+    base: ModelRef
+    _model: TorchBackend | None = None
+    _datastore: DatastoreSearch | None = None
 
     @classmethod
-    async def open(cls, base: Backend, folder: Path, settings: KnnSettings, *, model: str) -> KnnBackend:
-        """Load a datastore onto the model's device, at 4 bytes a number. Raises `ConfigurationError` if `base` is no
-        local model, and for a folder without a complete datastore of that model.
-        """
-        if not is_local(base, "open_steps"):
-            raise ConfigurationError(f'KNN-LM needs a local model: {model!r} is no backend of kind "torch"')
-        store = Datastore.open(folder, fingerprint=base.fingerprint, model=model)
-        return cls(base, DatastoreSearch(store, await base.open_scan(store.keys)), settings)
-
-    def with_settings(self, settings: KnnSettings) -> KnnBackend:
-        """The same model and datastore with other settings."""
-        return KnnBackend(self._base, self._datastore, settings)
+    def open(cls, name: str, settings: KnnLmSettings, dependencies: Dependencies) -> KnnBackend:
+        return cls(name, settings, dependencies.find(settings.base))
 
     @property
-    def entries(self) -> int:
-        """The number of entries in the datastore."""
-        return self._datastore.store.manifest.entries
+    def roles(self) -> dict[str, ModelRef]:
+        return {"base": self.base}
+
+    async def prepare(self) -> list[str]:
+        """Load the datastore onto the model's device, at 4 bytes a number. Raises `ConfigurationError` if the base is
+        no local model, and for a folder without a complete datastore of that model.
+        """
+        model = self.base.backend
+        if not is_local(model, "open_steps"):
+            named = f"models.{self.name}: KNN-LM needs a local model: {self.base.model!r}"
+            raise ConfigurationError(f'{named} is no backend of kind "torch"')
+        try:
+            store = Datastore.open(self.settings.datastore, fingerprint=model.fingerprint, model=self.base.model)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"models.{self.name}: {error}") from error
+        self._model, self._datastore = model, DatastoreSearch(store, await model.open_scan(store.keys))
+        return []
 
     @property
     def capabilities(self) -> Capabilities:
-        own = self._base.capabilities
+        own = self.base.backend.capabilities
         return Capabilities(
             token_ids=own.token_ids,
             continue_final=own.continue_final,
@@ -65,8 +70,12 @@ class KnnBackend:
 
         Raises `InvalidRequestError` as the base does, and for several choices or log-probabilities.
         """
-        session = await self._base.open_steps(request)
-        decoder = self._decoder(speculation=request.speculation)
+        if self._model is None or self._datastore is None:
+            raise NotReadyError(f"the datastore of {self.name!r} is not open yet")
+        session = await self._model.open_steps(request)
+        mixture = Mixture(self.settings.weight, self.settings.temperature)
+        cache = NeighbourCache(self._datastore.store) if request.speculation else None
+        decoder = KnnDecoder(self._datastore, mixture, self.settings.neighbours, cache)
         delta = Delta()
         while delta.finish_reason is None:
             if tokens := await session.run(decoder.advance):
@@ -74,59 +83,3 @@ class KnnBackend:
                 if delta.finish_reason is not None:
                     delta = replace(delta, speculation=decoder.counters.summary())
                 yield delta
-
-    async def aclose(self) -> None:
-        """Does nothing: whoever built the base closes it."""
-
-    def _decoder(self, *, speculation: bool) -> KnnDecoder:
-        settings, store = self.settings, self._datastore.store
-        return KnnDecoder(
-            self._datastore,
-            self._mixture,
-            settings.neighbours,
-            NeighbourCache(store, settings.prefetch) if speculation else None,
-            KnnStride(None if settings.stride == "os3" else settings.stride),
-            bound=settings.bound,
-        )
-
-
-@dataclass(slots=True)
-class KnnStrategy(Strategy[KnnLmSettings]):
-    """`[models.name] strategy = "knnlm"`: a `KnnBackend` that can answer after `prepare` has loaded its datastore."""
-
-    name: str
-    settings: KnnLmSettings
-    base: ModelRef
-    _opened: KnnBackend | None = None
-
-    @classmethod
-    def open(cls, name: str, settings: KnnLmSettings, dependencies: Dependencies) -> KnnStrategy:
-        return cls(name, settings, dependencies.find(settings.base))
-
-    @property
-    def roles(self) -> dict[str, ModelRef]:
-        return {"base": self.base}
-
-    async def prepare(self) -> list[str]:
-        """Raises `ConfigurationError` as `KnnBackend.open` does, naming the table."""
-        try:
-            self._opened = await KnnBackend.open(
-                self.base.backend, self.settings.datastore, self.settings, model=self.base.model
-            )
-        except ConfigurationError as error:
-            raise ConfigurationError(f"models.{self.name}: {error}") from error
-        return []
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._ready.capabilities
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """As `KnnBackend.generate`."""
-        return self._ready.generate(request)
-
-    @property
-    def _ready(self) -> KnnBackend:
-        if self._opened is None:
-            raise NotReadyError(f"the datastore of {self.name!r} is not open yet")
-        return self._opened

@@ -8,7 +8,7 @@ with the same noise. A right guess only means that the forward after the token h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -17,17 +17,103 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.base import Floats
-from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
+from agentspec.reasoning.retrieval.knn.datastore import Datastore, Keys, Values
 from agentspec.speculation.stride import RunningMean, os3
 from agentspec.types import KnnSpeculation
 
 if TYPE_CHECKING:
+    from agentspec.backends.torch.model.vector_scan import VectorScan
     from agentspec.backends.torch.stepwise import TorchSteps
 
 WINDOW = 8  # the hit rate is estimated from so many searches
 SLACK = 1e-4  # of probability: far more than the error of rounding to float32
 
+BLOCK = 4096  # entries whose distances are computed together
+CACHED = 4096  # entries that a request's cache holds
+PREFETCH = 10  # entries behind each one found that are cached: n of RaLMSpec
+
 Prior = NDArray[np.float64]
+Distances = NDArray[np.float64]
+Entries = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Neighbours:
+    """Entries [n] with their squared distances and tokens, nearest first; ties are ordered by entry id."""
+
+    entries: Entries
+    distances: Distances
+    tokens: Values
+
+
+class DatastoreSearch:
+    """Exact search. A result depends only on its query, not on the other queries of the batch."""
+
+    def __init__(self, store: Datastore, scan: VectorScan) -> None:
+        self.store = store
+        self._scan = scan
+
+    def search(self, queries: Floats, count: int) -> list[Neighbours]:
+        """The `count` nearest entries for each of `queries` [q, width], or all entries if there are fewer, in one pass.
+
+        The scan only selects candidates; float64 distances between query and stored keys rank them.
+        """
+        candidates = self._scan.near(queries, count)
+        return [self._exact(query, near, count) for query, near in zip(queries, candidates, strict=True)]
+
+    def _exact(self, query: Floats, near: Entries, count: int) -> Neighbours:
+        blocks = [near[start : start + BLOCK] for start in range(0, len(near), BLOCK)]
+        distances = np.concatenate([squared_distances(self.store.keys[block], query) for block in blocks])
+        return nearest(near, distances, self.store.values[near], count)
+
+
+class NeighbourCache:
+    """A request's cache of the entries that its searches found and of the entries after each of them in the corpus.
+
+    A text often continues as its neighbours did, so that the cache likely holds the next query's neighbours (RaLMSpec,
+    Zhang et al. 2024, section 5.3). New entries evict the oldest.
+    """
+
+    def __init__(self, store: Datastore) -> None:
+        self._store = store
+        self._ahead = np.arange(PREFETCH + 1)
+        self._entries = np.empty(0, np.int64)
+        self._keys = np.empty((0, store.keys.shape[1]), np.float32)
+        self._halves = np.empty(0, np.float32)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, found: Iterable[Neighbours]) -> None:
+        """Add found entries, and the entries that follow each of them in the corpus."""
+        wanted = np.concatenate([(each.entries[:, None] + self._ahead).ravel() for each in found])
+        fresh = np.setdiff1d(wanted[wanted < len(self._store.values)], self._entries)
+        keys = self._store.keys[fresh].astype(np.float32)
+        keep = max(0, CACHED - len(fresh))
+        kept = slice(max(0, len(self) - keep), None)
+        self._entries = np.concatenate([self._entries[kept], fresh])[-CACHED:]
+        self._keys = np.concatenate([self._keys[kept], keys])[-CACHED:]
+        halves = np.einsum("ij,ij->i", keys, keys) / 2
+        self._halves = np.concatenate([self._halves[kept], halves])[-CACHED:]
+
+    def search(self, query: Floats, count: int) -> Neighbours:
+        """The `count` nearest cached entries by float32 distances; a search of the datastore verifies them later."""
+        halves = self._halves - np.einsum("ij,j->i", self._keys, query)
+        best = np.argpartition(halves, min(count, len(halves)) - 1)[:count]
+        distances = 2 * halves[best].astype(np.float64) + float(np.square(query, dtype=np.float64).sum())
+        return nearest(self._entries[best], distances, self._store.values[self._entries[best]], count)
+
+
+def squared_distances(keys: Keys, query: Floats) -> Distances:
+    """Distances of `keys` [n, width] from `query` [width]. Each row is summed by itself: other keys never change it."""
+    differences = keys.astype(np.float64) - query
+    return np.asarray(np.square(differences, out=differences).sum(axis=1))
+
+
+def nearest(entries: Entries, distances: Distances, tokens: Values, count: int) -> Neighbours:
+    """The first `count` entries, ordered by distance and then by entry id."""
+    order = np.lexsort((entries, distances))[:count]
+    return Neighbours(entries[order], distances[order], tokens[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +162,9 @@ class KnnStride:
     """OS3 (Zhang et al. 2024, section 4) with synchronous verification: the stride that verifies most queries a second.
 
     A search takes hardly longer for more queries. A batch's first wrong guess costs no further search: its token is
-    drawn from what the search found. A stride of 1 is therefore sequential retrieval. `fixed` turns adaptation off.
+    drawn from what the search found. A stride of 1 is therefore sequential retrieval.
     """
 
-    fixed: int | None = None
     _guess: RunningMean = field(default_factory=RunningMean)
     _search: RunningMean = field(default_factory=RunningMean)
     _seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -101,8 +186,6 @@ class KnnStride:
         self._seen.append((right, right + wrong))
 
     def choose(self) -> int:
-        if self.fixed is not None:
-            return self.fixed
         if self._guess.value is None or self._search.value is None:
             return 1
         return os3(self._guess.value, self._search.value, self.gamma, asynchronous=False)
@@ -159,7 +242,7 @@ class KnnCounters:
 class KnnDecoder:
     """Decodes one answer, one forward or one search at a time. `cache` is None for sequential KNN-LM.
 
-    With `bound`, no search is made for a token that the model alone decides (see `Mixture.decided`).
+    No search is made for a token that the model alone decides (see `Mixture.decided`).
     """
 
     datastore: DatastoreSearch
@@ -167,7 +250,6 @@ class KnnDecoder:
     count: int
     cache: NeighbourCache | None = None
     stride: KnnStride = field(default_factory=KnnStride)
-    bound: bool = True
     counters: KnnCounters = field(default_factory=KnnCounters)
     _pending: list[TokenGuess] = field(default_factory=list)
     _known: int = 0
@@ -207,7 +289,7 @@ class KnnDecoder:
         self.counters.model_seconds += (forwarded := perf_counter()) - began
         if self.cache is None:
             return TokenGuess(prior, state.hidden, None)
-        if self.bound and steps.plain and (token := self.mixture.decided(prior)) is not None:
+        if steps.plain and (token := self.mixture.decided(prior)) is not None:
             return TokenGuess(prior, state.hidden, token, decided=True)
         token = None
         if len(self.cache):

@@ -16,11 +16,12 @@ import torch
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
-from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.settings import KnnSettings
-from agentspec.testing import FakeBackend
+from agentspec.reasoning.retrieval.knn.datastore import Corpus, build
+from agentspec.reasoning.retrieval.knn.decoder import KnnStride, Mixture
+from agentspec.reasoning.settings import KnnLmSettings
+from agentspec.reasoning.strategy import ModelRef
 from agentspec.types import Delta, GenerateRequest, KnnSpeculation, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -55,8 +56,24 @@ async def folder(backend: TorchBackend, corpus: Path, tmp_path_factory: pytest.T
     return folder
 
 
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Takes a stride that does not adapt, and asks for every token unless told otherwise."""
+
+    def fix(stride: int | None = None, *, bound: bool = True) -> None:
+        if stride is not None:
+            monkeypatch.setattr(KnnStride, "choose", lambda self: stride)
+        if not bound:
+            monkeypatch.setattr(Mixture, "decided", lambda self, prior: None)
+
+    return fix
+
+
 async def opened(backend: TorchBackend, folder: Path, **knobs: Any) -> KnnBackend:
-    return await KnnBackend.open(backend, folder, KnnSettings(**(SOFT | knobs)), model="tiny")
+    settings = KnnLmSettings(base="tiny", datastore=folder, **(SOFT | knobs))
+    model = KnnBackend("knn", settings, ModelRef(backend, "tiny"))
+    await model.prepare()
+    return model
 
 
 def prompts() -> list[str]:
@@ -100,18 +117,25 @@ async def alone(backend: TorchBackend, folder: Path) -> Alone:
 @pytest.mark.parametrize(
     ("stride", "bound"),
     [
-        ("os3", True),
+        (None, True),
         (4, False),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in [(1, True), (2, True), (3, True), (5, True), (8, True), ("os3", False)]
+            for one in [(1, True), (2, True), (3, True), (5, True), (8, True), (None, False)]
         ),
     ],
 )
 async def test_speculation_changes_no_byte(
-    backend: TorchBackend, folder: Path, alone: Alone, stride: Any, bound: bool, count: int
+    backend: TorchBackend,
+    folder: Path,
+    alone: Alone,
+    fixed: Callable[..., None],
+    stride: int | None,
+    bound: bool,
+    count: int,
 ) -> None:
-    model = await opened(backend, folder, stride=stride, bound=bound)
+    fixed(stride, bound=bound)
+    model = await opened(backend, folder)
     drafted = accepted = 0
     for number, prompt in enumerate(prompts()[:count]):
         for seed, sampling in ((-1, GREEDY), (number, sampled(number))):
@@ -153,8 +177,9 @@ def plain_knn_lm(module: Any, text: Sequence[int], keys: Any, values: Any) -> in
     return int((SOFT["weight"] * p_knn + (1 - SOFT["weight"]) * p_lm).argmax())
 
 
-async def test_batches_save_searches(backend: TorchBackend, folder: Path) -> None:
-    model = await opened(backend, folder, stride=4, bound=False)
+async def test_batches_save_searches(backend: TorchBackend, folder: Path, fixed: Callable[..., None]) -> None:
+    fixed(4, bound=False)
+    model = await opened(backend, folder)
     _, _, last = await answer(model, asked("red green blue", SamplingParams(temperature=0, max_tokens=60)))
     done = last.speculation
     assert isinstance(done, KnnSpeculation)
@@ -163,10 +188,11 @@ async def test_batches_save_searches(backend: TorchBackend, folder: Path) -> Non
     assert done.steps < 60 * 2
 
 
-async def test_decided_tokens_ask_for_nothing(backend: TorchBackend, folder: Path) -> None:
+async def test_decided_tokens_ask_for_nothing(backend: TorchBackend, folder: Path, fixed: Callable[..., None]) -> None:
     request = asked("red green blue", SamplingParams(temperature=0, max_tokens=24))
     with_bound, _, done = await answer(await opened(backend, folder, weight=0.01), request)
-    without, _, all_asked = await answer(await opened(backend, folder, weight=0.01, bound=False), request)
+    fixed(bound=False)
+    without, _, all_asked = await answer(await opened(backend, folder, weight=0.01), request)
     assert with_bound == without
     assert isinstance(done.speculation, KnnSpeculation) and isinstance(all_asked.speculation, KnnSpeculation)
     assert done.speculation.decided > 0 and all_asked.speculation.decided == 0
@@ -183,9 +209,10 @@ async def test_decided_tokens_ask_for_nothing(backend: TorchBackend, folder: Pat
     ],
 )
 async def test_processors_see_the_drafted_history(
-    backend: TorchBackend, folder: Path, sampling: SamplingParams
+    backend: TorchBackend, folder: Path, sampling: SamplingParams, fixed: Callable[..., None]
 ) -> None:
-    model = await opened(backend, folder, stride=4)
+    fixed(4)
+    model = await opened(backend, folder)
     for prompt in prompts()[:2]:
         off = await answer(model, asked(prompt, sampling, speculation=False))
         on = await answer(model, asked(prompt, sampling))
@@ -231,8 +258,3 @@ async def test_what_it_does_not_carry_is_refused(backend: TorchBackend, folder: 
     with pytest.raises(InvalidRequestError) as caught:
         await answer(model, asked("red", SamplingParams(**{name: value})))
     assert caught.value.param == name
-
-
-async def test_other_backends_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="local model"):
-        await KnnBackend.open(FakeBackend("x"), folder, KnnSettings(), model="far")

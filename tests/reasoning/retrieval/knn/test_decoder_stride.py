@@ -24,13 +24,6 @@ def test_it_begins_with_one_by_one() -> None:
     assert stride.choose() == 1
 
 
-@pytest.mark.parametrize("fixed", [1, 3, 16])
-def test_a_fixed_one_does_not_adapt(fixed: int) -> None:
-    stride = KnnStride(fixed)
-    stride.searched(100.0)
-    assert stride.choose() == fixed
-
-
 def test_slow_searches_and_good_guesses_lengthen_it() -> None:
     assert learned(1.0, 0.01, 4, 4).choose() == 1
     assert learned(1.0, 1.0, 40, 4).choose() > learned(1.0, 1.0, 4, 4).choose()

@@ -13,9 +13,9 @@ from agentspec.backends.base import AddsHeaders
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, NotReadyError
-from agentspec.reasoning.retrieval.knn.backend import KnnBackend, KnnStrategy
-from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.settings import KnnLmSettings, KnnSettings
+from agentspec.reasoning.retrieval.knn.backend import KnnBackend
+from agentspec.reasoning.retrieval.knn.datastore import Corpus, build
+from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings, load_settings
@@ -73,11 +73,11 @@ async def test_a_datastore_that_is_not_there_is_a_configuration_error(tiny_model
 
 
 async def test_the_base_must_be_local(tmp_path: Path) -> None:
-    strategy = KnnStrategy("facts", KnnLmSettings(base="far", datastore=tmp_path), ModelRef(FakeBackend(), "far"))
+    strategy = KnnBackend("facts", KnnLmSettings(base="far", datastore=tmp_path), ModelRef(FakeBackend(), "far"))
     with pytest.raises(ConfigurationError, match=r'models\.facts: .*"torch"'):
         await strategy.prepare()
     with pytest.raises(NotReadyError):
-        strategy.generate(GenerateRequest("facts", text="x"))
+        await anext(strategy.generate(GenerateRequest("facts", text="x")))
 
 
 def test_the_table_is_checked_when_it_is_read(tmp_path: Path) -> None:
@@ -95,7 +95,9 @@ def test_the_table_is_checked_when_it_is_read(tmp_path: Path) -> None:
 async def test_the_default_model_says_the_same_with_and_without_speculation(default_model: Any, tmp_path: Path) -> None:
     backend = TorchBackend.load(TorchSettings(model="smollm2-135m", max_draft_tokens=0))
     try:
-        model = await KnnBackend.open(backend, await make_store(backend, tmp_path), KnnSettings(weight=0.5), model="m")
+        settings = KnnLmSettings(base="m", datastore=await make_store(backend, tmp_path), weight=0.5)
+        model = KnnBackend("facts", settings, ModelRef(backend, "m"))
+        await model.prepare()
         for prompt in ("The river Elbe rises in the", "Photosynthesis turns"):
             for chosen in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
                 sampling = SamplingParams(max_tokens=16, **chosen)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.model.vector_scan import VectorScan
+from agentspec.reasoning.retrieval.knn import decoder
 from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest
-from agentspec.reasoning.retrieval.knn.decoder import Mixture
-from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
+from agentspec.reasoning.retrieval.knn.decoder import PREFETCH, DatastoreSearch, Mixture, NeighbourCache, Neighbours
 
 CPU = torch.device("cpu")
 
@@ -87,17 +87,19 @@ def test_a_batch_finds_what_single_queries_find(offset: float) -> None:
 
 def test_the_cache_holds_what_was_found_and_what_follows() -> None:
     store = store_of(np.arange(40)[:, None])
-    cache = NeighbourCache(store, prefetch=2)
+    cache = NeighbourCache(store)
     cache.add([Neighbours(np.array([10, 39]), np.zeros(2), store.values[[10, 39]])])
-    assert len(cache) == 4  # 10, 11, 12 and the last one
+    assert len(cache) == PREFETCH + 2  # 10, those behind it and the last one
     found = cache.search(np.array([11.2], np.float32), 3)
     assert found.entries.tolist() == [11, 12, 10]
     assert np.allclose(found.distances, [0.04, 0.64, 1.44], atol=1e-5)
 
 
-def test_the_cache_forgets_the_oldest() -> None:
+def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "PREFETCH", 0)
+    monkeypatch.setattr(decoder, "CACHED", 10)
     store = store_of(np.arange(100)[:, None])
-    cache = NeighbourCache(store, prefetch=0, capacity=10)
+    cache = NeighbourCache(store)
     for first in range(0, 100, 5):
         cache.add([Neighbours(np.arange(first, first + 5), np.zeros(5), store.values[first : first + 5])])
     assert len(cache) == 10

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knn import build as build_module
-from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest, DatastoreWriter
+from agentspec.reasoning.retrieval.knn import datastore as module
+from agentspec.reasoning.retrieval.knn.datastore import Corpus, Datastore, DatastoreManifest, DatastoreWriter, build
 
 pytestmark = pytest.mark.anyio
 
@@ -45,8 +44,8 @@ def encode(text: str) -> list[int]:
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
-    monkeypatch.setattr(build_module, "BATCH_TOKENS", 30)
-    monkeypatch.setattr(build_module, "WINDOW", 16)
+    monkeypatch.setattr(module, "BATCH_TOKENS", 30)
+    monkeypatch.setattr(module, "WINDOW", 16)
     plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
     plain.write_text("".join(json.dumps({"text": f"{i} " + "abc" * (i % 9)}) + "\n\n" for i in range(20)))
     with gzip.open(packed, "wt") as file:
@@ -70,7 +69,7 @@ async def test_every_token_but_the_first_is_an_entry(corpus: Corpus, tmp_path: P
     assert texts[-1] == "T4\nxyz"
     assert store.values.tolist() == [token for text in texts for token in encode(text)[1:]]
     assert store.keys[:, 2].tolist() == [token for text in texts for token in encode(text)[:-1]]
-    assert store.keys[:, 1].max() == build_module.WINDOW - 1  # longer texts begin anew
+    assert store.keys[:, 1].max() == module.WINDOW - 1  # longer texts begin anew
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 5])
@@ -148,14 +147,14 @@ async def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, co
 
 def test_one_file_is_open_at_a_time(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[IO[str]] = []
-    really = build_module.open_lines
+    really = module.open_lines
 
     def open_lines(file: Path) -> IO[str]:
         assert all(before.closed for before in opened)
         opened.append(really(file))
         return opened[-1]
 
-    monkeypatch.setattr(build_module, "open_lines", open_lines)
+    monkeypatch.setattr(module, "open_lines", open_lines)
     assert corpus.count() == 25 and len(opened) == len(corpus.files)
 
 
