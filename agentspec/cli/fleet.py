@@ -22,7 +22,7 @@ KeyOption = Annotated[
 NameArgument = Annotated[str, typer.Argument(help="A member as `fleet status` names it, or a backend for all of its")]
 LOCAL = "http://127.0.0.1:8700"
 SECONDS = 10.0
-_COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "calls", "retries", "failures", "ejections")
+_COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "calls", "retries", "failures")
 
 
 @app.command()

@@ -52,7 +52,6 @@ class MemberSample:
     calls: int
     retries: int
     failures: int
-    ejections: int
     running: int | None = None
     waiting: int | None = None
     kv_use: float | None = None

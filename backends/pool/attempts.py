@@ -22,8 +22,8 @@ from agentspec.errors import (
 from agentspec.placement import Call
 
 UNAVAILABLE = frozenset({502, 503})
-"""Statuses that open a circuit breaker. Any other 5xx may be the request's fault, and only ejects the server: else one
-client could close a model to all others."""
+"""Statuses of a server that is not there. Any other 5xx may be the request's fault, and leaves the server out only
+while there is another: else one client could close a model to all others."""
 LATE = 504  # of a proxy before the server, which may be computing the answer
 RETRIED = UNAVAILABLE | {429}
 """Statuses of answers after which another server may be asked: the call was not begun, or is not being computed."""
@@ -173,7 +173,7 @@ class Attempt:
         """Note that an answer broke off, or ended with an error of the server's."""
         if not self._broken:
             self._broken = True
-            self._placed.member.erred(self._attempts.pool.clock())
+            self._placed.member.failed(self._attempts.pool.clock(), erring=True)
 
     def answered(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
         """Note that the head of an answer has come, or an error with its `body`. Unless this raises, the answer is the
@@ -196,26 +196,22 @@ class Attempt:
 
     def _succeeded(self) -> None:
         self._told = True
-        self._placed.member.succeeded()
+        self._placed.member.succeeded(trial=self._trial)
 
     def _failed(self, error: UpstreamError) -> None:
-        if isinstance(
-            error, UpstreamIsolationError
-        ):  # a rule of ours, before a byte was sent: nothing about the server
+        if isinstance(error, UpstreamIsolationError):  # a rule of ours, before a byte was sent
             self._again = self._attempts.another(error)
             return
         member, now = self._placed.member, self._attempts.pool.clock()
         status = error.status if isinstance(error, UpstreamStatusError) else None
         wait = retry_after(error.headers) if isinstance(error, UpstreamStatusError) else None
         self._told = True
-        if status == LATE or (isinstance(error, UpstreamTimeoutError) and not error.retryable):
-            member.late(now, trial=self._trial)
-        elif status is None or status in UNAVAILABLE:
-            member.failed(now, unreachable=error.retryable, trial=self._trial)
-        elif status >= 500:
-            member.erred(now)
+        late = status == LATE or (isinstance(error, UpstreamTimeoutError) and not error.retryable)
+        if status is not None and status < 500:
+            member.succeeded(trial=self._trial)  # the request was wrong, or there are too many, but the server is well
         else:
-            member.succeeded()  # the request was wrong, or there are too many, but the server is well
+            erring = late or status not in (None, *UNAVAILABLE)
+            member.failed(now, unreachable=error.retryable, erring=erring, trial=self._trial)
         if status in (429, 503) and wait is not None:
             member.asked_to_wait(now + min(wait, MOST_BUSY))
         may = error.retryable if status is None else status in RETRIED

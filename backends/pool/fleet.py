@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -23,22 +24,21 @@ from agentspec.telemetry.samples import MemberSample
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.25
-PROBE_SECONDS = 2.0  # between two looks at a server's /health
-LOOK_SECONDS = 2.0  # that one look at a server may take
-METRICS_SECONDS = 1.0  # between two readings of its metrics
+INTERVAL_SECONDS = 1.0  # between two looks at a server
+LOOK_SECONDS = 2.0  # that one request of a look may take
 NO_METRICS_SECONDS = 60.0  # until a server that shows no metrics is asked again
 
 
 class PoolWatch:
-    """The task that does it, in the event loop of the first call. `clock` is in seconds."""
+    """Looks after the servers in the background, in the event loop of the first call: which there are, whether they
+    live, how busy they are. No call waits for this, save the first one of a pool whose servers are not known yet.
+    """
 
     def __init__(self, servers: Sequence[Servers], clock: Callable[[], float]) -> None:
         self._servers, self._clock = servers, clock
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._due: dict[tuple[str, str], float] = {}  # of what, for which member
-        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}  # by the name of the server, or of the backend
 
     def ensure(self) -> None:
         """Begin, if it does not run: another loop's task ended with its loop."""
@@ -63,65 +63,43 @@ class PoolWatch:
 
     async def _run(self) -> None:
         while True:
-            try:
-                self.tick()
-            except Exception:  # one odd answer must not end the looking after all servers
-                logger.exception("looking after the servers failed")
-            await asyncio.sleep(TICK_SECONDS)
+            now = self._clock()
+            for servers in self._servers:
+                if servers.is_due(now):
+                    self._begin(f"backends.{servers.name}", servers.refresh)
+                for member in servers.members if servers.settings.probe else ():
+                    self._begin(member.name, partial(self._look, member))
+            await asyncio.sleep(INTERVAL_SECONDS)
 
-    def tick(self) -> None:
-        """Begin everything that is due, at most once at a time for each server."""
-        now = self._clock()
-        for servers in self._servers:
-            if servers.is_due(now):
-                self._begin(("servers", servers.name), servers.refresh(now))
-            for member in servers.members:
-                if servers.settings.probe:
-                    self._look_after(member, now)
-        self._forget_gone()
+    def _begin(self, name: str, work: Callable[[float], Coroutine[Any, Any, None]]) -> None:
+        """Begin a look, at most one at a time for each server."""
+        if name not in self._running:
+            self._running[name] = task = asyncio.get_running_loop().create_task(work(self._clock()))
+            task.add_done_callback(lambda ended: self._ended(name, ended))
 
-    def _forget_gone(self) -> None:
-        there = {member.name for servers in self._servers for member in servers.members}
-        self._due = {key: at for key, at in self._due.items() if key[1] in there}
-
-    def _look_after(self, member: PoolMember, now: float) -> None:
-        probe, metrics = ("probe", member.name), ("metrics", member.name)
-        if now >= self._due.get(probe, 0.0) and probe not in self._running:
-            self._due[probe] = now + PROBE_SECONDS
-            self._begin(probe, self._probe(member))
-        if member.kind in ("vllm", "sglang") and now >= self._due.get(metrics, 0.0) and metrics not in self._running:
-            self._due[metrics] = now + METRICS_SECONDS
-            self._begin(metrics, self._measure(member))
-
-    def _begin(self, key: tuple[str, str], work: Coroutine[Any, Any, None]) -> None:
-        if key in self._running:
-            work.close()
-            return
-        task = self._running[key] = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(lambda ended: self._ended(key, ended))
-
-    def _ended(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
-        self._running.pop(key, None)
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        self._running.pop(name, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("looking after %s failed", " of ".join(key), exc_info=error)
+            logger.error("looking after %s failed", name, exc_info=error)
 
-    async def _probe(self, member: PoolMember) -> None:
-        """Whether it answers, whatever below 500. Then what it is, so that no call has to ask."""
+    async def _look(self, member: PoolMember, now: float) -> None:
+        """Whether it answers, whatever below 500; then what it is, so that no call has to ask, and how busy."""
         alive = await is_alive(member)
         member.probed(self._clock(), alive=alive)
         if alive:
             member.kind = await member.backend.server_kind()
+            if member.kind in ("vllm", "sglang") and now >= member.measure_at:
+                await self._measure(member)
 
     async def _measure(self, member: PoolMember) -> None:
+        asked = member.backend.endpoint.fetch("GET", "/metrics", above=True, limit=MAX_LIST_BYTES, probing=True)
         try:
             async with asyncio.timeout(LOOK_SECONDS):
-                content = await member.backend.endpoint.fetch(
-                    "GET", "/metrics", above=True, limit=MAX_LIST_BYTES, probing=True
-                )
+                content = await asked
         except (UpstreamError, TimeoutError) as error:
             member.measured(None)
             if isinstance(error, UpstreamStatusError):
-                self._due["metrics", member.name] = self._clock() + NO_METRICS_SECONDS
+                member.measure_at = self._clock() + NO_METRICS_SECONDS
             return
         member.measured(parse_load(content.decode("utf-8", "replace")))
 

@@ -16,21 +16,28 @@ from agentspec.telemetry.samples import MemberSample
 logger = logging.getLogger(__name__)
 
 BreakerState = Literal["closed", "open", "half_open"]
+MemberState = Literal["ready", "busy", "unhealthy", "erring", "half_open", "open", "draining"]
+FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
+FORGIVEN = 0.25  # of a failure, by each answer that begins: who fails more than a fifth of its calls is left out
+_LAST_RESORT = ("busy", "unhealthy")
 
 
 class CircuitBreaker:
-    """Opens after `failures` in a row. After `open_seconds` it is half open: one trial decides (Nygard, *Release It!*,
-    chapter 5), and another one each `open_seconds` as long as none has: an answer may take minutes to begin. Times are
-    seconds of any clock.
+    """Opens at `failures`, of which each answer that begins makes up for a quarter. After `open_seconds` it is half
+    open: one trial decides (Nygard, *Release It!*, chapter 5), and another one each `open_seconds` as long as none has:
+    an answer may take minutes to begin. Times are seconds of any clock.
+
+    `erring`: the last failure may be the call's own, of a server that answers.
     """
 
-    __slots__ = ("_in_a_row", "_most", "_open_seconds", "_opened", "_trial_at")
+    __slots__ = ("_failures", "_most", "_open_seconds", "_opened", "_trial_at", "erring")
 
     def __init__(self, failures: int, open_seconds: float) -> None:
         self._most, self._open_seconds = failures, open_seconds
-        self._in_a_row = 0
+        self._failures = 0.0
         self._opened: float | None = None
         self._trial_at: float | None = None  # when the latest trial began, if one runs
+        self.erring = False
 
     def state(self, now: float) -> BreakerState:
         if self._opened is None:
@@ -43,19 +50,26 @@ class CircuitBreaker:
         return at is None or now >= at
 
     def begin(self, now: float) -> bool:
-        """Note that a call begins, which was allowed; returns whether it is a trial."""
-        if self._opened is None:
+        """Note that a call begins; returns whether it is a trial."""
+        if self._opened is None or not self.allows(now):
             return False
         self._trial_at = now
         return True
 
-    def succeeded(self) -> None:
-        self._in_a_row, self._opened, self._trial_at = 0, None, None
+    def succeeded(self, *, trial: bool = False) -> None:
+        """Count an answer. Of a server that was gone any answer closes the breaker; of one that errs only a trial does,
+        and its next failure opens it again.
+        """
+        if self._opened is None:
+            self._failures = max(0.0, self._failures - FORGIVEN)
+        elif trial or not self.erring:
+            self._failures = self._most - 1 if self.erring else 0.0
+            self._opened = self._trial_at = None
 
-    def failed(self, now: float, *, trial: bool = False) -> None:
+    def failed(self, now: float, *, trial: bool = False, erring: bool = False) -> None:
         """Count a failure. One of a call that began before the breaker opened does not prolong the time."""
-        self._in_a_row += 1
-        opens = self._in_a_row >= self._most if self._opened is None else trial
+        self._failures, self.erring = min(self._failures + 1, self._most), erring
+        opens = self._failures >= self._most if self._opened is None else trial
         if opens:
             self._opened, self._trial_at = now, None
 
@@ -68,7 +82,7 @@ class CircuitBreaker:
         failed, has found the server: nobody need wait for its answer.
         """
         if self._trial_at is not None:
-            self.succeeded()
+            self.succeeded(trial=True)
         elif self._opened is not None:
             self._opened = min(self._opened, now - self._open_seconds)
 
@@ -78,13 +92,6 @@ class CircuitBreaker:
             return None
         since = self._opened if self._trial_at is None else self._trial_at
         return since + self._open_seconds
-
-
-MemberState = Literal["ready", "busy", "unhealthy", "ejected", "half_open", "open", "draining"]
-FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
-FORGIVEN = 0.25  # of a failure, by each answer that begins: who fails more than a fifth of its calls is left out
-MAX_EJECTION = 300.0  # seconds
-_LAST_RESORT = ("busy", "unhealthy")
 
 
 class PoolMember:
@@ -106,14 +113,13 @@ class PoolMember:
         self.draining = False
         self.kind: ServerKind | None = None  # what it is, once it has been looked at
         self.load: ServerLoad | None = None
-        self.in_flight = self.calls = self.retries = self.failures = self.ejections = 0
+        self.in_flight = self.calls = self.retries = self.failures = 0
         self._others = 0
-        self._errors = 0.0  # less what answers have made up for
-        self._most_errors, self._open_seconds = settings.failures, settings.open_seconds
+        self.measure_at = 0.0  # when to ask for its metrics again
         self._breaker = CircuitBreaker(settings.failures, settings.open_seconds)
         self._failed_probes = 0
         self._unreachable = False  # the last failure: no answer at all
-        self._busy_until = self._ejected_until = float("-inf")
+        self._busy_until = float("-inf")
         self._lost = lost
         self._well = False  # it was ready, and nothing has happened since that could change that
         self._seen: Member | None = None
@@ -123,21 +129,21 @@ class PoolMember:
             return "draining"
         breaker = self._breaker.state(now)
         if breaker != "closed":
-            return "half_open" if self._breaker.allows(now) else "open"
+            if self._breaker.allows(now):
+                return "half_open"
+            return "erring" if self._breaker.erring else "open"
         if self._failed_probes >= FAILED_PROBES:
             return "unhealthy"
-        if now < self._ejected_until:
-            return "ejected"
         return "busy" if now < self._busy_until else "ready"
 
-    def takes_calls(self, now: float, *, ejected: bool = False, last_resort: bool = False) -> bool:
-        """Whether a call may be sent; also to one that is `ejected`, or, as a `last_resort`, seems not to be well."""
+    def takes_calls(self, now: float, *, erring: bool = False, last_resort: bool = False) -> bool:
+        """Whether a call may be sent; also to one that is `erring`, or, as a `last_resort`, seems not to be well."""
         if self._well and not self.draining:
             return True
         state = self.state(now)
         self._well = state == "ready"
-        if state == "ejected":
-            return ejected
+        if state == "erring":
+            return erring
         return state in ("ready", "half_open") or (last_resort and state in _LAST_RESORT)
 
     def busy_until(self, now: float) -> float | None:
@@ -146,7 +152,7 @@ class PoolMember:
 
     def trial_at(self, now: float) -> float | None:
         """When its breaker allows a trial; None if that is not what it waits for."""
-        return self._breaker.trial_at() if self.state(now) == "open" else None
+        return self._breaker.trial_at() if self.state(now) in ("open", "erring") else None
 
     def seen(self) -> Member:
         """What policies see of it."""
@@ -159,7 +165,7 @@ class PoolMember:
 
     def begin(self, now: float, *, retry: bool) -> bool:
         """Note that a call is sent; returns whether it is a trial of the breaker's. `end` follows, after at most one of
-        `succeeded`, `failed`, `erred` and `late`.
+        `succeeded` and `failed`.
         """
         self.in_flight += 1
         self.calls += 1
@@ -174,51 +180,27 @@ class PoolMember:
         if trial and not told:
             self._breaker.given_up()
 
-    def succeeded(self) -> None:
-        self._breaker.succeeded()
+    def succeeded(self, *, trial: bool = False) -> None:
+        self._breaker.succeeded(trial=trial)
         self._failed_probes = 0
-        self._errors = max(0.0, self._errors - FORGIVEN)
 
-    def failed(self, now: float, *, unreachable: bool = False, trial: bool = False) -> None:
-        """Count a failure; `unreachable`: there was no answer at all."""
-        self._well = False
+    def failed(self, now: float, *, unreachable: bool = False, erring: bool = False, trial: bool = False) -> None:
+        """Count a failure. `unreachable`: there was no answer at all. `erring`: it may be the call's own, of a server
+        that answers: an error, an answer that is late or breaks off. Such a server is left out for a while, unless all
+        others of its pool are: no request closes a model.
+        """
+        self._well, self._unreachable = False, unreachable
         was_closed = self._breaker.state(now) == "closed"
         self.failures += 1
-        self._unreachable = unreachable
-        self._breaker.failed(now, trial=trial)
-        if self._breaker.state(now) == "closed":
-            self._err(now)
-        elif was_closed:
-            self._lost(self.name)
-
-    def erred(self, now: float) -> None:
-        """Count a failure that may be the call's own, of a server that answers: an error, or an answer that breaks off.
-        Such a server is left out for a while, unless all others of its pool are: no request closes a model.
-        """
-        self.failures += 1
-        self._breaker.succeeded()
-        self._err(now)
-
-    def late(self, now: float, *, trial: bool = False) -> None:
-        """Count an answer that did not come in time, as `erred`; the breaker does not learn of it, as the request may
-        just be long. A server that hangs is found by its probe.
-        """
-        self.failures += 1
-        self._err(now)
-        if trial:
-            self._breaker.given_up()
+        self._breaker.failed(now, trial=trial, erring=erring)
+        if was_closed and self._breaker.state(now) != "closed":
+            logger.warning("%s fails too often and is left out for a while", self.name)
+            if not erring:
+                self._lost(self.name)
 
     def asked_to_wait(self, until: float) -> None:
         """Send nothing until then, unless nobody else takes calls."""
         self._busy_until, self._well = max(self._busy_until, until), False
-
-    def _err(self, now: float) -> None:
-        self._errors = min(self._errors + 1, self._most_errors)
-        if self._errors == self._most_errors and now >= self._ejected_until:
-            logger.warning("%s fails too often and is left out for a while", self.name)
-            self.ejections += 1
-            self._ejected_until = now + min(self._open_seconds * self.ejections, MAX_EJECTION)
-            self._well = False
 
     # What looking after it shows.
 
@@ -249,7 +231,6 @@ class PoolMember:
             calls=self.calls,
             retries=self.retries,
             failures=self.failures,
-            ejections=self.ejections,
             running=None if load is None else load.running,
             waiting=None if load is None else load.waiting,
             kv_use=None if load is None else load.kv_use,

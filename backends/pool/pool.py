@@ -151,11 +151,11 @@ class Pool:
 
     def choose(self, call: Call, now: float, tried: Collection[PoolMember], last_resort: bool) -> Placed | None:
         """One of this pool's own servers that take calls, besides those `tried`; for a first try also one that is
-        ejected, if there is no other.
+        erring, if there is no other.
         """
         taking = self._taking(now, tried, last_resort)
         if not (taking or tried):
-            taking = self._taking(now, tried, last_resort, ejected=True)
+            taking = self._taking(now, tried, last_resort, erring=True)
         if not taking:
             return None
         if len(taking) == 1:
@@ -167,12 +167,12 @@ class Pool:
         return Placed(self, member, model)
 
     def _taking(
-        self, now: float, tried: Collection[PoolMember], last_resort: bool, *, ejected: bool = False
+        self, now: float, tried: Collection[PoolMember], last_resort: bool, *, erring: bool = False
     ) -> dict[str, tuple[PoolMember, str | None]]:
         return {
             member.name: (member, model)
             for member, model in self.members()
-            if member not in tried and member.takes_calls(now, ejected=ejected, last_resort=last_resort)
+            if member not in tried and member.takes_calls(now, erring=erring, last_resort=last_resort)
         }
 
 

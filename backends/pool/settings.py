@@ -12,7 +12,7 @@ from agentspec.settings_model import SettingsModel
 class FleetSettings(SettingsModel):
     """`[fleet]`: how the servers of pools are watched, and when a call is tried again."""
 
-    failures: int = Field(default=5, ge=1, description="Failures in a row that open a server's circuit breaker")
+    failures: int = Field(default=5, ge=1, description="Failures that open a server's circuit breaker")
     open_seconds: float = Field(default=10.0, gt=0, description="Seconds without calls then, before a single trial")
     max_retries: int = Field(default=2, ge=0, le=10, description="Further tries of a call of which nothing came back")
 

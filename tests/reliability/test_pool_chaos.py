@@ -46,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def often_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.backends.pool.fleet.PROBE_SECONDS", 0.5)
+    monkeypatch.setattr("agentspec.backends.pool.fleet.INTERVAL_SECONDS", 0.5)
     monkeypatch.setattr("agentspec.backends.pool.servers.DISCOVERY_SECONDS", 0.5)
 
 

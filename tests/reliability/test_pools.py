@@ -236,7 +236,7 @@ def test_u10_a_server_that_errs_is_left_out_whatever_route_finds_it_out(
         httpx.post(f"{running.url}{path}", json=body, timeout=60, verify=TRUST)
     assert (
         5 <= len(bad.requests) <= 10
-        and {one.member: one.state for one in running.runtime.fleet.samples()}["s0"] == "ejected"
+        and {one.member: one.state for one in running.runtime.fleet.samples()}["s0"] == "erring"
     )
 
 

@@ -16,11 +16,12 @@ from agentspec.backends.pool.pool import RetryBudget
 from agentspec.backends.pool.prompt import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks, block_hashes
 
 
-def test_the_breaker_opens_after_five_failures_in_a_row_and_allows_one_trial_after_ten_seconds() -> None:
+def test_the_breaker_opens_after_five_failures_and_allows_one_trial_after_ten_seconds() -> None:
     breaker = CircuitBreaker(5, 10.0)
     for _ in range(4):
         breaker.failed(0.0)
-    breaker.succeeded()
+    for _ in range(16):
+        breaker.succeeded()
     for second in range(5):
         assert breaker.allows(second)
         breaker.failed(second)
@@ -33,6 +34,29 @@ def test_the_breaker_opens_after_five_failures_in_a_row_and_allows_one_trial_aft
     assert breaker.begin(25.0)
     breaker.succeeded()
     assert breaker.state(25.0) == "closed" and not breaker.begin(25.0)
+
+
+def test_of_a_server_that_errs_only_a_trial_closes_the_breaker() -> None:
+    breaker = CircuitBreaker(2, 10.0)
+    for _ in range(2):
+        breaker.failed(0.0, erring=True)
+    assert not breaker.begin(5.0)  # sent although it errs, as no other takes calls: no trial
+    breaker.succeeded()
+    assert breaker.state(5.0) == "open"
+    assert breaker.begin(10.0)
+    breaker.succeeded(trial=True)
+    assert breaker.state(10.0) == "closed"
+    breaker.failed(11.0, erring=True)  # what it was is not forgotten at once
+    assert breaker.state(11.0) == "open"
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_who_fails_less_than_a_fifth_of_the_calls_is_never_left_out(rest: list[bool]) -> None:
+    breaker = CircuitBreaker(5, 10.0)
+    for fails in rest:
+        for answers in (True,) * 4 + (not fails,):
+            breaker.succeeded() if answers else breaker.failed(0.0, erring=True)
+    assert breaker.state(0.0) == "closed"
 
 
 def test_a_trial_that_takes_long_keeps_out_nobody_for_longer_than_an_open_breaker() -> None:

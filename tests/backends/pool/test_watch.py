@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.metrics import ServerLoad
-from agentspec.backends.pool.fleet import PROBE_SECONDS, TICK_SECONDS, PoolWatch
+from agentspec.backends.pool.fleet import INTERVAL_SECONDS, PoolWatch
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
@@ -32,9 +32,7 @@ def watching(made: Any) -> PoolWatch:
     return PoolWatch(made.servers, asyncio.get_running_loop().time)
 
 
-def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
+def test_health_and_load_are_looked_at_once_a_second(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
         one = server("a", paths={"/metrics": lambda: answering(METRICS)})
         made = make_pool(one, kind="vllm", probe=True)
@@ -44,7 +42,7 @@ def test_health_is_looked_at_at_its_interval_and_the_load_at_most_once_a_second(
         await asyncio.sleep(20.1)
         await watch.aclose()
         health, metrics = one.times("/health"), one.times("/metrics")
-        assert len(health) == 11 and 18 <= len(metrics) <= 20
+        assert len(health) == len(metrics) == 21
         assert min(later - sooner for sooner, later in pairwise(metrics)) >= 1
         [member] = made.servers[0].members
         assert member.load == ServerLoad(3, 2, 0.5) and member.seen().waiting == 2 and member.seen().kv_use == 0.5
@@ -86,7 +84,7 @@ def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_on
         watch = watching(made)
         watch.ensure()
         await asyncio.sleep(30)
-        assert len(one.times("/metrics")) <= 15  # each takes its two seconds
+        assert 10 <= len(one.times("/metrics")) <= 15  # each takes its two seconds
         [member] = made.servers[0].members
         assert member.load is None and member.state(30.0) == "ready"
         await watch.aclose()
@@ -118,7 +116,7 @@ def test_servers_that_are_gone_leave_nothing_behind(in_virtual_time: Any, make_p
             copy = PoolMember(f"pod-{number}", "a", members[0].backend, made.pool.fleet)
             servers.members = (copy,)
             await asyncio.sleep(15)
-        assert {name for _, name in watch._due} == {"pod-9"}
+        assert watch._running.keys() <= {"pod-9"}
         servers.members = members
         await watch.aclose()
 
@@ -152,7 +150,7 @@ def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
         [member] = made.servers[0].members
         await asyncio.sleep(1)
         assert member.state(0.0) == "ready" and not lost
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
         assert member.state(0.0) == "unhealthy" and lost == ["a"]
         await asyncio.sleep(20)
         one.status = 404  # it has no such route, but it answers
@@ -196,7 +194,7 @@ def test_a_server_that_was_gone_gets_calls_within_an_interval_of_coming_back(
         await asyncio.sleep(7)
         assert member.state(loop.time()) == "open"
         one.error = None
-        await asyncio.sleep(PROBE_SECONDS + TICK_SECONDS)
+        await asyncio.sleep(INTERVAL_SECONDS)
         assert member.state(loop.time()) == "half_open"
         await watch.aclose()
 
@@ -217,23 +215,19 @@ class MemberMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: self.member.takes_calls(self.now, ejected=True, last_resort=True))
+    @precondition(lambda self: self.member.takes_calls(self.now, erring=True, last_resort=True))
     @rule()
     def begin(self) -> None:
         self.trials.append(self.member.begin(self.now, retry=False))
 
     @precondition(lambda self: self.trials)
-    @rule(told=st.sampled_from(["succeeded", "failed", "erred", "late", ""]))
+    @rule(told=st.sampled_from(["succeeded", "failed", "erring", ""]))
     def end(self, told: str) -> None:
         trial = self.trials.pop(0)
-        if told == "failed":
-            self.member.failed(self.now, trial=trial)
-        elif told == "late":
-            self.member.late(self.now, trial=trial)
-        elif told == "erred":
-            self.member.erred(self.now)
+        if told in ("failed", "erring"):
+            self.member.failed(self.now, erring=told == "erring", trial=trial)
         elif told:
-            self.member.succeeded()
+            self.member.succeeded(trial=trial)
         self.member.end(told=bool(told), trial=trial)
 
     @rule(alive=st.booleans())
@@ -252,7 +246,7 @@ class MemberMachine(RuleBasedStateMachine):
     def follows_from_its_state(self) -> None:
         state = self.member.state(self.now)
         assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
-        everything = self.member.takes_calls(self.now, ejected=True, last_resort=True)
+        everything = self.member.takes_calls(self.now, erring=True, last_resort=True)
         assert everything == (state not in ("open", "draining"))
         assert self.member.in_flight == len(self.trials)
 
