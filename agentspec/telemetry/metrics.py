@@ -101,7 +101,6 @@ _MEMBER: tuple[_Family[MemberSample], ...] = (
     _Family("agentspec_member_calls", "Calls sent to a server, retries too", lambda one: one.calls),
     _Family("agentspec_member_retries", "Those after another try", lambda one: one.retries),
     _Family("agentspec_member_failures", "Calls that it failed", lambda one: one.failures),
-    _Family("agentspec_member_ejections", "Times it was left out", lambda one: one.ejections),
 )
 
 _INDEX: tuple[_Family[IndexFigures], ...] = (
