@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from statistics import median
 
@@ -79,7 +76,6 @@ class Costs:
     """Times in seconds, sizes in bytes; `insert` and `record` per token, `request_start` per prompt token."""
 
     draft: Latency
-    draft_while_inserting: Latency
     insert: float  # adding an output to the cached past outputs, merges included
     record: float  # all work for an output token: learning, session, cached past outputs
     request_start: float
@@ -112,12 +108,10 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED) -> C
             record = record_cost(cache, text)
             progress("drafting")
             draft = draft_latency(cache)
-            busy = draft_latency(cache, beside=_insertions(cache))
         progress(f"writing {opened:,} tokens")
         opening = open_cost(Path(folder), opened)
     return Costs(
         draft=draft,
-        draft_while_inserting=busy,
         insert=insert,
         record=record,
         request_start=request_start,
@@ -165,12 +159,11 @@ def request_start_cost() -> float:
     return median(seconds[1:])  # the first request has no session to extend
 
 
-def draft_latency(cache: SuffixCache, *, beside: Callable[[], None] | None = None) -> Latency:
-    """Latency of drafts for a request that continues the cached text, while another thread repeats `beside`."""
+def draft_latency(cache: SuffixCache) -> Latency:
+    """Latency of drafts for a request that continues the cached text."""
     cached = cache.stats().tokens
     text = _continuation(cached, 2000 + _STEP * (_MEASURED + _WARMUP))
-    request = cache.request(text[:2000], store=False)
-    with request, _repeated(beside):
+    with cache.request(text[:2000], store=False) as request:
         return _drafts(cached, text[2000:], request.draft, request.extend)
 
 
@@ -217,35 +210,3 @@ def _drafts(cached: int, text: Tokens, draft: Callable[[int], Draft], extend: Ca
         sizes.append(len(tree))
         extend(text[at : at + _STEP])
     return Latency.of(cached, seconds[_WARMUP:], sizes[_WARMUP:])
-
-
-def _insertions(cache: SuffixCache) -> Callable[[], None]:
-    """Records one more output each time it is called."""
-    outputs = cycle(_outputs(synthetic_tokens(1 << 20, seed=4)))
-
-    def insert() -> None:
-        with cache.request(EMPTY) as request:
-            request.extend(next(outputs))
-
-    return insert
-
-
-@contextmanager
-def _repeated(action: Callable[[], None] | None) -> Iterator[None]:
-    """Repeat `action` in another thread as long as the block runs."""
-    if action is None:
-        yield
-        return
-    done = threading.Event()
-
-    def run() -> None:
-        while not done.is_set():
-            action()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -1,4 +1,4 @@
-"""The peer that the cache is compared with: Arctic Inference's suffix decoding, or earlier figures if not installed.
+"""The peer that the cache is compared with where it is installed: Arctic Inference's suffix decoding.
 
 Snowflake's arctic-inference (Apache-2.0) is the suffix decoding of vLLM. It is not a dependency.
 """
@@ -25,20 +25,6 @@ DEPTH = 64
 BEST_TREE = {"max_spec_factor": 64.0, "max_spec_offset": 0.0, "min_token_prob": 0.02, "use_tree_spec": True}
 """The peer's tree mode that drafted best among the modes tried, with depth `DEPTH`."""
 
-CALLS = 600
-"""The figures cover at most so many calls of each file, with the SmolLM2 tokenizer."""
-MEASURED_BUDGETS = (8, 32)
-MEASURED_SOURCE = "constants: arctic-inference 0.3, best tree, first 600 calls, SmolLM2 tokenizer"
-MEASURED: dict[str, tuple[float, float]] = {
-    "agent_tau_airline": (2.78, 3.19),
-    "agent_tau2": (2.34, 2.58),
-    "sql_intercode_gpt4": (3.41, 4.32),
-    "code_aider_chat": (3.14, 3.89),
-    "code_miniswe_deepseek": (2.98, 3.58),
-    "code_miniswe_gemini3": (2.45, 2.75),
-}
-"""Tokens per step at each of MEASURED_BUDGETS, by file name without `.jsonl.gz`."""
-
 
 def installed_version() -> str | None:
     """The installed version of the peer; None if it cannot be imported."""
@@ -47,13 +33,6 @@ def installed_version() -> str | None:
         return version("arctic-inference")
     except (ImportError, PackageNotFoundError):
         return None
-
-
-def measured(name: str, budget: int, calls: int) -> float | None:
-    """Tokens per step as measured earlier; None if that measurement had other settings."""
-    if name not in MEASURED or budget not in MEASURED_BUDGETS or calls != CALLS:
-        return None
-    return MEASURED[name][MEASURED_BUDGETS.index(budget)]
 
 
 def replay_peer(calls: Sequence[EncodedCall], budget: int) -> Replay:

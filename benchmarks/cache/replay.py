@@ -11,7 +11,7 @@ from agentspec.benchmarks.cache.report import CacheReport, FileResult
 from agentspec.benchmarks.report import Progress
 from agentspec.recordings.formats import names_of
 from agentspec.recordings.replay import replay_cache
-from agentspec.recordings.traces import Encode, EncodedCall, read_calls
+from agentspec.recordings.traces import Encode, read_calls
 
 
 def run_cache(
@@ -37,17 +37,14 @@ def run_cache(
         for budget in sorted(set(budgets)):
             progress(f"{name}: replaying {len(recorded)} calls at budget {budget}")
             result.replays[budget] = replay_cache(recorded, budget)
-        for budget in budgets:
+        for budget in budgets if installed else ():
             progress(f"{name}: the peer at budget {budget}")
-            if (figure := _peer(name, recorded, budget, calls, installed)) is not None:
-                result.peer[budget] = figure
+            result.peer[budget] = peer.replay_peer(recorded, budget).tokens_per_step
         files.append(result)
-    source = f"arctic-inference {installed}, best tree, run here" if installed else peer.MEASURED_SOURCE
+    source = (
+        f"arctic-inference {installed}, best tree, run here"
+        if installed
+        else "a peer that is not installed: pip install arctic-inference"
+    )
     measured = costs(progress) if costs else None
     return CacheReport(files, sorted(budgets), source, measured)
-
-
-def _peer(name: str, recorded: Sequence[EncodedCall], budget: int, calls: int, installed: str | None) -> float | None:
-    if installed:
-        return peer.replay_peer(recorded, budget).tokens_per_step
-    return peer.measured(name, budget, calls)

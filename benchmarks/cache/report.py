@@ -179,12 +179,8 @@ def _times(replay: Replay) -> dict[str, float]:
 
 
 def _costs_table(costs: Costs) -> RenderableType:
-    busy = costs.draft_while_inserting
     rows = {
         "longest draft, cache at rest": f"{1e3 * costs.draft.longest:.2f} ms",
-        "draft while another thread records, median / p99 / longest": (
-            f"{1e6 * busy.median:.1f} us / {1e6 * busy.p99:.0f} us / {1e3 * busy.longest:.2f} ms"
-        ),
         "bytes on disk per token": f"{costs.disk_bytes:.1f}",
         f"open {costs.opened_tokens:,} tokens until the first draft": f"{costs.open_seconds:.2f} s",
     }

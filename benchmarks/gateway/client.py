@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
+import uvloop
+
 from agentspec.benchmarks.gateway.wire import (
     HEAD_END,
     LAST_CHUNK,
@@ -23,7 +25,6 @@ from agentspec.benchmarks.gateway.wire import (
     Target,
     content_length,
     processor_seconds,
-    run_loop,
     summary,
 )
 
@@ -335,4 +336,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    run_loop(main())
+    uvloop.run(main())

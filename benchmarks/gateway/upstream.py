@@ -13,7 +13,9 @@ import time
 from collections import deque
 from typing import cast
 
-from agentspec.benchmarks.gateway.wire import HEAD_END, LAST_CHUNK, Script, content_length, processor_seconds, run_loop
+import uvloop
+
+from agentspec.benchmarks.gateway.wire import HEAD_END, LAST_CHUNK, Script, content_length, processor_seconds
 
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -166,4 +168,4 @@ async def main(places: int) -> None:
 
 
 if __name__ == "__main__":
-    run_loop(main(int(sys.argv[1])))
+    uvloop.run(main(int(sys.argv[1])))

@@ -7,7 +7,7 @@ import re
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 PATH = "/v1/chat/completions"
 HEAD_END = b"\r\n\r\n"
@@ -95,15 +95,3 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 def summary(seconds: Sequence[float]) -> dict[str, float | None]:
     """p50, p99 and the maximum in seconds."""
     return {"p50": percentile(seconds, 0.5), "p99": percentile(seconds, 0.99), "max": max(seconds, default=None)}
-
-
-def run_loop(main: Any) -> None:
-    """Run the coroutine on uvloop if it is installed, else on asyncio's own loop."""
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        import asyncio
-
-        asyncio.run(main)
-    else:
-        uvloop.run(main)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.peer import BEST_TREE, DEPTH, PeerRequest
 
 
@@ -33,11 +32,3 @@ def test_the_peer_sees_the_end_of_the_context_and_its_best_settings() -> None:
     assert options == {"max_spec_tokens": 8, **BEST_TREE}
     assert (draft.tokens.tolist(), draft.parents.tolist()) == ([5, 6], [-1, 0])
     assert draft.probabilities.tolist() == [0.5, 0.25]
-
-
-def test_measured_figures_hold_for_their_own_setting_only() -> None:
-    assert peer.measured("agent_tau2", 8, 600) == 2.34
-    assert peer.measured("agent_tau2", 32, 600) == 2.58
-    assert peer.measured("agent_tau2", 16, 600) is None
-    assert peer.measured("agent_tau2", 8, 100) is None
-    assert peer.measured("something", 8, 600) is None

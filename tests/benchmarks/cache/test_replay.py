@@ -47,25 +47,15 @@ def test_the_second_call_is_drafted_from_the_first(trace: Path) -> None:
 
 
 @pytest.mark.skipif(peer.installed_version() is not None, reason="the peer is run instead")
-def test_without_the_peer_its_measured_figures_are_named_as_such(trace: Path) -> None:
-    report = run_cache([trace], encode, calls=600, budgets=(8, 32), progress=quiet)
-    (file,) = report.files
-    assert report.peer_source == peer.MEASURED_SOURCE
-    assert file.peer == {8: 2.34, 32: 2.58}
-    assert file.ratio(8) == file.replays[8].tokens_per_step / 2.34
-    assert report.mean_ratio(8) == pytest.approx(file.ratio(8))
-
-
-@pytest.mark.skipif(peer.installed_version() is not None, reason="the peer is run instead")
-def test_figures_of_another_setting_are_not_compared(trace: Path) -> None:
+def test_without_the_peer_nothing_is_compared(trace: Path) -> None:
     report = run_cache([trace], encode, calls=5, budgets=(4, 8), progress=quiet)
     (file,) = report.files
-    assert len(file.replays[8].tokens) == 5
+    assert len(file.replays[8].tokens) == 5 and "pip install" in report.peer_source
     assert file.peer == {} and file.ratio(8) is None and report.mean_ratio(8) is None
 
 
 def test_the_costs_come_on_demand(trace: Path) -> None:
     latency = Latency(1, 1, 1.0, 1e-6, 1e-6, 1e-6)
-    costs = Costs(latency, latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0)
+    costs = Costs(latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0)
     report = run_cache([trace], encode, calls=3, budgets=(5, 8), costs=lambda p: costs, progress=quiet)
     assert list(report.files[0].replays) == [5, 8] and report.costs is costs
