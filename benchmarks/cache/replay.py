@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from rich.console import RenderableType
+
+from agentspec.benchmarks import report
 from agentspec.benchmarks.cache import peer
-from agentspec.benchmarks.cache.costs import Costs
-from agentspec.benchmarks.cache.report import CacheReport, FileResult
-from agentspec.benchmarks.report import Progress
+from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
+from agentspec.benchmarks.report import Figure, Progress
 from agentspec.recordings.formats import names_of
-from agentspec.recordings.replay import replay_cache
+from agentspec.recordings.replay import Replay, geometric_mean, replay_cache
 from agentspec.recordings.traces import Encode, read_calls
 
 
@@ -48,3 +53,209 @@ def run_cache(
     )
     measured = costs(progress) if costs else None
     return CacheReport(files, sorted(budgets), source, measured)
+
+
+_MICRO = 1e-6
+_OPENED = 10_000_000
+_CALIBRATED = 32  # budget at which calibration is judged
+
+
+@dataclass(slots=True)
+class FileResult:
+    """The results of one trace file: replays and the peer's tokens per step, both by budget."""
+
+    name: str
+    replays: dict[int, Replay] = field(default_factory=dict)
+    peer: dict[int, float] = field(default_factory=dict)
+
+    def ratio(self, budget: int) -> float | None:
+        """Tokens per step divided by the peer's; None if the peer has no figure."""
+        known = self.peer.get(budget)
+        return self.replays[budget].tokens_per_step / known if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    files: Sequence[FileResult]
+    budgets: Sequence[int]  # ascending
+    peer_source: str  # where the peer's figures come from
+    costs: Costs | None
+
+    def ratios(self, budget: int) -> list[float]:
+        """Tokens per step divided by the peer's, for each file with a figure of the peer."""
+        return [ratio for file in self.files if (ratio := file.ratio(budget)) is not None]
+
+    def mean_ratio(self, budget: int) -> float | None:
+        """The geometric mean of `ratios`; None if there are none."""
+        ratios = self.ratios(budget)
+        return geometric_mean(ratios) if ratios else None
+
+    def goals(self) -> list[Figure]:
+        """Every goal, including goals without a measurement."""
+        return [*_drafting_goals(self), *_cost_goals(self.costs)]
+
+    def show(self) -> Iterator[RenderableType]:
+        yield _quality_table(self)
+        yield _calibration_table(self)
+        yield _timing_table(self)
+        if self.costs:
+            yield _costs_table(self.costs)
+        yield report.table(
+            "Goals", ("figure", "measured", "required", "aim", "verdict", "note"), map(_goal_cells, self.goals())
+        )
+
+    def data(self) -> dict[str, Any]:
+        """All figures of the tables, and the counts of every call."""
+        return {
+            "peer": self.peer_source,
+            "files": [_file_data(file) for file in self.files],
+            "costs": asdict(self.costs) if self.costs else None,
+            "goals": [_goal_data(goal) for goal in self.goals()],
+        }
+
+
+def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
+    for budget, mean, worst in ((8, (1.05, 1.1), 1.03), (32, (1.12, 1.2), 1.06)):
+        ratios = found.ratios(budget) if budget in found.budgets else []
+        note = f"{len(ratios)} files with a figure to compare with"
+        value = found.mean_ratio(budget) if ratios else None
+        yield Figure(
+            f"tokens/step vs peer, budget {budget}, geometric mean", value, "x", *mean, at_most=False, note=note
+        )
+        least = min(ratios) if ratios else None
+        yield Figure(f"tokens/step vs peer, budget {budget}, lowest file", least, "x", worst, worst, at_most=False)
+    judged = [file.replays[_CALIBRATED] for file in found.files if _CALIBRATED in file.replays]
+    value = max((replay.worst_calibration() for replay in judged), default=None)
+    yield Figure(f"calibration at budget {_CALIBRATED}, worst bin of any file", value, "", 0.05, 0.02)
+
+
+def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
+    yield from _latency_goals(costs.draft if costs else None, "1 M", (45, 35), (150, 120))
+    yield Figure("commit per token, 1 M cached tokens", _micro(costs.record if costs else None), "us", 4.3, 3.0)
+    yield Figure("insert per token, merges included", _micro(costs.insert if costs else None), "us", 2.0, 0.7)
+    yield Figure("request start per prompt token", _micro(costs.request_start if costs else None), "us", 0.1, 0.01)
+    yield Figure("bytes per cached token, memory", costs.memory_bytes if costs else None, "B", 60, 30)
+    yield Figure("bytes per cached token, segment", costs.segment_bytes if costs else None, "B", 12, 9)
+    yield _open_goal(costs)
+
+
+def _latency_goals(
+    latency: Latency | None, size: str, middle: tuple[float, float], late: tuple[float, float]
+) -> Iterator[Figure]:
+    note = f"{latency.cached_tokens:,} tokens, trees of {latency.tree:.1f} tokens" if latency else ""
+    name = f"drafting a tree of {TREE}, {size} cached tokens"
+    yield Figure(f"{name}, median", _micro(latency.median if latency else None), "us", *middle, note=note)
+    yield Figure(f"{name}, p99", _micro(latency.p99 if latency else None), "us", *late, note=note)
+
+
+def _open_goal(costs: Costs | None) -> Figure:
+    """The goal for opening a cache. A smaller cache than the goal names can miss it but not meet it."""
+    name = "open a cache of 10 M tokens until the first draft"
+    if costs is None:
+        return Figure(name, None, "s", 1.0, 0.1)
+    note = f"{costs.open_seconds:.2f} s with {costs.opened_tokens:,} tokens"
+    judged = costs.opened_tokens >= _OPENED or costs.open_seconds > 1.0
+    return Figure(name, costs.open_seconds if judged else None, "s", 1.0, 0.1, note=note)
+
+
+def _micro(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / _MICRO
+
+
+def _quality_table(found: CacheReport) -> RenderableType:
+    columns = ["file", "calls", "tokens"]
+    for budget in found.budgets:
+        columns += [f"at {budget}", "drafted", "peer", "ratio"]
+    means = [cell for budget in found.budgets for cell in ("", "", "", _number(found.mean_ratio(budget), 3))]
+    rows = [_quality_cells(file, found.budgets) for file in found.files]
+    return report.table(
+        f"Tokens per step; vs {found.peer_source}", columns, [*rows, ("geometric mean", "", "", *means)]
+    )
+
+
+def _quality_cells(file: FileResult, budgets: Sequence[int]) -> list[str]:
+    first = file.replays[budgets[0]]
+    cells = [file.name, str(len(first.tokens)), str(sum(first.tokens))]
+    for budget in budgets:
+        replay = file.replays[budget]
+        cells += [f"{replay.tokens_per_step:.3f}", f"{replay.drafted_per_step:.1f}"]
+        cells += [_number(file.peer.get(budget), 2), _number(file.ratio(budget), 3)]
+    return cells
+
+
+def _calibration_table(found: CacheReport) -> RenderableType:
+    budget = found.budgets[-1]
+    title = (
+        f"Calibration at budget {budget}: predicted/measured acceptance in percent, bins of equally many drafted nodes"
+    )
+    rows = (_calibration_cells(file.name, file.replays[budget]) for file in found.files)
+    return report.table(title, ("file", *(str(number) for number in range(1, 11)), "worst"), rows)
+
+
+def _calibration_cells(name: str, replay: Replay) -> list[str]:
+    bins = [f"{100 * predicted:.1f}/{100 * measured:.1f}" for predicted, measured in replay.calibration()]
+    return [name, *bins, *[""] * (10 - len(bins)), f"{100 * replay.worst_calibration():.1f}"]
+
+
+def _timing_table(found: CacheReport) -> RenderableType:
+    budget = found.budgets[-1]
+    columns = ("file", "draft median, us", "p99", "extend, us/token", "close, us/token", "start, us/prompt token")
+    rows = (
+        (file.name, *(f"{1e6 * seconds:.3g}" for seconds in _times(file.replays[budget]).values()))
+        for file in found.files
+    )
+    return report.table(f"Time in the replay at budget {budget}", columns, rows)
+
+
+def _times(replay: Replay) -> dict[str, float]:
+    """Seconds per draft, per output token and per prompt token."""
+    tokens = sum(replay.tokens)
+    return {
+        "draft_median": float(np.median(replay.draft_seconds)),
+        "draft_p99": float(np.percentile(replay.draft_seconds, 99)),
+        "extend_per_token": replay.extend_seconds / tokens,
+        "close_per_token": replay.close_seconds / tokens,
+        "start_per_prompt_token": replay.open_seconds / max(1, replay.prompt_tokens),
+    }
+
+
+def _costs_table(costs: Costs) -> RenderableType:
+    rows = {
+        "longest draft, cache at rest": f"{1e3 * costs.draft.longest:.2f} ms",
+        "bytes on disk per token": f"{costs.disk_bytes:.1f}",
+        f"open {costs.opened_tokens:,} tokens until the first draft": f"{costs.open_seconds:.2f} s",
+    }
+    return report.table("Further costs (synthetic text), without a goal", ("figure", "measured"), rows.items())
+
+
+def _goal_cells(goal: Figure) -> tuple[str, ...]:
+    bounds = (f"{goal.sign} {bound:g} {goal.unit}".rstrip() for bound in (goal.required, goal.aim))
+    measured = "" if goal.value is None else str(goal)
+    return (goal.name, measured, *bounds, goal.verdict, goal.note)
+
+
+def _goal_data(goal: Figure) -> dict[str, Any]:
+    fields = asdict(goal)
+    return {"figure": fields.pop("name"), **fields, "verdict": goal.verdict}
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _file_data(file: FileResult) -> dict[str, Any]:
+    return {
+        "name": file.name,
+        "budgets": {
+            str(budget): {
+                "tokens_per_step": replay.tokens_per_step,
+                "drafted_per_step": replay.drafted_per_step,
+                "peer": file.peer.get(budget),
+                "ratio": file.ratio(budget),
+                "calibration": replay.calibration(),
+                "seconds": _times(replay),
+                "calls": {"tokens": replay.tokens, "steps": replay.steps, "drafted": replay.drafted},
+            }
+            for budget, replay in file.replays.items()
+        },
+    }

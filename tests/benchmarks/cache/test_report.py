@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from agentspec.benchmarks.cache.costs import Costs, Latency
-from agentspec.benchmarks.cache.report import CacheReport, FileResult
+from agentspec.benchmarks.cache.replay import CacheReport, FileResult
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.recordings.replay import Replay
 

@@ -14,13 +14,14 @@ from rich.console import Console
 
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion, read_questions
-from agentspec.benchmarks.retrieval.bench import RetrievalBench, run_retrieval
-from agentspec.benchmarks.retrieval.cases import (
+from agentspec.benchmarks.retrieval.bench import (
     SEQUENTIAL,
     SPECULATIVE,
     WAITING,
+    RetrievalBench,
     RetrievalCase,
     RetrievalRun,
+    run_retrieval,
     speedup_goal,
 )
 from agentspec.errors import ConfigurationError
