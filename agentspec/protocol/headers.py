@@ -22,7 +22,7 @@ SESSION_PARENT, SESSION_FINAL = "x-dynamo-parent-session-id", "x-dynamo-session-
 """NVIDIA Dynamo's headers for the session that began this one, and for a session's last request."""
 _REQUEST_NAMES = (
     *("session", "workflow", "step", "speculation", "store", "prefill", "strategy"),
-    *("latency-ms-per-token", "deadline-s", "deadline-ms", "priority"),
+    *("latency-ms-per-token", "deadline-s", "priority"),
 )
 _NEAR = 0.75  # from this ratio on difflib takes one name for a misspelt other
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
@@ -114,7 +114,7 @@ def read_policy(headers: Mapping[str, str]) -> StepPolicy:
     read: dict[str, Any] = {
         "strategy": _label(headers, "strategy"),
         "latency_ms_per_token": _number(headers, "latency_ms_per_token", float),
-        "deadline_s": _deadline(headers),
+        "deadline_s": _number(headers, "deadline_s", float),
         "priority": _number(headers, "priority", int),
     }
     if all(value is None for value in read.values()):
@@ -174,19 +174,6 @@ def _label(headers: Mapping[str, str], name: str) -> str | None:
 def _quoted(value: str, keep: str) -> str:
     text = quote(value, _PRINTABLE + keep, errors="replace")
     return re.sub("^ +| +$", lambda blanks: "%20" * len(blanks[0]), text)
-
-
-def _deadline(headers: Mapping[str, str]) -> float | None:
-    """Seconds from now, which a request may also give in milliseconds."""
-    seconds, milliseconds = _number(headers, "deadline_s", float), _number(headers, "deadline_ms", float)
-    if milliseconds is None:
-        return seconds
-    header = _header("deadline_ms")
-    if seconds is not None:
-        raise InvalidRequestError(f"give {header} or {_header('deadline_s')}, not both", param=header)
-    if not 0 < milliseconds / 1000 < math.inf:
-        raise InvalidRequestError(f"{header} must be a number above 0", param=header)
-    return milliseconds / 1000
 
 
 def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float | None:

@@ -37,7 +37,7 @@ def test_other_names_are_for_others() -> None:
     ours = "lossy lossless member translated unenforced fallback relayed-tenant tenant backend".split()
     known = [*label_headers(Labels("s", "w", "p"), speculation=False, store=False, prefill=False)]
     policy = StepPolicy(strategy="x", latency_ms_per_token=1, deadline_s=1, priority=1).headers()
-    refuse_misspelt([*(f"x-agentspec-{name}" for name in ours), *known, *policy, "x-agentspec-deadline-ms", "session"])
+    refuse_misspelt([*(f"x-agentspec-{name}" for name in ours), *known, *policy, "session"])
 
 
 @pytest.mark.parametrize("label", [" ", " Ann Lee  ", "é "])
@@ -135,11 +135,6 @@ def test_a_policy_survives_its_headers(policy: StepPolicy) -> None:
         ("deadline-s", "nan"),
         ("deadline-s", "inf"),
         ("deadline-s", "tomorrow"),
-        ("deadline-ms", "0"),
-        ("deadline-ms", "nan"),
-        ("deadline-ms", "inf"),
-        ("deadline-ms", "5e-324"),
-        ("deadline-ms", "tomorrow"),
         ("latency-ms-per-token", "-5"),
         ("strategy", "x" * 257),
         ("strategy", "%ff"),
@@ -150,12 +145,6 @@ def test_a_wrong_policy_names_its_header(name: str, value: str) -> None:
     with pytest.raises(InvalidRequestError, match=header) as raised:
         read_policy({header: value})
     assert raised.value.param == header
-
-
-def test_a_deadline_in_milliseconds() -> None:
-    assert read_policy({"x-agentspec-deadline-ms": "2500"}) == StepPolicy(deadline_s=2.5)
-    with pytest.raises(InvalidRequestError, match="not both"):
-        read_policy({"x-agentspec-deadline-ms": "2500", "x-agentspec-deadline-s": "2.5"})
 
 
 def test_a_policy_inside_another() -> None:

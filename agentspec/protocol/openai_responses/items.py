@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeGuard
 
 from pydantic import AfterValidator, Field, TypeAdapter
@@ -47,7 +46,7 @@ def new_id(prefix: str) -> str:
 
 
 class _TextPart(Model):
-    """A piece of a message's text. Annotations and log-probabilities of an earlier answer tell a model nothing."""
+    """A piece of a message or a thought. Annotations and log-probabilities tell a model nothing."""
 
     text: Text = REQUIRED
 
@@ -57,24 +56,11 @@ class _Refusal(Model):
 
 
 class _Image(Closed):
-    """An image or a file, which only an upstream can look at."""
+    """An image, which only an upstream can look at."""
 
     inert: ClassVar[frozenset[str]] = _INERT
-    image_url: Text | None = None
-    file_id: Text | None = None
-    detail: Any = None
-
-
-class _File(Closed):
-    inert: ClassVar[frozenset[str]] = _INERT
-    file_data: Text | None = None
-    filename: Text | None = None
-    file_id: Text | None = None
-    file_url: Text | None = None
-    detail: Any = None
-
-
-_MEDIA: dict[str, tuple[type[Closed], str]] = {"input_image": (_Image, "image_url"), "input_file": (_File, "file_data")}
+    image_url: NonEmpty = REQUIRED
+    detail: Any = "auto"
 
 
 class _InputItem(Closed):
@@ -136,13 +122,9 @@ class _AdditionalTools(_InputItem):
         return {"role": self.role, "tools": self.tools}
 
 
-class _Thought(Model):
-    text: Text = REQUIRED
-
-
 class _ReasoningItem(_InputItem):
-    summary: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
-    content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
+    summary: Annotated[list[_TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[list[_TextPart], Field(fail_fast=True)] | None = None
     encrypted_content: Any = None
 
     def normal(self, name: str, media: bool) -> Item:
@@ -167,7 +149,7 @@ _KINDS: dict[str, tuple[type[_InputItem], str]] = {  # with the beginning of the
 
 
 def parse_input(value: Any, *, most: int, media: bool) -> list[Item]:
-    """The items of a request's `input`, a string or an array. `media`: whether images and files may be among them.
+    """The items of a request's `input`, a string or an array. `media`: whether images may be among them.
 
     Raises `InvalidRequestError` with `param` for an item that is wrong, of an unknown kind, or beyond `most` items.
     """
@@ -219,15 +201,7 @@ def _part(value: Any, name: str, media: bool) -> Item:
         return {"type": "input_text", "text": _TextPart.parse(value, name).text}
     if kind == "refusal":
         return {"type": kind, "refusal": _Refusal.parse(value, name).refusal}
-    if media and isinstance(kind, str) and kind in _MEDIA:
-        return _medium(value, kind, name)
-    known = "text (input_text, output_text)" + (f" and {', '.join(_MEDIA)}" if media else "")
+    if media and kind == "input_image":
+        return {"type": kind, **_Image.parse(value, name).model_dump()}
+    known = "text (input_text, output_text)" + (" and input_image" if media else "")
     raise InvalidRequestError(f"{name}.type {_shown(kind)}: this model reads {known} only", param=f"{name}.type")
-
-
-def _medium(value: Mapping[str, Any], kind: str, name: str) -> Item:
-    model, source = _MEDIA[kind]
-    given = model.parse(value, name).model_dump(exclude_none=True)
-    if not given.get(source):
-        raise InvalidRequestError(f"{name} needs {source}: this model keeps no files", param=f"{name}.{source}")
-    return {"type": kind, **({"detail": "auto"} if kind == "input_image" else {}), **given}

@@ -146,8 +146,6 @@ def _together(first: Any, second: Any) -> Any:
 def _chat_part(part: Item) -> dict[str, Any]:
     if part["type"] == "input_image":
         return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
-    if part["type"] == "input_file":
-        return {"type": "file", "file": {key: part[key] for key in ("file_data", "filename") if key in part}}
     return {"type": "text", "text": _text(part)}
 
 
@@ -217,14 +215,6 @@ class _ResponsesStreamOptions(Closed):
     include_obfuscation: bool | None = None
 
 
-def _is_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    if len(metadata) > 16:
-        raise Refused(f" has {len(metadata)} entries; 16 are allowed")
-    if any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
-        raise Refused(" may have keys of 64 characters and values of 512")
-    return metadata
-
-
 def _is_includable(names: list[str]) -> list[str]:
     for index, name in enumerate(names):
         if name not in _INCLUDABLE:
@@ -244,7 +234,7 @@ class _ResponsesBody(Body):
     store: bool = True
     max_output_tokens: Annotated[Count, must(lambda count: count > 0, " must be at least 1")] | None = None
     max_tool_calls: Count | None = None  # of hosted tools, of which there are none
-    metadata: Annotated[dict[Text, Text], AfterValidator(_is_metadata)] | None = None
+    metadata: dict[Text, Text] | None = None
     include: Annotated[list[Text], AfterValidator(_is_includable)] | None = None
     top_logprobs: Count = 0
     truncation: Annotated[Text, must(lambda one: one == "disabled", _WHOLE)] = "disabled"

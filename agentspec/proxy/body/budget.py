@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.types import Message, Receive
@@ -33,7 +32,7 @@ class BodyBudget:
         self.shared = shared
         self._bytes = _Held()
         self._answers = _Held()  # of these bytes
-        self._waiting: deque[_MemoryWait] = deque()
+        self._freed = asyncio.Event()  # the next time that memory is given back
         self._threads = TenantThreads(PARSING_THREADS, "agentspec-body")
 
     def account(self, tenant: str) -> BodyAccount:
@@ -68,33 +67,16 @@ class BodyBudget:
         self._bytes.add(tenant, size)
         if answer:
             self._answers.add(tenant, size)
-        if size < 0 and self._waiting:
-            self._serve_waiting()
+        if size < 0:
+            self._freed.set()
+            self._freed = asyncio.Event()
 
     async def wait(self, account: BodyAccount, size: int) -> None:
-        """Wait in the line of those who wait for memory; `account` then holds `size` bytes more."""
-        waiting = _MemoryWait(account, size, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        self._serve_waiting()
-        try:
-            await waiting.turn
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                self._serve_waiting()
-
-    def _serve_waiting(self) -> None:
-        """Serve those who wait in order of arrival. Only who waits for its own tenant's share is passed by."""
-        most = self.answer_limit
-        for one in tuple(self._waiting):
-            if self._bytes.total + one.size > self._limit or self._answers.total + one.size > most:
-                return
-            tenant = one.account.tenant
-            if self.has_room(tenant, one.size) and self._answers.has_room(tenant, one.size, most, self.share(most)):
-                self._waiting.remove(one)
-                one.account.hold(one.size, answer=True)
-                if not one.turn.done():
-                    one.turn.set_result(None)
+        """Wait until there is room for `size` bytes more of an answer; `account` then holds them."""
+        tenant, most = account.tenant, self.answer_limit
+        while not (self.has_room(tenant, size) and self._answers.has_room(tenant, size, most, self.share(most))):
+            await self._freed.wait()
+        account.hold(size, answer=True)
 
 
 class _Held:
@@ -185,10 +167,3 @@ class BodyAccount:
         else:
             self._body += size
         self._budget.add(self.tenant, size, answer=answer)
-
-
-@dataclass(slots=True, eq=False)
-class _MemoryWait:
-    account: BodyAccount
-    size: int
-    turn: asyncio.Future[None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import orjson
 from starlette.datastructures import Headers
@@ -90,7 +90,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value: Any = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {_reason(body, error)}") from None
+        where = f"line {error.lineno}, column {error.colno}"
+        raise InvalidRequestError(f"the body is not valid JSON: {error.msg} at {where}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"the body must be a JSON object, not {type(value).__name__}")
     fields: dict[str, Any] = value
@@ -153,25 +154,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidRequestError(f"the body names the key {twice[:80]!r} twice")
     return value
-
-
-def _reason(body: bytes, error: orjson.JSONDecodeError) -> str:
-    """Where and why the JSON breaks, without quoting the body."""
-    try:
-        json.dumps(json.loads(body.decode(), parse_constant=_constant), ensure_ascii=False).encode()
-    except UnicodeDecodeError:
-        return "it is not UTF-8"
-    except UnicodeEncodeError:
-        return "a string holds half a surrogate pair, which is not text"
-    except InvalidRequestError as found:
-        return found.message
-    except RecursionError:
-        return "it is nested too deeply"
-    except ValueError as found:
-        long = not isinstance(found, json.JSONDecodeError)
-        return "a number has too many digits" if long else f"{error.msg} at line {error.lineno}, column {error.colno}"
-    return "a number is too large"  # which the parser of the standard library reads as infinity
-
-
-def _constant(name: str) -> NoReturn:
-    raise InvalidRequestError(f"it holds {name}, which is not JSON")

@@ -59,7 +59,7 @@ class MessagesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             request = await self._chat(exchange, backend)
             record.stream, record.response_headers = request.stream, TRANSLATED
-            chat = await chat_fields(backend, request, exchange.caller, model)
+            chat = await chat_fields(backend, request.chat, exchange.caller, model, stream=request.stream)
             body = await self._run(exchange, encode, chat)
         del chat
         headers, room = chat_headers(exchange.scope, record), exchange.account.wait_for
@@ -72,7 +72,11 @@ class MessagesEndpoint(GenerationEndpoint):
         """The request as a chat for an upstream."""
         templated = await backend.server_kind() in TEMPLATED
         limits = MessagesLimits(MAX_MESSAGES, images=True, templated=templated)
-        return await self._run(exchange, lambda: parse_messages(exchange.fields, limits, count=count))
+        request = await self._run(exchange, lambda: parse_messages(exchange.fields, limits, count=count))
+        if request.prefilled and not (templated or count):
+            message = "the last message must not be the assistant's: this upstream continues no message"
+            raise InvalidRequestError(message, param="messages")
+        return request
 
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord

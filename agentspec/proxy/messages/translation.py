@@ -1,4 +1,4 @@
-"""Asks an upstream that answers chats only for the answer to a Messages request."""
+"""Asks an upstream that answers chats only for the answer to a Messages or a Responses request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from starlette.types import Scope
 from agentspec.backends.base import CHAT
 from agentspec.backends.http import Room
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.errors import InvalidRequestError, UpstreamStatusError
-from agentspec.protocol.anthropic.requests import MessagesRequest
+from agentspec.errors import UpstreamStatusError
 from agentspec.proxy.auth import Caller
 from agentspec.proxy.forwarding import request_headers, with_policy
 from agentspec.proxy.request_record import RequestRecord
@@ -25,26 +24,17 @@ TEMPLATED = ("vllm", "sglang")
 _HOSTED = ("api.openai.com", ".openai.azure.com")  # whose newer models refuse `max_tokens`
 
 
-async def chat_fields(backend: OpenAIBackend, request: MessagesRequest, caller: Caller, model: str) -> dict[str, Any]:
-    """The fields for the upstream's chats, with what the backend tells about the caller.
-
-    Raises `InvalidRequestError` for a message to be continued where the upstream cannot do that.
-    """
-    chat = {**request.chat, "model": model}
-    if request.prefilled and await backend.server_kind() not in TEMPLATED:
-        message = "the last message must not be the assistant's: this upstream continues no message"
-        raise InvalidRequestError(message, param="messages")
-    name_bound(backend, chat)
-    if request.stream:
-        chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    asked = await with_policy(backend, CHAT, chat, caller)
-    return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked, caller.off)
-
-
-def name_bound(backend: OpenAIBackend, chat: dict[str, Any]) -> None:
-    """Call the most tokens of an answer in `chat` as the upstream does."""
-    if "max_tokens" in chat and str(backend.settings.url.host).endswith(_HOSTED):
-        chat["max_completion_tokens"] = chat.pop("max_tokens")
+async def chat_fields(
+    backend: OpenAIBackend, chat: Mapping[str, Any], caller: Caller, model: str, *, stream: bool
+) -> dict[str, Any]:
+    """`chat` for the upstream's chats, with what the backend tells about the caller."""
+    fields = {**chat, "model": model}
+    if stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    if "max_tokens" in fields and str(backend.settings.url.host).endswith(_HOSTED):
+        fields["max_completion_tokens"] = fields.pop("max_tokens")
+    asked = await with_policy(backend, CHAT, fields, caller)
+    return fields | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked, caller.off)
 
 
 def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:

@@ -29,8 +29,8 @@ from agentspec.proxy.body.kept_names import refuse_what_others_keep
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.errors import error_response
-from agentspec.proxy.forwarding import added_fields, pass_through, request_headers, with_fields, with_policy
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers, name_bound
+from agentspec.proxy.forwarding import added_fields, pass_through, request_headers, with_fields
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.stored import History, Keeper, not_found
 from agentspec.proxy.responses.upstreams import ResponsesInspector, telling_id
@@ -139,11 +139,9 @@ class ResponsesEndpoint(GenerationEndpoint):
         record.response_headers = TRANSLATED | _unenforced(request)
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
-            chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
-            name_bound(backend, chat)
-            caller = exchange.caller
-            asked = await with_policy(backend, CHAT, chat, caller)
-            chat |= await backend.body_fields(CHAT, caller.tenant, caller.labels, asked, caller.off)
+            chat = await self._run_on(exchange, history, self._chat, request, history, templated)
+            model = exchange.route.upstream_model
+            chat = await chat_fields(backend, chat, exchange.caller, model, stream=request.stream)
             body = await self._run_on(exchange, history, encode, chat)
         headers, room = chat_headers(exchange.scope, record), exchange.account.wait_for
         deltas = chat_deltas(backend, body, headers, record, room)
@@ -161,16 +159,13 @@ class ResponsesEndpoint(GenerationEndpoint):
         exchange.account(history.size)
         return await self._run_on(exchange, history, request.continuing, history.items), history
 
-    def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
+    def _chat(self, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
         """The request as a chat for an upstream. Raises `InvalidRequestError` for the result of a call nobody made."""
         messages = [_sent(message, templated) for message in request.conversation(history.items).messages]
         if len(messages) > MAX_MESSAGES:
             message = f"the conversation has more than {MAX_MESSAGES} messages"
             raise InvalidRequestError(message, param="input")
-        chat: dict[str, Any] = {**request.chat, "messages": messages, "model": exchange.route.upstream_model}
-        if request.stream:
-            chat |= {"stream": True, "stream_options": {"include_usage": True}}
-        return chat
+        return {**request.chat, "messages": messages}
 
     async def _run_on(self, exchange: Exchange, history: History, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the body and on `history`, in a thread if both are large."""

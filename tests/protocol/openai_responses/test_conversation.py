@@ -217,13 +217,11 @@ def test_media_are_for_upstreams() -> None:
     parts = [
         {"type": "input_text", "text": "see"},
         {"type": "input_image", "image_url": "data:x", "detail": "low"},
-        {"type": "input_file", "filename": "a.pdf", "file_data": "data:y"},
     ]
     [message] = messages([{"role": "user", "content": parts}], media=True)
     assert message["content"] == [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}},
-        {"type": "file", "file": {"file_data": "data:y", "filename": "a.pdf"}},
     ]
     image = {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}
     [message] = messages([{"role": role, "content": [parts[1]]} for role in ("system", "developer")], media=True)
@@ -231,7 +229,7 @@ def test_media_are_for_upstreams() -> None:
     given = [{"role": "system", "content": "be brief"}, {"role": "developer", "content": parts[:2]}]
     [message] = messages(given, media=True)
     assert message["content"] == [{"type": "text", "text": "be brief"}, {"type": "text", "text": "see"}, image]
-    with pytest.raises(InvalidRequestError, match="keeps no files"):
+    with pytest.raises(InvalidRequestError, match="file_id is not known"):
         messages([{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}], media=True)
 
 
