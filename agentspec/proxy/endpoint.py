@@ -28,7 +28,7 @@ from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
-from agentspec.proxy.forwarding import StreamInspector, expected_choices, pass_through, upstream_body
+from agentspec.proxy.forwarding import Inspector, StreamInspector, expected_choices, pass_through, upstream_body
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming import CHUNKS, Framing, collected, send_json, send_sse
@@ -176,14 +176,18 @@ class GenerationEndpoint:
     async def _forward(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
-        fields, model = exchange.fields, exchange.route.upstream_model
+        inspector = StreamInspector(expected_choices(self.path, exchange.fields))
+        await self._pass_on(exchange, backend, exchange.route.upstream_model, inspector)
+
+    async def _pass_on(
+        self, exchange: Exchange, backend: OpenAIBackend, model: str, inspector: Inspector, *, above: bool = False
+    ) -> None:
+        """Pass the bytes of the request to the upstream, and those of its answer back."""
         async with exchange.deadline.limit():
-            body = await upstream_body(backend, self.path, exchange.body, fields, exchange.caller, model)
-        inspector = StreamInspector(expected_choices(self.path, fields))
-        del fields
+            body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
         exchange.release()
-        scope, send, deadline = exchange.scope, exchange.send, exchange.deadline
-        await pass_through(scope, send, backend, self.path, body, deadline, inspector, account=exchange.account)
+        scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
+        await pass_through(scope, send, backend, self.path, body, at, inspector, account=account, above=above)
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""

@@ -51,7 +51,7 @@ def test_every_tool_has_its_own_name_and_is_found_by_it(
     assert len(set(offered)) == len(offered) == len(request.tools) and all(map(VALID.fullmatch, offered))
     assert not {"none", "auto", "required"} & {*offered}
 
-    messages = request.conversation().messages
+    messages = request.messages()
     past = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
     keys = [key_of(name, space) for space, name, _ in called]
     assert [request.names.key(name) for name in past] == keys and all(map(VALID.fullmatch, past))

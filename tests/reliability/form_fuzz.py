@@ -1,7 +1,4 @@
-"""Grows schemas, regular expressions and grammars, and follows those that are accepted for some tokens.
-
-A grammar that ends its compiler ends the process: `make check` tries many in one of their own, form_cases.py.
-"""
+"""Grows schemas, regular expressions and grammars, and follows those that are accepted for some tokens."""
 
 from __future__ import annotations
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
-import subprocess
-import sys
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.proxy import create_app
+from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.reliability
@@ -172,22 +178,6 @@ HEAVY = frozenset(
 )
 
 
-def answers(folder: Path, cases: dict[str, Json], repository: Path, grown: int = 0) -> dict[str, Json]:
-    """What a gateway in another process answers to each case, after it was tried on `grown` forms.
-
-    Fails if the process ends before it has answered all.
-    """
-    program = [sys.executable, str(repository / "tests/reliability/form_cases.py"), str(folder), str(grown)]
-    done = subprocess.run(
-        program, input=json.dumps(cases), capture_output=True, text=True, timeout=3000, cwd=repository
-    )
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert some_of_each(said.pop(0)["grown"] if said else {}), done.stderr[-3000:]
-    reached = list(cases)[len(said)] if len(said) < len(cases) else None
-    assert (done.returncode, reached) == (0, None), done.stderr[-2000:]
-    return {one["name"]: one for one in said}
-
-
 def some_of_each(counted: dict[str, int]) -> bool:
     """Whether some forms were accepted and some refused."""
     return all(any(count for kind, count in counted.items() if kind.endswith(end)) for end in ("accepted", "refused"))
@@ -208,34 +198,55 @@ def check(said: dict[str, Json]) -> None:
     assert {name: one["grown"] for name, one in said.items() if one["grown"] > 100} == {}
 
 
-def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
-    tiny_model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def outcomes(folder: str, cases: dict[str, Json]) -> dict[str, Json]:
+    """What a gateway over a tiny model answers to one case after another."""
+    settings = Settings(
+        server=ServerSettings(request_timeout=120),
+        backends={"local": TorchSettings(model=folder, device="cpu")},
+        models={"tiny": ModelSettings(backend="local")},
+    )
+    async with Runtime(settings) as runtime:
+        app = create_app(runtime, settings)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
+            return {name: await tried(client, name, fields) for name, fields in cases.items()}
+
+
+async def tried(client: httpx.AsyncClient, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """What a case was answered, the processor time of the event loop meanwhile, and the growth of this process."""
+    path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+    body = {"model": "tiny", "max_tokens": 8, **fields}
+    body.pop("raw", None)
+    if path.endswith("chat/completions"):
+        body = {"messages": [{"role": "user", "content": "x"}], **body}
+    before, started, clock = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time(), time.monotonic()
+    content = json.dumps(body).replace('"RAW"', fields.get("raw", ""))
+    response = await client.post(path, content=content, headers={"content-type": "application/json"})
+    loop = time.thread_time() - started
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {
+        "name": name,
+        "status": response.status_code,
+        "loop": loop,
+        "grown": grown,
+        "seconds": time.monotonic() - clock,
+        "text": response.text[:3000],
+    }
+
+
+@pytest.mark.parametrize(
+    ("grown", "heavy"),
+    [(16, False), pytest.param(200, True, marks=pytest.mark.slow), pytest.param(5000, True, marks=pytest.mark.long)],
+)
+def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(tiny_model: Path, grown: int, heavy: bool) -> None:
     """In this process, which has loaded everything: a form that ended it would end the tests."""
-    monkeypatch.syspath_prepend(repository / "tests/reliability")
-    form_cases, form_fuzz = map(importlib.import_module, ("form_cases", "form_fuzz"))
-    assert some_of_each(form_fuzz.grow_forms(16))
-    cases = {name: fields for name, fields in sorted({**REFUSED, **TAKEN}.items()) if name not in HEAVY}
+    from tests.reliability.form_fuzz import grow_forms
 
-    async def said() -> dict[str, Json]:
-        return {one["name"]: one async for one in form_cases.outcomes(str(tiny_model), cases)}
-
-    answered = asyncio.run(said())
+    assert some_of_each(grow_forms(grown))
+    cases = {name: fields for name, fields in sorted({**REFUSED, **TAKEN}.items()) if heavy or name not in HEAVY}
+    answered = asyncio.run(outcomes(str(tiny_model), cases))
     assert answered.keys() == cases.keys()
     check(answered)
-
-
-@pytest.mark.slow
-def test_c1_no_form_ends_the_process(tiny_model: Path, repository: Path) -> None:
-    cases = {**REFUSED, **TAKEN}
-    said = answers(tiny_model, cases, repository, grown=15)
-    assert said.keys() == cases.keys()
-    check(said)
-
-
-@pytest.mark.long
-def test_c1_grown_forms_are_accepted_or_refused(tiny_model: Path, repository: Path) -> None:
-    answers(tiny_model, {}, repository, grown=5000)
 
 
 ESCAPES = {

@@ -301,15 +301,15 @@ class ResponsesRequest:
                 del chat["tool_choice"]
         return replace(self, chat=chat, tools=tools, names=names)
 
-    def conversation(self, history: Sequence[Item] = ()) -> Conversation:
+    def messages(self, history: Sequence[Item] = ()) -> list[dict[str, Any]]:
         """The messages of instructions, the items of earlier responses, and this request. Raises as `parse_input`."""
         made = Conversation(self.names)
         if self.instructions:
             made.instruct(self.instructions)
         made.add_all([*history, *self.items], first_new=len(history))
-        if not made.finish():
+        if not (messages := made.finish()):
             raise InvalidRequestError("input must hold at least one item", param="input")
-        return made
+        return messages
 
     @property
     def unenforced(self) -> list[str]:

@@ -22,7 +22,6 @@ _TOKENS = (
 _ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
 CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
 _LISTS = ("stop", "stop_sequences", "stop_token_ids", "bad_words", "stop_regex")
-COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
 
 MAX_LOGPROBS = 20
 MAX_TEXTS = 2048  # of a request for embeddings

@@ -20,7 +20,7 @@ from agentspec.proxy.auth import Caller
 from agentspec.proxy.body.amounts import check_characters
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
-from agentspec.proxy.forwarding import MessagesInspector, pass_through, request_headers, upstream_body
+from agentspec.proxy.forwarding import MessagesInspector, request_headers
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming import MESSAGE_EVENTS, Framing, json_response, respond
@@ -42,16 +42,10 @@ class MessagesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             headers = request_headers(exchange.scope, exchange.record)
             native = await backend.has_route(self.path, headers, exchange.caller.off)
-        await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
-
-    async def _pass(self, exchange: Exchange, backend: OpenAIBackend) -> None:
-        """Pass the bytes of the request to the upstream, and those of its answer back."""
-        model = exchange.route.upstream_model
-        async with exchange.deadline.limit():
-            body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
-        exchange.release()
-        scope, send, account, inspector = exchange.scope, exchange.send, exchange.account, MessagesInspector()
-        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
+        if native:
+            await self._pass_on(exchange, backend, exchange.route.upstream_model, MessagesInspector())
+        else:
+            await self._translate(exchange, backend)
 
     async def _translate(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -38,7 +38,6 @@ from agentspec.proxy.streaming import EVENT_STREAM, collected, json_response, no
 from agentspec.types import Delta, GenerateRequest
 
 T = TypeVar("T")
-OwnNames = Callable[[], AbstractContextManager[None]]
 UNENFORCED = "x-agentspec-unenforced"
 """Names the fields for forms of tools' inputs that the model is told, and not held to."""
 
@@ -62,23 +61,21 @@ class ResponsesEndpoint(GenerationEndpoint):
             raise InvalidRequestError(message, param="model")
         await self._run(exchange, self._check_roles, exchange.fields, backend)
         request, history = await self._read(exchange, local=True)
-        first, own = await self._run_on(exchange, history, self._local, exchange.caller, request, history)
+        first = await self._run_on(exchange, history, self._local, exchange.caller, request, history)
         added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
         exchange.record.response_headers = {**added, **_unenforced(request)}
         exchange.release()
-        await self._send_answer(exchange, request, self._generated(first, own))
+        await self._send_answer(exchange, request, self._generated(first, request))
 
-    def _local(self, caller: Caller, request: ResponsesRequest, history: History) -> tuple[GenerateRequest, OwnNames]:
+    def _local(self, caller: Caller, request: ResponsesRequest, history: History) -> GenerateRequest:
         """The request for a backend, with the whole conversation."""
-        made = request.conversation(history.items)
-        own = partial(_own_names, request)
-        with own():
-            chat = {**request.chat, "messages": made.messages}
+        chat = {**request.chat, "messages": request.messages(history.items)}
+        with _own_names(request):
             parsed, _ = parse_chat(chat)
-        return caller.sign(parsed), own
+        return caller.sign(parsed)
 
-    async def _generated(self, first: GenerateRequest, own: OwnNames) -> AsyncGenerator[Delta]:
-        with own():
+    async def _generated(self, first: GenerateRequest, request: ResponsesRequest) -> AsyncGenerator[Delta]:
+        with _own_names(request):
             async with aclosing(self.runtime.generate(first)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -91,9 +88,9 @@ class ResponsesEndpoint(GenerationEndpoint):
             several = exchange.record.attempt is not None
             headers = request_headers(exchange.scope, exchange.record)
             native = not several and await backend.has_route(RESPONSES, headers, exchange.caller.off)
-        await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
+        await (self._pass_response(exchange, backend) if native else self._translate(exchange, backend))
 
-    async def _pass(self, exchange: Exchange, backend: OpenAIBackend) -> None:
+    async def _pass_response(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         """Pass the bytes of the request to the upstream, and those of its answer back."""
         fields, caller, model = exchange.fields, exchange.caller, exchange.route.upstream_model
         async with exchange.deadline.limit():
@@ -161,7 +158,7 @@ class ResponsesEndpoint(GenerationEndpoint):
 
     def _chat(self, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
         """The request as a chat for an upstream. Raises `InvalidRequestError` for the result of a call nobody made."""
-        messages = [_sent(message, templated) for message in request.conversation(history.items).messages]
+        messages = [_sent(message, templated) for message in request.messages(history.items)]
         if len(messages) > MAX_MESSAGES:
             message = f"the conversation has more than {MAX_MESSAGES} messages"
             raise InvalidRequestError(message, param="input")

@@ -17,7 +17,7 @@ from agentspec.protocol.wire import encode
 from agentspec.proxy.body.amounts import check_amounts, check_characters
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
-from agentspec.proxy.forwarding import StreamInspector, pass_through, upstream_body
+from agentspec.proxy.forwarding import StreamInspector
 from agentspec.proxy.streaming import respond
 
 # Fields of a chat that shape its prompt, beside its messages.
@@ -58,7 +58,9 @@ class TokenizationEndpoint(GenerationEndpoint):
         route = asked if isinstance(asked.backend, OpenAIBackend) else await self._base_of(exchange.fields["model"])
         backend = route.backend
         if isinstance(backend, OpenAIBackend):
-            await self._pass(exchange, backend, route.upstream_model)
+            check_head(exchange.scope)
+            await self._run(exchange, self._check, exchange.fields, backend)
+            await self._pass_on(exchange, backend, route.upstream_model, StreamInspector(0), above=True)
             return
         side = tokenization_of(backend)
         if side is None:
@@ -72,16 +74,6 @@ class TokenizationEndpoint(GenerationEndpoint):
                 answer = await self._detokenize(side, exchange.fields)
         encoded = await self._run(exchange, encode, answer)  # token ids take longer to write than their text to read
         await respond(exchange.send, Response(encoded, media_type="application/json"))
-
-    async def _pass(self, exchange: Exchange, backend: OpenAIBackend, model: str) -> None:
-        """Pass the request to the upstream, beside whose /v1 the routes stand."""
-        check_head(exchange.scope)
-        await self._run(exchange, self._check, exchange.fields, backend)
-        async with exchange.deadline.limit():
-            body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
-        exchange.release()
-        scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
-        await pass_through(scope, send, backend, self.path, body, at, StreamInspector(0), account=account, above=True)
 
     async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any], length: int | None) -> dict[str, Any]:
         body = _TokenizeBody.parse(fields)

@@ -512,11 +512,3 @@ def test_errors_of_a_translated_upstream(gateway: Any, upstream: Any) -> None:
     last = json.loads(wire.strip().split("\n\n")[-1].split("data: ")[1])
     assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
     assert post(running, {"truncation": "auto"}).json()["error"]["param"] == "truncation"
-
-
-@pytest.mark.parametrize(("declared", "asked"), [("on", ROUTE), ("off", "/v1/chat/completions")])
-def test_the_operator_may_say_which(gateway: Any, upstream: Any, declared: Any, asked: str) -> None:
-    server = upstream(lambda request: request.answer(json.dumps(CHAT).encode()))
-    running = gateway({}, settings(server.url, responses=declared))
-    assert post(running, {}).status_code == 200
-    assert [one.target for one in server.requests if one.method == "POST"] == [asked]
