@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from agentspec.benchmarks.agent_workflows import (
     MEASURED,
     MOST_OTHERS,
     Workflow,
-    documented,
     functions,
     measured_workflows,
     other_workflows,
-    renamed,
     workflow,
 )
 
@@ -59,14 +55,3 @@ def test_a_prompt_is_the_one_before_with_an_answer_and_what_came_then(flows: lis
         assert flow.messages(turn)[:-2] == flow.messages(turn - 1)
         assert [message["role"] for message in flow.messages(turn)[-2:]] == ["assistant", "user"]
         assert flow.messages(turn)[-2]["content"] == flow.turns[turn - 1].answer
-
-
-def test_docstrings_go_where_there_are_none() -> None:
-    once = documented(CODE, ["get_n"])
-    assert ast.get_docstring(functions(once)[0]) == "Get n."
-    assert documented(once, ["get_n"]) == once
-    assert documented(CODE, []) == CODE
-
-
-def test_renaming_leaves_attributes_alone() -> None:
-    assert renamed("n.n + nn + n", "n", "m") == "m.n + nn + m"

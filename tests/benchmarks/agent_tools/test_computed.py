@@ -124,15 +124,3 @@ def test_the_command_prints_and_writes_the_figures(recorded: Path, tmp_path: Pat
     assert result.exit_code == 0 and "Calls predicted" in result.output, result.output
     data = json.loads(out.read_text())["files"]["sessions.jsonl"]
     assert data["top_1"] <= data["top_3"]
-
-
-def test_a_file_without_answers_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "session.jsonl"
-    path.write_text('{"sessionId": "s", "type": "user", "message": {"role": "user", "content": "hello"}}\n')
-    with pytest.raises(ConfigurationError, match=r"session\.jsonl: no answers"):
-        measured(path)
-
-
-def test_a_share_of_nothing_is_refused(recorded: Path) -> None:
-    with pytest.raises(ConfigurationError, match="share"):
-        measured(recorded, share=1.0)

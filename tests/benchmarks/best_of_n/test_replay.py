@@ -19,13 +19,10 @@ from agentspec.benchmarks.best_of_n.drafters import (
 from agentspec.benchmarks.best_of_n.record import AnswerRecorder
 from agentspec.benchmarks.best_of_n.replay import (
     Contender,
-    Outcome,
     SampledAnswer,
     SampledQuestion,
     TopTokens,
-    VerifySteps,
     curve,
-    part_of,
     replay,
 )
 from agentspec.benchmarks.runs import ask
@@ -88,25 +85,6 @@ def test_the_governor_leaves_out_nodes_that_do_not_pay():
     texts = [list(range(12))]
     assert replay([question(*texts)], Oracle(), 3, cost=FREE).nodes_per_step == 3
     assert replay([question(*texts)], Oracle(), 3, cost=dear).nodes_per_step == 0
-
-
-def test_speed_is_tokens_over_what_their_forwards_cost():
-    outcome, plain = (
-        Outcome(FREE, [VerifySteps([1, 3], [2, 4])] * 7),
-        Outcome(LINE, [VerifySteps([0] * 6, [1] * 6)] * 7),
-    )
-    assert outcome.speed == 3.0 and plain.speed == 1.0 and outcome.acceptance == 1.0
-    assert Outcome(LINE, outcome.questions).speed == 1.0
-
-
-def test_costs_are_lines_between_what_was_measured():
-    assert curve({1: 2.0, 3: 4.0, 5: 8.0})(np.array([1, 2, 3, 4, 6])).tolist() == [1.0, 1.5, 2.0, 3.0, 5.0]
-
-
-def test_a_part_of_a_draft_keeps_its_edges():
-    whole = make_draft([5, 6, 7, 8], [-1, -1, 1, 2], [0.5, 0.4, 0.3, 0.2], [0] * 4, [0] * 4)
-    part = part_of(whole, [1, 2, 3])
-    assert part.tokens.tolist() == [6, 7, 8] and part.parents.tolist() == [-1, 0, 1]
 
 
 def test_ngrams_average_what_was_seen_and_the_longest_is_asked_first():

@@ -69,16 +69,6 @@ def test_engines_that_do_not_start_are_told_and_others_go_on(tmp_path: Path) -> 
     assert "its program cannot be started" in failed["none"]
 
 
-def test_the_cause_is_told_though_it_stands_far_above_the_end(tmp_path: Path) -> None:
-    failed: dict[str, str] = {}
-    prints = "[print(line, file=sys.stderr) for line in ('worker: ValueError: too few blocks', *['at'] * 999)]"
-    with started([engine(tmp_path, f"import sys; {prints}; raise RuntimeError('see above')")], LONG, failed):
-        pass
-    first, *_, last = failed["off"].splitlines()
-    assert first == "its process ended; errors in its log:" and last == "RuntimeError: see above"
-    assert failed["off"].splitlines()[1:3] == ["ValueError: too few blocks", "RuntimeError: see above"]
-
-
 def test_an_engine_gets_no_settings_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTSPEC_VLLM_PAD", "on")
     telling = "import json, os; print(json.dumps({'info': {'pad': os.environ.get('AGENTSPEC_VLLM_PAD', '')}}))"
