@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -12,9 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +24,13 @@ from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, 
 
 logger = logging.getLogger(__name__)
 
+KEPT: Final = 48  # compiled grammars kept, since agents send the same schema again and again
+KEPT_BYTES: Final = 256 << 20  # with all that they may learn from answers
+SMALL: Final = 20_000  # characters
+# Expressions that must hold at once, and counted groups in counted groups, take much of both however short they are.
+_COSTLY: Final = re.compile(r"&|\)\s*\{\s*\d.*\)\s*\{\s*\d", re.DOTALL)
 MAX_GRAMMAR_BYTES: Final = 128 << 20
-MOST_SECONDS: Final = 60.0  # of a trial, on a machine however busy
-START_SECONDS: Final = 120.0
+MOST_SECONDS: Final = 60.0  # of a trial, with the start of its process, on a machine however busy
 _DEATHS: Final[dict[int, str]] = {
     signal.SIGSEGV: "compiling it needs too much stack: nest less, and let fewer rules lead to one another",
     signal.SIGBUS: "compiling it needs too much stack: nest less, and let fewer rules lead to one another",
@@ -37,53 +39,52 @@ _DEATHS: Final[dict[int, str]] = {
 }
 
 
-class CompileHelper:
-    """The other process, started when it is first needed and again after it died. Thread-safe; tries out one grammar at
-    a time.
-    """
+class GrammarTrial:
+    """Tries out large grammars in other processes, one at a time, each in its own. Thread-safe."""
 
-    def __init__(self, setup: Callable[[], dict[str, Any]]) -> None:
-        self._setup = setup
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def try_out(self, source: str) -> int:
-        """How many bytes the compiled grammar takes. Blocks until the process has compiled it.
+    def bytes_of(self, setup: dict[str, Any], source: str) -> int:
+        """How many bytes the compiled grammar takes, with the tokenizer that `setup` describes. Blocks until a process
+        has compiled it.
 
         Raises `ValueError` with the reason why it cannot be compiled within the limits, `OverloadedError` if that is
         not known now, `ShuttingDownError` after `close`, and `EngineError` if no process can be started.
         """
-        with self._lock:
-            self._require_open()
-            process = self._process
-            if process is None or process.poll() is not None:  # it also ends by itself when it is not needed for long
-                process = self._start()
-            said = _exchange(process, source, MOST_SECONDS)
+        with self._lock, self._started() as process:
+            late = threading.Timer(MOST_SECONDS, process.kill)
+            late.start()
+            try:
+                said, _ = process.communicate(json.dumps({**setup, "source": source}).encode())
+            finally:
+                late.cancel()
         self._require_open()
-        if said is None:
-            raise _death(-process.wait(), len(source))
-        if "error" in said:
-            raise ValueError(said["error"])
-        if said["nbytes"] > MAX_GRAMMAR_BYTES:
+        if not said.endswith(b"\n"):
+            raise _death(process.returncode, len(source))
+        verdict = json.loads(said)
+        if "error" in verdict:
+            raise ValueError(verdict["error"])
+        if verdict["nbytes"] > MAX_GRAMMAR_BYTES:
             raise ValueError(f"it takes more than {MAX_GRAMMAR_BYTES >> 20} MiB: make it smaller")
-        return int(said["nbytes"])
+        return int(verdict["nbytes"])
 
     def close(self) -> None:
         """End the process, and whatever it is compiling."""
         self._closed = True
         if (process := self._process) is not None:
             process.kill()
-            process.wait()
 
     def _require_open(self) -> None:
         if self._closed:
             raise ShuttingDownError("the engine is shutting down")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        setup = self._setup()  # it raises for some tokenizers
+    def _started(self) -> subprocess.Popen[bytes]:
+        self._require_open()
         try:
-            process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(worker.__file__).resolve())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -93,58 +94,19 @@ class CompileHelper:
             )
         except OSError as error:
             raise EngineError(f"large grammars cannot be compiled: no process can be started: {error}") from error
-        weakref.finalize(self, _end, process)
-        self._process = process
         if self._closed:
             process.kill()
-        if _exchange(process, setup, START_SECONDS) is None:
-            self._require_open()
-            raise EngineError("large grammars cannot be compiled: the process that tries them out does not start")
         return process
 
 
-def _exchange(process: subprocess.Popen[bytes], asked: Any, seconds: float) -> dict[str, Any] | None:
-    """The process's answer; None if it has ended, which it does at the latest after `seconds`."""
-    assert process.stdin is not None and process.stdout is not None
-    late = threading.Timer(seconds, process.kill)
-    late.start()
-    try:
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-    except OSError:
-        line = b""
-    finally:
-        late.cancel()
-    if line.endswith(b"\n"):
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-    _end(process)
-    return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-
-
-def _death(number: int, length: int) -> Exception:
-    """What the death of the process by a signal says of a grammar."""
-    logger.warning("a grammar of %d characters ended its compiler by signal %d", length, number)
-    if number in (signal.SIGKILL, signal.SIGALRM):  # the machine is too busy, or short of memory
+def _death(status: int, length: int) -> Exception:
+    """What the end of the process without a verdict says of a grammar."""
+    logger.warning("a grammar of %d characters ended its compiler with status %d", length, status)
+    if status >= 0:
+        return EngineError("large grammars cannot be compiled: the process that tries them out does not start")
+    if -status == signal.SIGKILL:  # the machine is too busy, or short of memory
         return OverloadedError("this machine has no time or memory to compile a large grammar now")
-    return ValueError(_DEATHS.get(number, _DEATHS[signal.SIGABRT]))
-
-
-KEPT: Final = 48  # compiled grammars kept, since agents send the same schema again and again
-KEPT_BYTES: Final = 256 << 20  # with all that they may learn from answers
-SMALL: Final = 20_000  # characters
-# Expressions that must hold at once, and counted groups in counted groups, take much of both however short they are.
-_COSTLY: Final = re.compile(r"&|\)\s*\{\s*\d.*\)\s*\{\s*\d", re.DOTALL)
+    return ValueError(_DEATHS.get(-status, _DEATHS[signal.SIGABRT]))
 
 
 class GrammarCompiler:
@@ -158,7 +120,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._building = threading.Lock()
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
-        self._helper = CompileHelper(self._setup)
+        self._trial = GrammarTrial()
 
     @property
     def table(self) -> TokenTable:
@@ -181,7 +143,7 @@ class GrammarCompiler:
         if grammar is None:
             try:
                 small = _small(source)
-                size = len(source) if small else self._helper.try_out(source)
+                size = len(source) if small else self._trial.bytes_of(self._setup(), source)
                 grammar = on_stack(STACK, lambda: self._compiled(source, param, size, small))
             except ValueError as error:
                 message = f"the grammar of this request is refused: {reason(str(error))}"
@@ -204,7 +166,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the other process."""
-        self._helper.close()
+        self._trial.close()
 
     def _known(self, key: bytes) -> CompiledGrammar | None:
         with self._lock:

@@ -1,17 +1,14 @@
-"""Compiles grammars, and the program that tries out large ones in a process that may die.
+"""Compiles grammars, and the program that tries out a large one in a process that may die.
 
-The program reads the tokenizer, then grammars, and answers each: it compiles the grammar and walks some tokens of an
-answer under limits of processor time, memory and stack. It imports nothing of agentspec, so that it starts fast: run it
-by its path. Each message is JSON on a line.
+The program reads a tokenizer and a grammar, compiles the grammar and walks some tokens of an answer under limits of
+processor time, memory and stack, and prints its verdict, all in JSON. It imports nothing of agentspec, so that it
+starts fast: run it by its path.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import resource
-import signal
 import sys
 import threading
 import time
@@ -27,7 +24,6 @@ T = TypeVar("T")
 STACK: Final = 64 << 20  # bytes of stack where a grammar is compiled; on trial it has half of that
 CPU_SECONDS: Final = 4
 MEMORY: Final = 512 << 20
-IDLE_SECONDS: Final = 600
 TRIED_TOKENS: Final = 48
 STEP_SECONDS: Final = 0.025  # processor time of a step on average, beyond which a grammar would slow other answers
 FEW_STATES: Final = 4_000  # of a lexer, which finds them as answers go on and keeps them: usual forms need hundreds
@@ -132,7 +128,7 @@ def _pages(field: int) -> int:
 
 
 def _limit() -> None:
-    """Limit what this process takes for one more grammar: processor time, and memory where the system tells it."""
+    """Limit what this process takes for the grammar: processor time, and memory where the system tells it."""
     _limit_to(resource.RLIMIT_CPU, int(time.process_time()) + CPU_SECONDS)
     if size := _pages(0):
         _limit_to(resource.RLIMIT_AS, size + MEMORY)
@@ -154,31 +150,14 @@ def _verdict(tokenizer: llguidance.LLTokenizer, source: str) -> dict[str, Any]:
     return {"nbytes": taken}
 
 
-def _give_back() -> None:
-    """Return the memory of the last grammar to the system, so that the next one is measured alone."""
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _say(value: dict[str, Any]) -> None:
-    print(json.dumps(value), flush=True)
-
-
 def main() -> None:
-    """Answer grammars until the input ends; an alarm ends the process if none comes for long. The first answer says
-    that it is ready.
-    """
+    """Print how many bytes the grammar takes, or the error with which it is refused."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = built_tokenizer(**json.loads(sys.stdin.readline()))
-    _say({"ready": True})
-    signal.alarm(IDLE_SECONDS)
-    for line in sys.stdin:
-        signal.alarm(0)
-        _limit()
-        _say(on_stack(STACK // 2, partial(_verdict, tokenizer, json.loads(line))))
-        _give_back()
-        signal.alarm(IDLE_SECONDS)
+    asked = json.load(sys.stdin)
+    source = asked.pop("source")
+    tokenizer = built_tokenizer(**asked)
+    _limit()
+    print(json.dumps(on_stack(STACK // 2, partial(_verdict, tokenizer, source))), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.backend import LONG_PROMPT
-from agentspec.backends.torch.grammars.compiler import CompileHelper
+from agentspec.backends.torch.grammars.compiler import GrammarTrial
 from agentspec.backends.torch.grammars.matcher import GrammarMatcher
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.cache import SuffixCache
@@ -288,12 +288,12 @@ async def test_a_form_that_fails_on_the_way_ends_its_answer_alone(
 async def test_a_large_grammar_waits_beside_other_requests(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, tried, go_on = backend_of(), threading.Event(), threading.Event()
 
-    def slow(helper: CompileHelper, source: str) -> int:
+    def slow(trial: GrammarTrial, setup: Any, source: str) -> int:
         tried.set()
         assert go_on.wait(60)
         return len(source)
 
-    monkeypatch.setattr(CompileHelper, "try_out", slow)
+    monkeypatch.setattr(GrammarTrial, "bytes_of", slow)
     formed = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z]{500}|&"))
     several = [asyncio.create_task(answer(backend, ask(formed))) for _ in range(20)]
     await asyncio.to_thread(tried.wait, 60)

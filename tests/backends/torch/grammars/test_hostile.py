@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentspec.backends.torch.grammars import compiler, matcher, worker
-from agentspec.backends.torch.grammars.compiler import CompileHelper, GrammarCompiler
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 
 END = 256
@@ -64,16 +64,6 @@ def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_taken(
     assert grammars.compile(large(0), param="p").start().allows(ids(grammars._tokenizer, "a")[0])
 
 
-def test_the_process_starts_again_after_it_ended(grammars: GrammarCompiler) -> None:
-    grammars.compile(large(1), param="p")
-    process = grammars._helper._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    grammars.compile(large(2), param="p")
-    assert grammars._helper._process is not process
-
-
 def test_without_a_process_small_grammars_are_compiled(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.sys, "executable", "/nothing")
     grammars = GrammarCompiler(byte_tokens, 259, [END])
@@ -86,38 +76,27 @@ def test_without_a_process_small_grammars_are_compiled(byte_tokens: Any, monkeyp
         grammars.compile(large(0), param="p2")
 
 
-def test_a_tokenizer_that_cannot_be_constrained_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def setup() -> dict[str, Any]:
-        raise InvalidRequestError("no")
-
-    monkeypatch.setattr(compiler.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    with pytest.raises(InvalidRequestError):
-        CompileHelper(setup).try_out("start: /a/")
-
-
-def test_closing_does_not_wait_for_what_is_compiled(byte_tokens: Any) -> None:
-    asked, errors = GrammarCompiler(byte_tokens, 259, [END])._helper, list[Exception]()
-    asked.try_out("start: /a/")
-    process = asked._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)  # it would take for ever
+def test_closing_does_not_wait_for_what_is_compiled(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler.worker, "__file__", "/dev/stdin")  # a program that waits for ever
+    grammars, errors = GrammarCompiler(byte_tokens, 259, [END]), list[Exception]()
 
     def ask() -> None:
         try:
-            asked.try_out("start: /b/")
+            grammars.compile(large(0), param="p")
         except Exception as error:
             errors.append(error)
 
+    monkeypatch.setattr(subprocess.Popen, "communicate", lambda process, asked: (b"", process.wait()))
     thread = threading.Thread(target=ask)
     thread.start()
-    while not asked._lock.locked():
+    while grammars._trial._process is None:
         thread.join(0.01)
-    asked.close()
+    grammars.close()
     thread.join(60)
-    assert process.poll() is not None
+    assert grammars._trial._process.poll() == -signal.SIGKILL
     assert [type(error) for error in errors] == [ShuttingDownError]
     with pytest.raises(ShuttingDownError):
-        asked.try_out("start: /c/")
+        grammars.compile(large(1), param="p")
 
 
 def test_a_grammar_that_takes_much_memory_is_refused(
