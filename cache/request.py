@@ -87,14 +87,12 @@ class CacheRequest:
         chain: bool = False,
         behind: TokensLike = EMPTY,
         patience: float | None = None,
-        counted: bool = True,
     ) -> Draft:
         """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
 
         A `chain` has no branches, for targets that verify no trees. `behind` holds output tokens that `extend` will
         be given later; the tree continues after them. After `patience` seconds the tree is returned as far as it has
-        grown; without `patience`, when it is whole. No draft waits for another thread. One that is not `counted` is
-        in no statistics, for tokens `behind` that may never come.
+        grown; without `patience`, when it is whole. No draft waits for another thread.
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
@@ -107,8 +105,7 @@ class CacheRequest:
             draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
         else:
             [draft] = propose_batch([(drafter, indexes, context, max_tokens, min_probability, chain)], patience)
-        if counted:
-            self.expect(draft, len(behind))
+        self.expect(draft, len(behind))
         return draft
 
     def job(self, max_tokens: int, min_probability: float = 0.0, *, chain: bool = False) -> DraftJob:

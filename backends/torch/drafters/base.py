@@ -6,11 +6,11 @@ A drafter may propose wrong tokens: that costs time, but never changes the answe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from traceback import clear_frames
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -130,13 +130,9 @@ def _forward(model: TargetModel, items: list[BatchItem]) -> Sequence[Reply]:
 
 
 MIN_PROBABILITY = 0.02  # nodes less likely than this are not proposed
-LIKELY = 0.5  # chance of a token from which on a draft model that reads it in advance saves more than a wrong one costs
-
-Guess = Callable[[Sequence[int], int], Sequence[int]]
-"""At most so many tokens that are likely to follow the context and these tokens."""
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes the next tokens of one answer.
 
     `seconds_weighed` is how much of the last `propose` call's time the drafter has already charged against its gain.
@@ -149,7 +145,7 @@ class Drafter(Protocol):
 
         The context of each call extends that of the call before.
         """
-        ...
+        raise NotImplementedError
 
     def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         """`propose` as a generator: a drafter with a model yields the forwards that it needs, which are computed with
@@ -157,12 +153,6 @@ class Drafter(Protocol):
         """
         return self.propose(context, budget)
         yield  # makes this a generator
-
-    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
-        """At most `budget` tokens that follow the context of the last `propose` and then `path`, each at least with the
-        chance `LIKELY`. Nothing is learned from `path`, which may never come.
-        """
-        return ()
 
     def rest(self) -> None:
         """Free memory that can be filled again from the context of the next `propose`."""
@@ -173,16 +163,6 @@ class Drafter(Protocol):
         return None
 
 
-def no_guess(path: Sequence[int], budget: int) -> Sequence[int]:
-    return ()
-
-
-class StagedDrafter(Drafter, Protocol):
-    """A drafter for which another one drafts, as it does for the target (staged speculation, Spector and Re 2023)."""
-
-    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]: ...
-
-
 def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], source: int) -> Draft:
     """A draft of one path. `confidence`, a single value or one per token, is the probability that a token is right
     given that all tokens before it are.
@@ -190,18 +170,6 @@ def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], sour
     count = len(tokens)
     chances = np.cumprod(np.broadcast_to(np.asarray(confidence, dtype=np.float64), (count,)))
     return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [source] * count)
-
-
-def likeliest_path(draft: Draft, least: float) -> list[int]:
-    """The tokens of the path that follows the likeliest child from the root, as far as it has a chance of `least`."""
-    path: list[int] = []
-    node = -1
-    while True:
-        children = np.flatnonzero((draft.parents == node) & (draft.probabilities >= least))
-        if not len(children):
-            return path
-        node = int(children[draft.probabilities[children].argmax()])
-        path.append(int(draft.tokens[node]))
 
 
 def make_draft(

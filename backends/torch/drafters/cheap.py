@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.torch.drafters.base import (
-    LIKELY,
     MIN_PROBABILITY,
     Drafter,
     Drafting,
     chain_draft,
     draft_alone,
-    likeliest_path,
     make_draft,
 )
 from agentspec.backends.torch.grammars.matcher import GrammarMatcher
@@ -31,9 +29,6 @@ class MergedDrafter(Drafter):
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return merge(drafter.propose(context, budget) for drafter in self._drafters)
-
-    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
-        return max((drafter.ahead(path, budget) for drafter in self._drafters), key=len, default=())
 
     def rest(self) -> None:
         for drafter in self._drafters:
@@ -72,9 +67,7 @@ def merge(drafts: Iterable[Draft | None]) -> Draft | None:
 class DraftingRequest(Protocol):
     """The open cache request that a `SuffixDrafter` drafts from."""
 
-    def draft(
-        self, max_tokens: int = 32, min_probability: float = 0.0, *, after: Sequence[int] = ()
-    ) -> Draft | None: ...
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None: ...
 
 
 class SuffixDrafter(Drafter):
@@ -85,10 +78,6 @@ class SuffixDrafter(Drafter):
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return self._request.draft(budget, MIN_PROBABILITY)
-
-    def ahead(self, path: Sequence[int], budget: int) -> Sequence[int]:
-        draft = self._request.draft(budget, LIKELY, after=path)
-        return () if draft is None else likeliest_path(draft, LIKELY)
 
 
 class PredictionDrafter(Drafter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -12,13 +12,11 @@ from torch import Tensor
 
 from agentspec.backends.torch.drafters.base import (
     MIN_PROBABILITY,
+    Drafter,
     DraftForward,
     Drafting,
-    Guess,
-    StagedDrafter,
     draft_alone,
     make_draft,
-    no_guess,
 )
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -81,7 +79,7 @@ Least = Callable[[float, int], float]
 Room = Callable[[], int | None]
 
 
-class ModelDrafter(StagedDrafter):
+class ModelDrafter(Drafter):
     """Drafts a path of the model's own draws, one forward per token, with the next best candidates as leaves beside it.
 
     It keeps KV slots of its own for one answer and, at each call, rewinds those of tokens that the target did not
@@ -89,8 +87,6 @@ class ModelDrafter(StagedDrafter):
     more forward of `seconds` worth its time. All answers of the engine's thread share the model, and its forwards.
     `room()` is the most slots that it may keep (None: any number); with fewer than it needs it drafts nothing.
 
-    What another drafter's `guess` says comes next is read in the same forward, as the target verifies a draft: as far
-    as the model draws the same tokens, they cost one forward together.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class ModelDrafter(StagedDrafter):
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return draft_alone(self.drafting(context, budget))
 
-    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]:
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         if budget <= 0 or len(context) + budget > self._model.context_length:
             return None
         room = self._room()
@@ -131,7 +127,7 @@ class ModelDrafter(StagedDrafter):
             yield DraftForward(self._model, BatchItem(self._cache, waiting[:CHUNK], needs_logits=False))
             self._keep(waiting[:CHUNK])
             return None
-        return (yield from self._grow(waiting, guess, len(context), budget))
+        return (yield from self._grow(waiting, len(context), budget))
 
     def rest(self) -> None:
         self._cache, self._known, self._settled = SequenceCache(1), [], 0
@@ -148,31 +144,23 @@ class ModelDrafter(StagedDrafter):
         del self._known[kept:]
         self._settled = kept
 
-    def _grow(self, waiting: list[int], guess: Guess, position: int, budget: int) -> Drafting[Draft]:
+    def _grow(self, waiting: list[int], position: int, budget: int) -> Drafting[Draft]:
         tree = _Tree(budget)
         while True:
-            ahead = list(takewhile(self._embeds, guess(tree.path, tree.room - 1)))
-            chain = range(-1, len(ahead) - 1)
-            read = yield DraftForward(self._model, BatchItem(self._cache, waiting, ahead, chain))
-            started, right = perf_counter(), 0
+            read = yield DraftForward(self._model, BatchItem(self._cache, waiting))
+            started = perf_counter()
             drawn = tree.grow(*self._sampler.rank(read.logits[0], position, self._width))
-            while ahead[right : right + 1] == [drawn] and tree.room:
-                right += 1
-                drawn = tree.grow(*self._sampler.rank(read.logits[right], position + right, self._width))
-            self._keep(waiting, ahead[:right])
-            position += right + 1
+            self._keep(waiting)
+            position += 1
             least = self._least(read.seconds + perf_counter() - started, position)
             if not tree.room or tree.chance < max(least, MIN_PROBABILITY):
                 return tree.draft()
             waiting = [drawn]
 
-    def _embeds(self, token: int) -> bool:
-        return token < self._model.vocab_size
-
-    def _keep(self, tokens: list[int], path: Sequence[int] = ()) -> None:
-        """Keep the slots of the last forward's `tokens`, and of the tokens of `path` that it read in advance."""
-        self._cache.commit(len(tokens), range(len(path)))
-        self._known += [*tokens, *path]
+    def _keep(self, tokens: list[int]) -> None:
+        """Keep the slots of the last forward's `tokens`."""
+        self._cache.commit(len(tokens), ())
+        self._known += tokens
 
 
 class _Tree:
@@ -180,7 +168,6 @@ class _Tree:
 
     def __init__(self, budget: int) -> None:
         self.room, self._trunk, self.chance = budget, -1, 1.0
-        self.path: list[int] = []
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._chances: list[float] = []
@@ -195,7 +182,6 @@ class _Tree:
         self._chances += [self.chance * share for share in shares[:width]]
         self.chance = self._chances[self._trunk]
         self.room -= width
-        self.path.append(best[0])
         return best[0]
 
     def draft(self) -> Draft:
@@ -239,7 +225,7 @@ class TokenTranslation:
                 return
 
 
-class CrossTokenizerDrafter(StagedDrafter):
+class CrossTokenizerDrafter(Drafter):
     """Translates between the target's tokens and the `inner` drafter's; `inner` must draft chains."""
 
     def __init__(self, inner: ModelDrafter, own: TokenizerAdapter, other: TokenizerAdapter) -> None:
@@ -249,8 +235,7 @@ class CrossTokenizerDrafter(StagedDrafter):
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return draft_alone(self.drafting(context, budget))
 
-    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]:
-        """`guess` is not used: it is in the target's tokens."""
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         ids = self._transcript.follow(context)
         draft = (yield from self._inner.drafting(ids, budget)) if ids else None
         if ids is None or draft is None or not len(draft):

@@ -6,16 +6,12 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from agentspec.backends.settings import DrafterName
 from agentspec.backends.torch.drafters.base import (
-    LIKELY,
     Drafter,
     Drafting,
-    StagedDrafter,
     draft_alone,
-    likeliest_path,
     timed,
 )
 from agentspec.backends.torch.drafters.cheap import (
@@ -71,7 +67,7 @@ class Trial:
 
 
 class GatedDrafter(Drafter):
-    """Lets `costly` go on from what the cheap drafters offer, where that gains tokens, and merges its tree with theirs.
+    """Asks `costly` too, where that gains tokens, and merges its tree with that of the cheap drafters.
 
     The gain of a round is the number of accepted tokens of the merged tree less those of the cheap drafters' own, and
     less the tokens that the target would have generated in the time drafting took (`token_seconds(context)` each). If
@@ -79,9 +75,9 @@ class GatedDrafter(Drafter):
     decides by what the cheap drafters expect, but what follows from that is learned.
     """
 
-    def __init__(self, cheap: Drafter, costly: StagedDrafter, token_seconds: Callable[[int], float]) -> None:
+    def __init__(self, cheap: Drafter, costly: Drafter, token_seconds: Callable[[int], float]) -> None:
         self._cheap, self._token_seconds = cheap, token_seconds
-        self._costly: StagedDrafter | None = costly
+        self._costly: Drafter | None = costly
         self._gates = [Gate() for _ in range(len(EXPECTED) + 1)]
         self._trial: Trial | None = None
 
@@ -95,7 +91,7 @@ class GatedDrafter(Drafter):
         gate = self._gates[bisect_right(EXPECTED, 0.0 if offered is None else float(offered.probabilities.sum()))]
         if self._costly is None or not gate.due():
             return offered
-        drafted = yield from self._ask(self._costly, context, budget, offered)
+        drafted = yield from self._ask(self._costly, context, budget)
         merged = merge((offered, drafted))
         if merged is not None and drafted is not None:  # None: the model still reads the prompt, which occurs only once
             cost = self.seconds_weighed / self._token_seconds(len(context))
@@ -111,12 +107,9 @@ class GatedDrafter(Drafter):
         self._cheap.close()
         self._drop()
 
-    def _ask(
-        self, costly: StagedDrafter, context: Sequence[int], budget: int, offered: Draft | None
-    ) -> Drafting[Draft | None]:
+    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         try:
-            guess = partial(self._guess, offered)
-            draft, self.seconds_weighed = yield from timed(costly.drafting(context, budget, guess))
+            draft, self.seconds_weighed = yield from timed(costly.drafting(context, budget))
         except Exception as error:
             if is_device_error(error):
                 raise
@@ -124,14 +117,6 @@ class GatedDrafter(Drafter):
             self._drop()
             return None
         return draft
-
-    def _guess(self, offered: Draft | None, path: Sequence[int], budget: int) -> Sequence[int]:
-        """What the cheap drafters say comes next, so that the costly one need not find it token by token."""
-        if budget <= 0:
-            return ()
-        if path:
-            return self._cheap.ahead(path, budget)
-        return () if offered is None else likeliest_path(offered, LIKELY)[:budget]
 
     def _learn(self, context: Sequence[int]) -> None:
         """Update the gate by how many more tokens of the last trial's draft were accepted."""
@@ -162,9 +147,7 @@ class DraftModel:
     model: TargetModel
     tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
-    def drafter(
-        self, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None
-    ) -> StagedDrafter:
+    def drafter(self, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None) -> Drafter:
         """A drafter for one answer. It draws with the answer's `noise`, or greedily if tokens must be translated.
         `room()` is the most slots that it may keep.
         """

@@ -101,18 +101,16 @@ class CacheSession:
         health.called(started)
         return cls(opened, late=late, health=health)
 
-    def draft(self, max_tokens: int = 32, min_probability: float = 0.0, *, after: Sequence[int] = ()) -> Draft | None:
-        """What follows the committed tokens; or those and the tokens `after`, of which nothing is learned."""
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
+        """What follows the committed tokens."""
         if not self._late:
             self._release()
         if self._request is None or self._health.paused:
             return None
         self._drafted = True
-        started, behind = perf_counter(), np.asarray([*self._held, *after], dtype=np.int32)
+        started, behind = perf_counter(), np.asarray(self._held, dtype=np.int32)
         try:
-            return self._request.draft(
-                max_tokens, min_probability, behind=behind, patience=DRAFT_SECONDS, counted=not after
-            )
+            return self._request.draft(max_tokens, min_probability, behind=behind, patience=DRAFT_SECONDS)
         except Exception as error:
             self._give_up(error)
             return None

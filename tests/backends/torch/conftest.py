@@ -174,8 +174,8 @@ class ScriptedSession(CacheSession):
         super().__init__(None)
         self.script, self.text, self.clean = script, list(prompt), None
 
-    def draft(self, max_tokens: int = 32, min_probability: float = 0.0, *, after: Sequence[int] = ()) -> Draft | None:
-        return self.script([*self.text, *after], max_tokens)
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
+        return self.script(self.text, max_tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.text += tokens

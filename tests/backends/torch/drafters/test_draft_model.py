@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.base import draft_alone
 from agentspec.backends.torch.drafters.draft_model import BEHIND, CHUNK, ModelDrafter, SharedNoiseSampler
 from agentspec.types import SamplingParams, Source
 
@@ -50,38 +49,6 @@ def test_rows_are_rewound_to_what_was_committed(lab: Any) -> None:
         again = drafter.propose(text, 8)
         assert again.tokens.tolist() == fresh.tokens.tolist() and again.parents.tolist() == fresh.parents.tolist()
         assert drafter._cache.length == len(drafter._known)
-
-
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=3)])
-@pytest.mark.parametrize("right", [0, 1, 4, 7])
-def test_what_another_drafter_guessed_right_costs_no_forwards(
-    lab: Any, sampling: SamplingParams, right: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The draft is the same with any guess; each token of it that the model draws itself saves a forward."""
-    monkeypatch.setattr("agentspec.backends.torch.drafters.draft_model.MIN_PROBABILITY", 0.0)  # the model is unsure
-    noise = SharedNoiseSampler(sampling, 3)
-    alone = ModelDrafter(lab.target, noise, never, width=1).propose(PROMPT, 8)
-    said = alone.tokens.tolist()
-    guessed = [*said[:right], (said[right] + 1) % 200, *said[right + 1 :]]
-    forwards, compute = [], lab.target.forward_batch
-    monkeypatch.setattr(lab.target, "forward_batch", lambda items: forwards.append(len(items)) or compute(items))
-    drafter = ModelDrafter(lab.target, noise, never, width=1)
-    draft = draft_alone(drafter.drafting(PROMPT, 8, lambda path, budget: guessed[len(path) :][:budget]))
-    assert draft.tokens.tolist() == said and draft.parents.tolist() == alone.parents.tolist()
-    assert draft.probabilities.tolist() == pytest.approx(alone.probabilities.tolist(), rel=1e-3)
-    assert len(forwards) == 2 - (right == 7) and drafter._cache.length == len(drafter._known)
-    again = draft_alone(drafter.drafting([*PROMPT, *said[:3], 65], 8))
-    fresh = ModelDrafter(lab.target, noise, never, width=1).propose([*PROMPT, *said[:3], 65], 8)
-    assert again.tokens.tolist() == fresh.tokens.tolist()
-
-
-def test_no_guess_is_read_beyond_the_budget_or_without_an_embedding(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, compute = [], lab.target.forward_batch
-    monkeypatch.setattr(lab.target, "forward_batch", lambda items: read.append(len(items[0])) or compute(items))
-    for guessed, tokens in (([1, 2, 3], 3), ([1, 10**6, 3], 1), ([1] * 20, 8)):
-        drafter = ModelDrafter(lab.target, GREEDY, lambda seconds, context: 2.0)
-        draft_alone(drafter.drafting(PROMPT, 9, lambda path, budget: guessed[:budget]))  # noqa: B023
-        assert read.pop() == len(PROMPT) + tokens and not read
 
 
 def test_another_text_is_read_anew(lab: Any) -> None:

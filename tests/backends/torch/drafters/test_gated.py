@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from agentspec.backends.torch.drafters import base
-from agentspec.backends.torch.drafters.base import Drafter, DraftForward, Drafting, Guess, chain_draft, no_guess, timed
+from agentspec.backends.torch.drafters.base import Drafter, DraftForward, Drafting, chain_draft, timed
 from agentspec.backends.torch.drafters.factory import LONGEST_WAIT, GatedDrafter
 from agentspec.types import Draft, Source, path_length
 
@@ -22,8 +22,7 @@ class Scripted(Drafter):
         self.asked += 1
         return self.script(context)
 
-    def drafting(self, context: Sequence[int], budget: int, guess: Guess = no_guess) -> Drafting[Draft | None]:
-        self.guess = guess
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         return self.propose(context, budget)
         yield
 
@@ -98,21 +97,6 @@ def test_where_the_others_expect_much_and_where_little_is_learned_apart() -> Non
             asked.append(length)
         context.append(length)
     assert sum(length % 2 == 0 for length in asked) == 100 and sum(length % 2 for length in asked) < 50
-
-
-def test_a_model_is_told_what_the_others_think_comes_next() -> None:
-    cheap, costly = Scripted(right), Scripted(right)
-    cheap.ahead = lambda path, budget: [sum(path)] * budget  # type: ignore[method-assign]
-    GatedDrafter(cheap, costly, lambda rows: 1.0).propose([0, 1], 8)
-    assert costly.guess([], 8) == [2, 3, 4] and costly.guess([], 2) == [2, 3]
-    assert costly.guess([5, 6], 2) == [11, 11] and not costly.guess([5, 6], 0)
-
-
-def test_what_the_others_have_just_offered_is_not_asked_for_again() -> None:
-    cheap, costly = Scripted(lambda context: None), Scripted(right)
-    cheap.ahead = lambda path, budget: path or pytest.fail("asked again")  # type: ignore[method-assign]
-    GatedDrafter(cheap, costly, lambda rows: 1.0).propose([0, 1], 8)
-    assert not costly.guess([], 8) and costly.guess([5], 8) == [5]
 
 
 def test_trees_are_merged_and_silence_is_passed_on() -> None:

@@ -138,7 +138,7 @@ class Recording:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int]]] = []
 
-    def draft(self, max_tokens: int, min_probability: float, *, behind: Any, patience: float, counted: bool) -> None:
+    def draft(self, max_tokens: int, min_probability: float, *, behind: Any, patience: float) -> None:
         self.calls.append(("draft", behind.tolist()))
 
     def extend(self, tokens: Any) -> None:
@@ -146,20 +146,6 @@ class Recording:
 
     def close(self, *, ended: bool) -> None:
         self.calls.append(("close", []))
-
-
-def test_a_draft_after_tokens_that_may_never_come_changes_nothing(cache: SuffixCache) -> None:
-    learned = opened(cache)
-    learned.extend(ANSWER)
-    learned.close(clean=True)
-    memory = opened(cache, [1, 2, 3])
-    memory.extend(ANSWER[:2])
-    draft = memory.draft(4, 0.1, after=ANSWER[2:6])
-    assert draft is not None and draft.tokens.tolist()[:2] == ANSWER[6:8]
-    assert memory.draft(4).tokens.tolist()[:2] == ANSWER[2:4]
-    memory.extend(ANSWER[2:9])
-    memory.close(clean=True)
-    assert cache.stats().steps == 1
 
 
 def test_rounds_without_a_draft_are_learned_together() -> None:
