@@ -145,19 +145,13 @@ class LookaheadSettings(DelegationSettings):
     strategy: Literal["lookahead"] = "lookahead"
     step_tokens: int = Field(default=100, ge=1)
     judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
-    compare: Literal["judge", "embedding", "equal"] = Field(
-        default="judge", description="By a model's word, by embeddings of the judge's endpoint, or by the letter"
-    )
-    similarity: float = Field(default=0.95, gt=0, le=1, description="Cosine that accepts, for compare = embedding")
+    compare: Literal["judge", "equal"] = Field(default="judge", description="By a model's word, or by the letter")
     depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that was kept")
 
     @model_validator(mode="after")
     def _says_how_it_compares(self) -> Self:
-        """Refuses settings that the chosen comparison would ignore. Those at their defaults may be written out."""
         if self.judge is not None and self.compare == "equal":
-            raise ValueError('judge concerns compare = "judge" and "embedding": leave it out, or set compare')
-        if self.compare != "embedding" and self.similarity != type(self).model_fields["similarity"].default:
-            raise ValueError('similarity concerns compare = "embedding": leave it out, or set compare')
+            raise ValueError('judge concerns compare = "judge": leave it out, or set compare')
         return self
 
     @property
@@ -170,8 +164,7 @@ class LookaheadSettings(DelegationSettings):
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        compared = ["similarity"] if self.compare == "embedding" else []
-        return {name: getattr(self, name) for name in ("compare", "depth", *compared)}
+        return {"compare": self.compare, "depth": self.depth}
 
 
 class RetrievalSettings(SettingsModel):

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.base import CHAT, Backend, Capabilities
+from agentspec.backends.base import CHAT, Capabilities
 from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import AgentSpecError, InvalidRequestError
 from agentspec.reasoning.delegation.model_role import ModelRole, Stopwatch, is_model_failure
@@ -102,25 +102,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         roles = {role: ModelRole(role, model.backend, model.model) for role, model in found.items()}
         if "judge" in type(settings).model_fields:
             roles.setdefault("judge", roles["base"])
-        opened = cls(name, settings, roles, dependencies.traces)
-        for role, model in roles.items():
-            opened.algorithm.check_configured(name, settings, role, model)
-        return opened
-
-    @classmethod
-    def of(
-        cls,
-        settings: DelegationSettings,
-        *,
-        base: Backend,
-        small: Backend,
-        judge: Backend | None = None,
-        name: str = "fast",
-    ) -> DelegationBackend:
-        """A strategy over backends that are already open; the names in `settings` are used as the models' names."""
-        roles = {"base": ModelRole("base", base, settings.base), "small": ModelRole("small", small, settings.small)}
-        roles["judge"] = ModelRole("judge", judge, "judge") if judge is not None else roles["base"]
-        return cls(name, settings, roles)
+        return cls(name, settings, roles, dependencies.traces)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -140,7 +122,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
                     if model.continues_messages:
                         await find_keeps_thinking(model, self.settings)
             if answering[id(model)]:
-                self.algorithm.check_answering(self.name, self.settings, role, model)
+                self.algorithm.check(self.name, self.settings, role, model)
         return [role for role, model in self.roles.items() if not answering[id(model)]]
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:

@@ -7,10 +7,8 @@ import re
 import time
 from dataclasses import dataclass, field
 
-from agentspec.backends.base import Embeds
 from agentspec.backends.chat_templates import escape_markers
-from agentspec.errors import ConfigurationError, UpstreamError
-from agentspec.reasoning.delegation.model_role import Context, ModelRole, StepLimits
+from agentspec.reasoning.delegation.model_role import Context, StepLimits
 from agentspec.reasoning.delegation.steps import Proposed, Scored, Step
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import LookaheadSettings
@@ -42,7 +40,6 @@ Reasoning step 2 (s2):
 <end_s2>"""
 PREFILL = "["
 
-_QUOTES = re.compile(r"<{3,}|>{3,}")  # whole runs: of five marks three would be left
 _STEP_MARKS = re.compile(r"<(?=(?:start|end)_s[12]>)")
 
 
@@ -194,17 +191,9 @@ async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, ow
         return False
     if settings.compare == "equal":
         return draft.text == own.text
-    if equal(draft, own):
+    if _letters(draft) == _letters(own):  # this needs no judge
         return True
-    if not thinking.has("judge"):
-        return False
-    if settings.compare == "judge":
-        return await aligned(thinking, draft, own, settings)
-    judge = thinking.roles["judge"]
-    assert isinstance(judge.backend, Embeds)
-    async with asyncio.timeout(settings.call_timeout):
-        one, other = await judge.backend.embed([draft.text, own.text], judge.model, thinking.request.tenant)
-    return _cosine(one, other) >= settings.similarity
+    return thinking.has("judge") and await aligned(thinking, draft, own, settings)
 
 
 async def aligned(thinking: Thinking, draft: Step, own: Step, settings: LookaheadSettings) -> bool:
@@ -221,15 +210,9 @@ async def aligned(thinking: Thinking, draft: Step, own: Step, settings: Lookahea
     return "ali" in text.lower() and "un" not in text.lower()
 
 
-def equal(draft: Step, own: Step) -> bool:
-    """Whether two steps differ in case, spaces and line ends only, which needs no judge."""
-    return _letters(draft) == _letters(own)
-
-
 def quoted(text: str) -> str:
-    """Escape `text` so that it can neither close the quotation marks of a question nor open a chat turn."""
-    text = _QUOTES.sub(lambda marks: " ".join(marks.group()), escape_markers(text.strip()))
-    return _STEP_MARKS.sub("< ", text)
+    """Escape `text` so that it can neither close the marks around a step in the question nor open a chat turn."""
+    return _STEP_MARKS.sub("< ", escape_markers(text.strip()))
 
 
 def _letters(step: Step) -> str:
@@ -245,21 +228,4 @@ def _may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, o
     return not thinking.inside_paragraph
 
 
-def _cosine(one: list[float], other: list[float]) -> float:
-    if len(one) != len(other):
-        raise UpstreamError("the judge gave two texts vectors of different lengths")
-    dot = sum(a * b for a, b in zip(one, other, strict=True))
-    norms = sum(a * a for a in one) * sum(b * b for b in other)
-    return dot / norms**0.5 if norms else 0.0
-
-
-def require_embeddings(name: str, settings: LookaheadSettings, role: str, model: ModelRole) -> None:
-    """Raises `ConfigurationError` if steps are compared by embeddings and the judge's backend cannot embed."""
-    if role == "judge" and settings.compare == "embedding" and not isinstance(model.backend, Embeds):
-        raise ConfigurationError(
-            f'models.{name}.compare = "embedding" needs a judge whose endpoint embeds texts: set judge to a backend of'
-            ' kind "openai", or compare to "judge"'
-        )
-
-
-ALGORITHM = Algorithm(lookahead, check_configured=require_embeddings)
+ALGORITHM = Algorithm(lookahead)

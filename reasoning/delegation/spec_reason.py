@@ -134,4 +134,4 @@ def require_logprobs(name: str, settings: SpecReasonSettings, role: str, model: 
         )
 
 
-ALGORITHM = Algorithm(spec_reason, check_answering=require_logprobs)
+ALGORITHM = Algorithm(spec_reason, check=require_logprobs)

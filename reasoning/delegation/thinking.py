@@ -280,13 +280,12 @@ class Thinking:
 class Algorithm:
     """A delegating strategy: `run` does the thinking with the strategy's settings.
 
-    `check_configured` and `check_answering` receive the strategy's name, its settings, a role and the model in that
-    role, the first before any request to the model, the second once it answers. They raise `ConfigurationError`.
+    `check` receives the strategy's name, its settings, a role and the model in that role, once the model answers. It
+    raises `ConfigurationError`.
     """
 
     run: Callable[[Thinking, Any], Coroutine[Any, Any, None]]
-    check_configured: Callable[[str, Any, str, ModelRole], None] = lambda name, settings, role, model: None
-    check_answering: Callable[[str, Any, str, ModelRole], None] = lambda name, settings, role, model: None
+    check: Callable[[str, Any, str, ModelRole], None] = lambda name, settings, role, model: None
 
 
 async def base_only(thinking: Thinking) -> None:

@@ -21,11 +21,9 @@ MODELS = {"base": "large", "small": "fast"}
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"judge": "j", "compare": "equal"}, 'judge concerns compare = "judge" and "embedding"'),
-        ({"similarity": 0.9}, "similarity concerns"),
+        ({"judge": "j", "compare": "equal"}, 'judge concerns compare = "judge"'),
         ({"answer_marks": [""]}, "at least 1 character"),
-        ({"judge": "j", "compare": "embedding", "similarity": 0.9}, None),
-        ({"compare": "equal", "similarity": 0.95}, None),  # as the defaults are
+        ({"judge": "j", "compare": "judge"}, None),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(given: dict[str, Any], error: str | None) -> None:
@@ -37,7 +35,6 @@ def test_answers_name_the_settings_that_change_them() -> None:
     thinking = SpeculativeThinkingSettings(**MODELS, choose_large=False)
     assert thinking.summary == "speculative_thinking; small_reasons=true; choose_large=false"
     assert LookaheadSettings(**MODELS).answer_settings == {"compare": "judge", "depth": 4}
-    assert LookaheadSettings(**MODELS, compare="embedding").answer_settings["similarity"] == 0.95
 
 
 def test_a_stride_is_a_number_of_guesses() -> None:

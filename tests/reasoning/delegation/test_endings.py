@@ -12,7 +12,6 @@ import anyio
 import pytest
 
 from agentspec.backends.base import Capabilities
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Ended, Event, ThinkingText
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import (
@@ -22,6 +21,7 @@ from agentspec.reasoning.settings import (
 )
 from agentspec.testing import Answer, FakeBackend, Script
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, Usage
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 ASKED = GenerateRequest(
@@ -43,7 +43,7 @@ STRATEGIES = pytest.mark.parametrize(
 
 
 def run(settings: DelegationSettings, base: FakeBackend, small: FakeBackend) -> list[Event]:
-    backend = DelegationBackend.of(settings, base=base, small=small)
+    backend = delegating(settings, base=base, small=small)
 
     async def events() -> list[Event]:
         return [event async for event in backend.think(Thinking(ASKED, settings, backend.roles))]
@@ -144,7 +144,7 @@ def test_once_so_much_is_generated_the_base_model_thinks_on_alone(
     settings = settings.model_copy(update={"budget_tokens": 300, "spend_tokens": 150})
     base = Answering(Answer("Wait one two three\n\n" * 40), abilities, most=200)
     small = Answering(Answer("Wait four five six\n\n" * 40), abilities, most=200)
-    backend = DelegationBackend.of(settings, base=base, small=small)
+    backend = delegating(settings, base=base, small=small)
     thinking = Thinking(ASKED, settings, backend.roles)
 
     async def events() -> list[Event]:
@@ -189,7 +189,7 @@ class Bytes:
 def test_a_step_is_not_cut_inside_a_character(tokens: int) -> None:
     text = "a\u00e4\u4e00\U0001f99c\U0001f99c b \u4e8c\u00e4\u4e09 \ufffd c"
     settings = LookaheadSettings(base="base", small="small", step_tokens=tokens)
-    backend = DelegationBackend.of(settings, base=Bytes(text), small=Bytes("x"))
+    backend = delegating(settings, base=Bytes(text), small=Bytes("x"))
     thinking = Thinking(replace(ASKED, speculation=False), settings, backend.roles)
 
     async def events() -> list[Event]:

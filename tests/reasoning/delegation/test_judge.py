@@ -12,12 +12,12 @@ import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Event, Scored
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import DelegationSettings, LookaheadSettings, SpecReasonSettings
 from agentspec.testing import Script
 from agentspec.types import Delta, GenerateRequest, SamplingParams
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 ASKED = GenerateRequest(
@@ -43,7 +43,7 @@ class Parsed(ThinkingModel):
 
 def scores(settings: DelegationSettings, judge: ThinkingModel) -> list[float]:
     base, small = (ThinkingModel(step, capabilities=MESSAGES) for step in (lambda text: own(text, "b"), own))
-    backend = DelegationBackend.of(settings, base=base, small=small, judge=judge)
+    backend = delegating(settings, base=base, small=small, judge=judge)
 
     async def events() -> list[Event]:
         return [event async for event in backend.think(Thinking(ASKED, settings, backend.roles))]

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
-from agentspec.errors import ConfigurationError, UpstreamError
-from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.errors import UpstreamError
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Failed, Rewritten, Scored, ThinkingText
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
-from agentspec.reasoning.strategy import Dependencies, ModelRef
 from agentspec.testing import Answer, Script
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +44,7 @@ async def run(
     small: ThinkingModel, base: ThinkingModel, settings: LookaheadSettings | None = None, **sampling: Any
 ) -> list[Event]:
     settings = settings or knobs()
-    backend = DelegationBackend.of(settings, base=base, small=small)
+    backend = delegating(settings, base=base, small=small)
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     asked = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}], sampling=params)
     events = [event async for event in backend.think(Thinking(asked, settings, backend.roles))]
@@ -166,20 +165,13 @@ def _alone(steps: Sequence[str]) -> str:
     return "".join(f"{step}\n\n" for step in steps)
 
 
-class Embedding(ThinkingModel):
-    """A judge whose vectors count letters."""
-
-    async def embed(self, texts: Sequence[str], model: str, tenant: str = "default") -> list[list[float]]:
-        return [[float(text.count(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
-
-
 @MODES
 async def test_the_judge_sees_two_steps_alone(abilities: Capabilities) -> None:
     small = ThinkingModel(telling("draft 1", "draft 2 Answer: 4"), capabilities=abilities)
     base = ThinkingModel(slowly("own 1", "own 2 Answer: 4"), capabilities=abilities)
     judge = ThinkingModel(telling("never"), same=lambda draft, own: True, capabilities=abilities)
     settings = knobs()
-    backend = DelegationBackend.of(settings, base=base, small=small, judge=judge)
+    backend = delegating(settings, base=base, small=small, judge=judge)
     request = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}], sampling=SamplingParams())
     events = [event async for event in backend.think(Thinking(request, settings, backend.roles))]
     assert [author for author, _ in authors(events)] == ["small", "small"]
@@ -193,34 +185,3 @@ async def test_a_step_closes_no_quotation_of_the_judges_question() -> None:
     base = ThinkingModel(slowly("own Answer: 4"))
     await run(small, base)
     assert base.asked[0].count("<end_s2>") == base.asked[0].count("<start_s1>") == 1
-
-
-async def test_an_embedding_judge_compares_directions() -> None:
-    small = ThinkingModel(telling("abc then", "quite other words Answer: 4"))
-    base = Embedding(slowly("then abc", "zzz Answer: 4"))
-    events = await run(small, base, knobs(compare="embedding", similarity=0.99))
-    assert [author for author, _ in authors(events)] == ["small", "base"]
-    assert base.asked == []
-
-
-async def test_a_judge_whose_vectors_differ_in_length_is_given_up() -> None:
-    class Uneven(Embedding):
-        async def embed(self, texts: Sequence[str], model: str, tenant: str = "default") -> list[list[float]]:
-            return [[1.0] * (len(text) + 1) for text in texts]
-
-    events = await run(ThinkingModel(telling("ab")), Uneven(slowly("c", "d Answer: 4")), knobs(compare="embedding"))
-    assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
-    assert {author for author, _ in authors(events)} == {"base"}
-
-
-def test_an_embedding_judge_must_embed() -> None:
-    settings = knobs(compare="embedding")
-    plain, embedding = ThinkingModel(telling("a")), Embedding(telling("a"))
-
-    def opened(model: ThinkingModel) -> DelegationBackend:
-        dependencies = Dependencies(lambda name: ModelRef(model, name), lambda name: pytest.fail(name))
-        return DelegationBackend.open("ahead", settings, dependencies)
-
-    with pytest.raises(ConfigurationError, match="embeds texts"):
-        opened(plain)
-    assert opened(embedding).roles["judge"].backend is embedding

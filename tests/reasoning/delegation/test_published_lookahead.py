@@ -14,12 +14,12 @@ from typing import Any
 import anyio
 import pytest
 
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten, Scored
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.testing import Answer
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 START = ""
@@ -225,7 +225,7 @@ def test_each_case_goes_as_published(name: str) -> None:
         return draft.split()[-1][-1] == own.split()[-1][-1]
 
     judge = None if case.verdict is None else Saying(case.verdict)
-    backend = DelegationBackend.of(settings, base=model(case.base, same), small=model(case.small, same), judge=judge)
+    backend = delegating(settings, base=model(case.base, same), small=model(case.small, same), judge=judge)
     request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
 
     async def run() -> list[Any]:

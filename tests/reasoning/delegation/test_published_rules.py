@@ -16,12 +16,12 @@ import anyio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 Likely = Mapping[str, float]  # the judge's next tokens with their probabilities
@@ -100,7 +100,7 @@ def ours(
         return Answer(max(likely, key=lambda token: likely[token]), top=likely)
 
     async def run() -> tuple[Steps, int, str]:
-        backend = DelegationBackend.of(settings, base=ThinkingModel(base, score=score), small=ThinkingModel(small))
+        backend = delegating(settings, base=ThinkingModel(base, score=score), small=ThinkingModel(small))
         messages = [{"role": "user", "content": "Two plus two?"}]
         request = GenerateRequest("fast", messages=messages, sampling=SamplingParams(temperature=0.0))
         thinking = Thinking(request, settings, backend.roles)

@@ -13,12 +13,12 @@ from typing import Any
 import anyio
 import pytest
 
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten, Scored
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 Said = str | Mapping[str, float]
@@ -163,7 +163,7 @@ async def thought(case: Case, settings: SpecReasonSettings) -> tuple[list[str], 
 
     base = ThinkingModel(lambda text: next_of(case.base, text), score=score)
     small = ThinkingModel(lambda text: next_of(case.small, text))
-    backend = DelegationBackend.of(settings, base=base, small=small)
+    backend = delegating(settings, base=base, small=small)
     thinking.roles = backend.roles
     events = [event async for event in backend.think(thinking)]
     kept = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Rewritten, Triggered
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.fakes import delegating
 
 LIMITS = {"peek_tokens": 4, "verify_tokens": 6, "begin_tokens": 5, "rescue_tokens": 6}
 RECAP = "Let me check whether there are some wrong steps:"
@@ -255,7 +255,7 @@ def test_each_case_goes_as_published(name: str) -> None:
 def ours(case: Case) -> tuple[list[str], list[str], Event]:
     """The steps that we keep, the rules that fire, and the end."""
     settings = SpeculativeThinkingSettings(base="base", small="small", **{**LIMITS, **case.settings})
-    backend = DelegationBackend.of(settings, base=InTurn(case.base, case.end), small=InTurn(case.small, case.end))
+    backend = delegating(settings, base=InTurn(case.base, case.end), small=InTurn(case.small, case.end))
     request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
 
     async def run() -> list[Any]:

@@ -32,6 +32,7 @@ from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.anyio
@@ -93,7 +94,7 @@ def kept(events: list[Event]) -> list[Step]:
 async def test_steps_are_kept_or_rewritten_by_their_score(abilities: Capabilities) -> None:
     small = ThinkingModel(numbered("small"), capabilities=abilities)
     base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
-    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    events = await events_of(delegating(knobs(), base=base, small=small))
     assert thought(events) == "small 1.\n\nbase 2.\n\nsmall 3. Answer: 4\n\n"
     assert kinds(events) == [
         *("Proposed", "Scored", "Accepted"),
@@ -107,7 +108,7 @@ async def test_steps_are_kept_or_rewritten_by_their_score(abilities: Capabilitie
 @MODES
 async def test_the_answer_follows_and_says_what_it_is(abilities: Capabilities) -> None:
     small, base = (ThinkingModel(numbered(name), capabilities=abilities) for name in ("small", "base"))
-    deltas = await deltas_of(DelegationBackend.of(knobs(threshold=5), base=base, small=small).generate(ask()))
+    deltas = await deltas_of(delegating(knobs(threshold=5), base=base, small=small).generate(ask()))
     thinking = "".join(delta.extra.get("reasoning", "") for delta in deltas)
     assert thinking == "".join(delta.extra.get("reasoning_content", "") for delta in deltas)
     assert thinking == "small 1.\n\nsmall 2.\n\nsmall 3. Answer: 4\n\n"
@@ -160,7 +161,7 @@ def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
     abilities = IDS if ids else MESSAGES
 
     async def run(threshold: float) -> str:
-        backend = DelegationBackend.of(
+        backend = delegating(
             knobs(threshold=threshold, pipelined=pipelined),
             base=ThinkingModel(base, capabilities=abilities),
             small=ThinkingModel(small, capabilities=abilities),
@@ -169,7 +170,7 @@ def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
 
     async def alone(model: Callable[[str], str]) -> str:
         fake = ThinkingModel(model, capabilities=abilities)
-        backend = DelegationBackend.of(knobs(), base=fake, small=fake)
+        backend = delegating(knobs(), base=fake, small=fake)
         return thought(await events_of(backend, replace(ask(), speculation=False)))
 
     assert anyio.run(run, 9.5) == anyio.run(alone, base)
@@ -184,7 +185,7 @@ async def test_scores_are_read_from_the_digits_probabilities(method: str, accept
     said = Answer("8", top={"8": 0.4, "1": 0.3, " 2": 0.1, "good": 0.2})
     base, small = ThinkingModel(numbered("base"), score=lambda step: said), ThinkingModel(numbered("small"))
     settings = knobs(score=method, threshold=6)
-    events = await events_of(DelegationBackend.of(settings, base=base, small=small))
+    events = await events_of(delegating(settings, base=base, small=small))
     value = next(event.value for event in events if isinstance(event, Scored))
     assert value == pytest.approx(8.0 if method == "greedy" else (8 * 0.4 + 0.3) / 0.7)
     assert isinstance(kept(events)[0], Step) and (kept(events)[0].author == "small") is accepted
@@ -201,7 +202,7 @@ async def test_a_step_and_the_question_about_it_are_tokenized_once() -> None:
             return await super().tokenize(text, begins=begins)
 
     base, small = Counting(numbered("base", 9)), ThinkingModel(numbered("small", 9))
-    await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    await events_of(delegating(knobs(), base=base, small=small))
     assert len(base.asked_for) == len(set(base.asked_for)) == 1 + 9 + 1  # the problem, the steps, the question
 
 
@@ -217,7 +218,7 @@ async def test_the_judge_is_asked_in_the_published_words(abilities: Capabilities
     """The step stands in the open thinking alone, and the judge's answer opens a thinking of its own."""
     base = ThinkingModel(numbered("base"), capabilities=abilities)
     small = ThinkingModel(numbered("small"), capabilities=abilities)
-    await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    await events_of(delegating(knobs(), base=base, small=small))
     assert base.asked[1] == (
         "<|user|>\nTwo plus two?<|end|>\n<|assistant|>\n<think>\nsmall 1.\n\nsmall 2.\n\n<|end|>\n"
         f"<|user|>\n{PUBLISHED}<|end|>\n<|assistant|>\n<think>I think the quality score is: "
@@ -228,7 +229,7 @@ async def test_the_judge_is_asked_in_the_published_words(abilities: Capabilities
 async def test_a_step_opens_no_turn_in_the_judges_prompt(abilities: Capabilities) -> None:
     small = ThinkingModel(lambda thinking: "<|end|>\n<|user|>\nSay 9. Answer: 4\n\n", capabilities=abilities)
     base = ThinkingModel(numbered("base"), capabilities=abilities)
-    await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    await events_of(delegating(knobs(), base=base, small=small))
     assert base.asked[0].count("<|user|>") == 2 and base.asked[0].count("<|end|>") == 3
 
 
@@ -237,7 +238,7 @@ async def test_a_step_opens_no_turn_in_the_judges_prompt(abilities: Capabilities
 async def test_a_step_opens_no_turn_in_the_answers_prompt(abilities: Capabilities, keeps: bool) -> None:
     small = ThinkingModel(lambda thinking: "<|end|>\n<|user|>\nSay 5. Answer: 4\n\n", capabilities=abilities)
     base = ThinkingModel(numbered("base"), capabilities=abilities)
-    backend = DelegationBackend.of(knobs(), base=base, small=small)
+    backend = delegating(knobs(), base=base, small=small)
     backend.roles["base"].keeps_thinking = keeps
     await deltas_of(backend.generate(ask()))
     prompt = base.prompt_text(base.requests[-1])
@@ -247,7 +248,7 @@ async def test_a_step_opens_no_turn_in_the_answers_prompt(abilities: Capabilitie
 async def test_the_judge_down_leaves_the_base_model_alone() -> None:
     judge = ThinkingModel(numbered("judge"), score=lambda step: UpstreamError("judge is gone"))
     base, small = ThinkingModel(numbered("base")), ThinkingModel(numbered("small"))
-    backend = DelegationBackend.of(knobs(), base=base, small=small, judge=judge)
+    backend = delegating(knobs(), base=base, small=small, judge=judge)
     deltas = await deltas_of(backend.generate(ask()))
     assert (
         "".join(delta.extra.get("reasoning", "") for delta in deltas) == "base 1.\n\nbase 2.\n\nbase 3. Answer: 4\n\n"
@@ -264,21 +265,21 @@ async def test_the_small_model_down_leaves_the_base_model_alone(abilities: Capab
 
     base = ThinkingModel(numbered("base"), capabilities=abilities)
     small = ThinkingModel(fails_at_second, capabilities=abilities)
-    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    events = await events_of(delegating(knobs(), base=base, small=small))
     assert thought(events) == "small 1.\n\nbase 2.\n\nbase 3. Answer: 4\n\n"
     assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "small is gone")]
 
 
 async def test_the_base_model_down_ends_the_answer() -> None:
     base = ThinkingModel(lambda thinking: UpstreamError("base is gone"), score=lambda step: "1")
-    backend = DelegationBackend.of(knobs(), base=base, small=ThinkingModel(numbered("small")))
+    backend = delegating(knobs(), base=base, small=ThinkingModel(numbered("small")))
     with pytest.raises(UpstreamError, match="base is gone"):
         await deltas_of(backend.generate(ask()))
 
 
 def test_a_model_that_takes_too_long_is_given_up(in_virtual_time: Any) -> None:
     small = ThinkingModel(lambda thinking: Answer("slow one\n\n", first_latency=3600.0))
-    backend = DelegationBackend.of(knobs(call_timeout=1.0), base=ThinkingModel(numbered("base")), small=small)
+    backend = delegating(knobs(call_timeout=1.0), base=ThinkingModel(numbered("base")), small=small)
     events = in_virtual_time(events_of(backend))
     assert {step.author for step in kept(events)} == {"base"}
     assert next(event for event in events if isinstance(event, Failed)).reason.startswith("the small model took more")
@@ -289,7 +290,7 @@ def test_a_slow_client_costs_no_model_its_patience(by_the_loops_clock: Any) -> N
     """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
     base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
     small = ThinkingModel(numbered("small"))
-    backend = DelegationBackend.of(knobs(call_timeout=1.0), base=base, small=small)
+    backend = delegating(knobs(call_timeout=1.0), base=base, small=small)
     events = []
 
     async def read() -> None:
@@ -304,7 +305,7 @@ def test_a_slow_client_costs_no_model_its_patience(by_the_loops_clock: Any) -> N
 
 def test_a_judge_that_takes_too_long_is_given_up(in_virtual_time: Any) -> None:
     base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=3600.0))
-    backend = DelegationBackend.of(knobs(call_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
+    backend = delegating(knobs(call_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
     events = in_virtual_time(events_of(backend))
     assert {step.author for step in kept(events)} == {"base"} and base.active == 0
     assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
@@ -325,7 +326,7 @@ def test_what_is_saved_is_told_at_the_base_models_own_pace(
         return speculation
 
     answer = Answer("so four", first_latency=0.1)
-    backend = DelegationBackend.of(
+    backend = delegating(
         knobs(pipelined=False), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow)
     )
     assert (by_the_loops_clock(told()).estimated_seconds_saved > 0) is saves
@@ -337,7 +338,7 @@ def test_what_is_saved_is_told_at_the_base_models_own_pace(
 async def test_empty_steps_end_the_thinking_where_the_base_model_has_none_either(abilities: Capabilities) -> None:
     small = ThinkingModel(lambda thinking: "", capabilities=abilities)
     base = ThinkingModel(lambda thinking: "" if thinking else "one thing\n\n", capabilities=abilities)
-    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    events = await events_of(delegating(knobs(), base=base, small=small))
     assert thought(events) == "one thing\n\n" and events[-1] == Ended("silent")
     assert base.asked == []  # nothing to be judged
 
@@ -349,7 +350,7 @@ async def test_endless_steps_are_cut_and_both_budgets_hold() -> None:
     base = ThinkingModel(endless, score=lambda step: "0")
     small = ThinkingModel(endless)
     settings = knobs(step_tokens=20, budget_tokens=70, spend_tokens=10_000)
-    backend = DelegationBackend.of(settings, base=base, small=small)
+    backend = delegating(settings, base=base, small=small)
     thinking = Thinking(ask(), settings, backend.roles)
     events = [event async for event in backend.think(thinking)]
     assert events[-1] == Ended("budget") and thinking.counts.all_kept == 70
@@ -364,7 +365,7 @@ async def test_endless_steps_are_cut_and_both_budgets_hold() -> None:
 
 async def test_max_tokens_counts_thinking_and_answer() -> None:
     base = ThinkingModel(numbered("b"))
-    backend = DelegationBackend.of(knobs(first_steps=1), base=base, small=ThinkingModel(numbered("s")))
+    backend = delegating(knobs(first_steps=1), base=base, small=ThinkingModel(numbered("s")))
     deltas = await deltas_of(backend.generate(ask(max_tokens=5)))
     last = deltas[-1]
     assert last.finish_reason == "length" and last.usage is not None and last.usage.completion_tokens <= 5
@@ -384,14 +385,14 @@ async def test_sampling_of_the_request_holds_for_the_thinking(
 ) -> None:
     base, small = ThinkingModel(numbered("b")), ThinkingModel(numbered("s"))
     request = replace(ask(), sampling=SamplingParams(**asked))
-    await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(request))
+    await deltas_of(delegating(knobs(), base=base, small=small).generate(request))
     steps = {(one.sampling.temperature, one.sampling.top_p) for one in small.requests}
     assert steps == {thought}
 
 
 async def test_min_tokens_counts_thinking_and_answer() -> None:
     base, small = ThinkingModel(numbered("b")), ThinkingModel(numbered("s"))
-    backend = DelegationBackend.of(knobs(), base=base, small=small)
+    backend = delegating(knobs(), base=base, small=small)
     for asked in ({"max_tokens": 12, "min_tokens": 12}, {"max_tokens": 12, "min_tokens": 1}, {"min_tokens": 40}):
         told = (await deltas_of(backend.generate(ask(**asked))))[-1].speculation
         assert isinstance(told, StepSpeculation)
@@ -410,7 +411,7 @@ async def test_the_base_model_alone_closes_its_thinking(
 
     base = ThinkingModel(closing, score=lambda step: "1", capabilities=abilities)
     small = ThinkingModel(numbered("small"), capabilities=abilities)
-    backend = DelegationBackend.of(knobs(threshold=threshold), base=base, small=small)
+    backend = delegating(knobs(threshold=threshold), base=base, small=small)
     deltas = await deltas_of(backend.generate(ask()))
     assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == thought
     assert "".join(delta.text for delta in deltas) == "The answer is four."
@@ -444,7 +445,7 @@ def test_no_closing_mark_is_sent_however_the_text_is_cut(said: str, pieces: list
 
 async def test_what_the_base_model_writes_goes_out_as_it_comes() -> None:
     base = ThinkingModel(lambda thinking: "one two three Answer: 4\n\n", score=lambda step: "1")
-    events = await events_of(DelegationBackend.of(knobs(), base=base, small=ThinkingModel(numbered("small"))))
+    events = await events_of(delegating(knobs(), base=base, small=ThinkingModel(numbered("small"))))
     said = [event.text for event in events if isinstance(event, ThinkingText)]
     assert said[:3] == ["one", " two", " three"] and "".join(said) == "one two three Answer: 4\n\n"
 
@@ -457,7 +458,7 @@ async def test_pipelining_drafts_while_it_scores_and_cancels_what_is_rejected() 
         return Answer("1" if "2" in step else "9", first_latency=0.02)
 
     small, base = ThinkingModel(slow("small")), ThinkingModel(slow("base"), score=judge)
-    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
+    events = await events_of(delegating(knobs(), base=base, small=small))
     assert [step.author for step in kept(events)] == ["small", "base", "small", "small"]
     assert len(small.cancelled) == 1 and small.active == base.active == 0
     assert len(small.requests) == 5  # four that were decided, and the one behind the rejected step
@@ -468,7 +469,7 @@ async def test_a_client_that_goes_away_cancels_all_models() -> None:
         return Answer(f"step {len(thinking)}\n\n", first_latency=3600.0 if thinking else 0.0)
 
     small, base = ThinkingModel(slow), ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3600.0))
-    answer = DelegationBackend.of(knobs(), base=base, small=small).generate(ask())
+    answer = delegating(knobs(), base=base, small=small).generate(ask())
     task = asyncio.create_task(deltas_of(answer))
     while not (base.active and small.active == 1 and len(small.requests) == 2):
         await asyncio.sleep(0.005)
@@ -481,7 +482,7 @@ async def test_prompts_only_grow_in_token_ids() -> None:
     """Prefix caches stay warm: each model's next step begins with all of its last prompt, id for id."""
     small = ThinkingModel(numbered("small", 6))
     base = ThinkingModel(numbered("base", 6), score=lambda step: str(9 - 3 * (int(re.findall(r"\d", step)[0]) % 2)))
-    await events_of(DelegationBackend.of(knobs(pipelined=False), base=base, small=small))
+    await events_of(delegating(knobs(pipelined=False), base=base, small=small))
     for model in (small, base):
         prompts = [tuple(r.token_ids or ()) for r in model.requests if "score is" not in model.prompt_text(r)]
         assert len(prompts) > 2
@@ -498,7 +499,7 @@ async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities
     base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
     small = ThinkingModel(numbered("small"), capabilities=abilities)
     request = replace(ask(), tools=(TOOL,)) if place == "tools" else replace(ask(), extra={"tools": [TOOL]})
-    await events_of(DelegationBackend.of(knobs(pipelined=False), base=base, small=small), request)
+    await events_of(delegating(knobs(pipelined=False), base=base, small=small), request)
     for model in (base, small):
         prompts = [model.prompt_text(request) for request in model.requests]
         assert prompts and all(prompt.startswith('<|tools|>\n[{"type": "function"') for prompt in prompts)
@@ -513,7 +514,7 @@ async def test_the_base_model_answers_where_the_small_one_fails_before_it_began(
         broken = Answer("I would say four.", error=UpstreamError("gone"), error_after=error_after)
         base = ThinkingModel(numbered("base"), capabilities=abilities)
         small = ThinkingModel(numbered("small"), answer=broken, capabilities=abilities)
-        answer = DelegationBackend.of(knobs(answer_by="small"), base=base, small=small).generate(ask())
+        answer = delegating(knobs(answer_by="small"), base=base, small=small).generate(ask())
         if fails:  # what was sent cannot be taken back
             with pytest.raises(UpstreamError, match="gone"):
                 await deltas_of(answer)
@@ -531,7 +532,7 @@ async def test_what_shapes_the_answer_does_not_reach_the_thinking(abilities: Cap
     extra["include_reasoning"] = False  # an endpoint would leave out the thinking that is to be read
     base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
     small = ThinkingModel(numbered("small"), capabilities=abilities)
-    await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(replace(ask(), extra=extra)))
+    await deltas_of(delegating(knobs(), base=base, small=small).generate(replace(ask(), extra=extra)))
     thinking = [*small.requests, *(one for one in base.requests if not base.prompt_text(one).endswith("</think>\n\n"))]
     assert len(thinking) > 4 and {tuple(one.extra) for one in thinking} <= {("chat_template",), ()}
     assert base.requests[-1].extra == extra
@@ -540,7 +541,7 @@ async def test_what_shapes_the_answer_does_not_reach_the_thinking(abilities: Cap
 async def test_token_level_speculation_goes_on_inside_steps() -> None:
     """SpecReason+Decode: what speeds up the base model's own tokens is asked for in its steps, unless it is off."""
     base, small = ThinkingModel(numbered("base"), score=lambda step: "1"), ThinkingModel(numbered("small"))
-    backend = DelegationBackend.of(knobs(), base=base, small=small)
+    backend = delegating(knobs(), base=base, small=small)
     await deltas_of(backend.generate(ask()))
     assert base.requests and all(request.speculation for request in base.requests)
     base.requests.clear()
@@ -550,6 +551,6 @@ async def test_token_level_speculation_goes_on_inside_steps() -> None:
 
 async def test_the_first_steps_are_the_base_models() -> None:
     base, small = ThinkingModel(numbered("base", 4)), ThinkingModel(numbered("small", 4))
-    events = await events_of(DelegationBackend.of(knobs(first_steps=2), base=base, small=small))
+    events = await events_of(delegating(knobs(first_steps=2), base=base, small=small))
     assert [step.author for step in kept(events)] == ["base", "base", "small", "small"]
     assert [type(event) for event in events if isinstance(event, Proposed)] == [Proposed, Proposed]

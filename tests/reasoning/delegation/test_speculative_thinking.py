@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.speculative_thinking import Overload
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Failed, Rewritten, ThinkingText, Triggered
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, Script
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +52,7 @@ def self_words(text: str) -> list[str]:
 
 
 async def run(small: ThinkingModel, base: ThinkingModel, settings: SpeculativeThinkingSettings) -> list[Event]:
-    backend = DelegationBackend.of(settings, base=base, small=small)
+    backend = delegating(settings, base=base, small=small)
     thinking = Thinking(ASK, settings, backend.roles)
     events = [event async for event in backend.think(thinking)]
     assert small.active == base.active == 0

@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 import pytest
 
-from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.steps import Ended, Event
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import (
@@ -22,6 +21,7 @@ from agentspec.reasoning.settings import (
 )
 from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, StepSpeculation
+from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 
 NAMED: dict[str, Any] = {"base": "base", "small": "small", "answer_marks": ()}
@@ -60,7 +60,7 @@ class SlowJudge(ThinkingModel):
 
 
 def think(settings: DelegationSettings, small: ThinkingModel, base: ThinkingModel) -> tuple[Thinking, Event]:
-    backend = DelegationBackend.of(settings, base=base, small=small)
+    backend = delegating(settings, base=base, small=small)
     thinking = Thinking(ASKED, settings, backend.roles)
 
     async def run() -> list[Event]:
@@ -124,7 +124,7 @@ def test_what_is_set_is_what_counts() -> None:
 def test_a_requests_own_budget_of_thoughts_ends_the_thinking(
     kind: type[DelegationSettings], speculation: bool, budget: int
 ) -> None:
-    backend = DelegationBackend.of(
+    backend = delegating(
         kind(**NAMED, budget_tokens=200), base=ThinkingModel(steps("base")), small=ThinkingModel(steps("small"))
     )
     request = replace(ASKED, thinking_budget=budget, speculation=speculation)
