@@ -270,7 +270,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("jinja2", "llguidance", "safetensors"),
     ),
     "langgraph": ("langgraph", "langchain", "langchain_core"),
-    "lora": ("peft",),
     "retrieval": ("bm25s", "faiss"),
     "postgres": ("psycopg",),
 }

@@ -31,13 +31,8 @@ class TorchSettings(SettingsModel):
 
     kind: Literal["torch"] = "torch"
     model: str = Field(default="smollm2-135m", description="Built-in name, folder, GGUF file or model-hub id")
-    adapter: str | None = Field(default=None, description="Folder of a LoRA adapter to merge into the model")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
-    cuda_graphs: bool = Field(
-        default=True, description="Record small forwards as CUDA graphs on a CUDA device, which takes some memory"
-    )
-    max_queue: int = Field(default=64, ge=1, description="Requests that may wait; one more is answered 429")
     max_active: int = Field(default=16, ge=1, description="Requests decoded together; the others wait")
     kv_bytes: ByteSize | None = Field(
         default=None,
@@ -50,12 +45,6 @@ class TorchSettings(SettingsModel):
         description="Of suffix, prediction, ngram and model; unset takes all that are of use here",
     )
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
-    default_max_tokens: int = Field(default=1024, ge=1, description="Answer length where a request names none")
-    prefix_bytes: ByteSize | None = Field(
-        default=None,
-        ge=0,
-        description="Most key/value memory kept between a session's calls; unset takes what running requests leave",
-    )
     prefill_next_turn: bool = Field(
         default=True, description="While a caller's tools run, read what is known of its next prompt in idle time"
     )

@@ -27,7 +27,6 @@ CONTROL_ROUNDS = 4  # with other seeds in each: many pairs are needed to find a 
 CONTROL_DISTINCT = 0.95
 WARM_COUNTS = (10, 100)
 LOOKUP_TOKENS = 10
-PREFIX_BYTES_OFF = 0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 LOOKUP, SECOND = "prompt lookup", "on, second pass"
@@ -54,7 +53,7 @@ def run_decode(
     progress: Progress,
 ) -> DecodeReport:
     """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises."""
-    bench = DecodeBench.load(model, progress, prefix_bytes=PREFIX_BYTES_OFF)
+    bench = DecodeBench.load(model, progress, keeps_prefixes=False)
     try:
         bench.warm(WARM_COUNTS if sets else WARM_COUNTS[:1])  # so that the control starts with learned acceptance rates
         tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]

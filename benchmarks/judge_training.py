@@ -20,7 +20,7 @@ from torch.nn import functional
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine.prefix_cache import common_prefix
-from agentspec.backends.torch.sampling.judge_head import JudgeHead
+from agentspec.backends.torch.sampling.acceptance import JudgeHead
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.settings.load import load_settings
 

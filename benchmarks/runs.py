@@ -142,13 +142,14 @@ class EngineBench:
     progress: Progress
 
     @classmethod
-    def load(cls, model: str, progress: Progress, **settings: Any) -> Self:
-        """`settings` of the engine, as `TorchSettings` has them. Raises what loading raises."""
+    def load(cls, model: str, progress: Progress, *, keeps_prefixes: bool = True) -> Self:
+        """Without `keeps_prefixes` no KV slots are kept from one answer to the next. Raises what loading raises."""
         from agentspec.backends.torch import TorchBackend
         from agentspec.cache import SuffixCache
 
         progress(f"loading {model}")
-        backend = TorchBackend.load(TorchSettings(model=model, **settings), cache=SuffixCache.open())
+        cache = SuffixCache.open()
+        backend = TorchBackend.load(TorchSettings(model=model), cache=cache, keeps_prefixes=keeps_prefixes)
         return cls(backend, TransformersPeer.beside(backend, model), asyncio.new_event_loop(), progress)
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ def _measured_once(measure: Callable[[Any], list[Any]]) -> Callable[[Any], list[
     known: dict[Any, list[Any]] = {}
 
     def measured(target: Any) -> list[Any]:
-        shape = (str(target.module.config), target.dtype, target.attention, target.rewindable, target.batched)
+        shape = (str(target.module.config), target.dtype, target.attention, target.batched)
         if shape not in known:
             known[shape] = measure(target)
         return known[shape]

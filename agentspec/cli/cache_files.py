@@ -74,12 +74,6 @@ def _location(path: str) -> Path | str:
         raise ConfigurationError(f"--path {error}") from None
 
 
-def adapter_of(settings: Settings, name: str) -> str | None:
-    """The folder of the LoRA adapter of a configured model or backend name, if it has one."""
-    local = _local(settings, name)
-    return None if local is None else local.adapter
-
-
 def reference_of(settings: Settings, name: str) -> str:
     """The model reference of a configured model or backend name; any other name is itself a reference.
 
@@ -269,7 +263,7 @@ def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord
 def _text(settings: Settings, model: str) -> ModelText:
     from agentspec.backends.torch.text.model_text import ModelText
 
-    return ModelText.load(reference_of(settings, model), adapter=adapter_of(settings, model))
+    return ModelText.load(reference_of(settings, model))
 
 
 def replay(
@@ -324,7 +318,7 @@ def _encoder(settings: Settings, model: str | None, tokenizer: Path | None) -> C
     from agentspec.cache.tokens import as_tokens
 
     name = model or ""
-    text = ModelText.load(reference_of(settings, name), adapter=adapter_of(settings, name))
+    text = ModelText.load(reference_of(settings, name))
 
     def encode(recorded: RecordedCall) -> EncodedCall:
         tokens = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)

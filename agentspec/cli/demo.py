@@ -42,8 +42,7 @@ def demo(
 
     console, answers = Console(), dict[str, list[str]]({"off": [], "on": []})
     report().reset()
-    # One engine for both, whose cache is empty; it holds no key/value rows from call to call.
-    engine = {"kind": "torch", "model": model, "prefix_bytes": 0}
+    engine = {"kind": "torch", "model": model}  # one for both, whose cache is empty
     overrides = {"backends": {"local": engine}, "cache": {"path": None, "store": True}}
     with console.status(f"loading {model}") as status:
         runtime = Runtime(load_settings(None, overrides, only_overridden_backends=True))

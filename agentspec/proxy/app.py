@@ -60,6 +60,7 @@ from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 from agentspec.types import StepSpeculation
 
+QUEUED = 64  # requests that may wait for a local engine, beside those that it runs
 # What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
 EndpointArguments = tuple[Runtime, ServerSettings, Slots, BodyBudget, Deadlines, Metering]
 
@@ -99,7 +100,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
 
 def _most_at_once(settings: Settings) -> int:
     """How many requests run at once: where all models are local, no more than their engines take."""
-    takes = [one.max_active + one.max_queue for one in settings.backends.values() if isinstance(one, TorchSettings)]
+    takes = [one.max_active + QUEUED for one in settings.backends.values() if isinstance(one, TorchSettings)]
     most = settings.server.max_concurrent
     return min(most, sum(takes)) if len(takes) == len(settings.backends) and takes else most
 

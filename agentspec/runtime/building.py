@@ -35,7 +35,7 @@ def build_backend(name: str, settings: BackendSettings, open_cache: Callable[[],
     require_known(settings.model)  # before torch is imported, which takes long
     try:
         if isinstance(settings, EncoderSettings):
-            from agentspec.backends.torch.encoder_backend import EncoderBackend
+            from agentspec.backends.torch.embeddings import EncoderBackend
 
             return EncoderBackend.load(settings)
         from agentspec.backends.torch import TorchBackend

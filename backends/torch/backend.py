@@ -18,34 +18,27 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
-from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
-from agentspec.backends.torch.engine.delivery import Inbox
+from agentspec.backends.torch.engine.delivery import Choices, Inbox
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.prefill.next_turn import NextTurns
-from agentspec.backends.torch.engine.prefix_cache import SHORTEST
-from agentspec.backends.torch.engine.request import EngineRequest, prompt_length
-from agentspec.backends.torch.engine.sequence import EngineContext
+from agentspec.backends.torch.engine.prefill import NextTurns
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, prompt_length
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
-from agentspec.backends.torch.loader import LoadedModel, load, load_draft
-from agentspec.backends.torch.model.calibrate import measure_batches, measure_costs
+from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.model.vector_scan import VectorScan
-from agentspec.backends.torch.sampling.judge_head import JudgeHead
-from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
+from agentspec.backends.torch.sampling.acceptance import JudgeHead
+from agentspec.backends.torch.stepwise import TorchSession, VectorScan, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.backends.torch.text.output_parser import AnswerReader, OutputParserSpec
 from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import ModelTokens, TokenizerAdapter
 from agentspec.cache.deletion import Reach, Scope
 from agentspec.errors import (
-    ConfigurationError,
     ContextLengthError,
     EngineStoppedError,
     InvalidRequestError,
-    OverloadedError,
 )
 from agentspec.telemetry.samples import EngineSample
 from agentspec.text import TOKEN_CHARACTERS
@@ -55,17 +48,18 @@ if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
 
 T = TypeVar("T")
+DEFAULT_MAX_TOKENS = 1024  # of an answer whose request names none
 LONG_PROMPT = 1 << 16  # characters
 LONG_PROMPT_THREADS = 2
 ENDING_TOKENS = 64  # of a prompt, in which a template may open the thinking
-PLACE_SECONDS = 0.05  # between two attempts to queue the next choice while no choice of the request runs
 
 
 class TorchBackend(ModelTokens):
     """Generates with a Hugging Face model in this process and drafts from the token cache `cache`.
 
     The caller owns the cache: `aclose` does not close it. Without a cache, drafts come from an n-gram index of each
-    request's own text, from its `prediction` and from the draft model `small`, if there is one.
+    request's own text, from its `prediction` and from the draft model `small`, if there is one. Without
+    `keeps_prefixes` each prompt is computed whole, whatever was computed before.
     """
 
     def __init__(
@@ -74,6 +68,8 @@ class TorchBackend(ModelTokens):
         settings: TorchSettings,
         cache: SuffixCache | None = None,
         small: DraftModel | None = None,
+        *,
+        keeps_prefixes: bool = True,
     ) -> None:
         self.settings = settings
         self.model_name = loaded.name
@@ -91,25 +87,22 @@ class TorchBackend(ModelTokens):
         )
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
-        self._engine = Engine(context, settings, self._open_session)
+        self._engine = Engine(context, settings, self._open_session, keeps_prefixes=keeps_prefixes)
         self._end_listening = cache.on_forget(self._forget) if cache is not None else lambda: None
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
         self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
-        self._next_turns = NextTurns(
-            self._tokenizer,
-            self._engine.prefill,
-            lambda: self._engine.scheduler.idle,
-            self._off_the_loop,
-            enabled=settings.prefill_next_turn and self._engine.scheduler.keeps(SHORTEST),
-        )
+        enabled = settings.prefill_next_turn
+        self._next_turns = NextTurns(self._engine, self._tokenizer, self._off_the_loop, enabled=enabled)
 
     @classmethod
-    def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
+    def load(
+        cls, settings: TorchSettings, *, cache: SuffixCache | None = None, keeps_prefixes: bool = True
+    ) -> TorchBackend:
         """Find and read the model (blocking, seconds). Raises `ModelUnavailableError` and `ConfigurationError`."""
 
         def build() -> TorchBackend:
             loaded = load(settings)
-            return cls(loaded, settings, cache, load_draft(settings, loaded))
+            return cls(loaded, settings, cache, load_draft(settings, loaded), keeps_prefixes=keeps_prefixes)
 
         return on_own_thread(build)
 
@@ -129,24 +122,26 @@ class TorchBackend(ModelTokens):
             token_ids=True,
             continue_final=True,
             logprobs=True,
-            speculation=self._loaded.target.rewindable and self.settings.max_draft_tokens > 0,
+            speculation=self.settings.max_draft_tokens > 0,
             context_length=self.context_length,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield the answer step by step; closing the iterator cancels the request.
 
-        Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `OverloadedError`
-        when the queue is full, `EngineError` when this request fails, `EngineStoppedError` once the device failed, and
-        `ShuttingDownError` when the engine is closed.
+        Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `EngineError` when
+        this request fails, `EngineStoppedError` once the device failed, and `ShuttingDownError` when the engine is
+        closed.
         """
         self._engine.require_running()
-        watched = self._next_turns.watch(request)
+        watch = self._next_turns.watch(request)
         choices, parser_spec = await self._prepared(request)
         async with aclosing(self._answers(choices)) as deltas:
             parsers = [parser_spec.parser() for _ in choices]
             async for delta in deltas:
-                yield watched(parsers[delta.index].parse(delta))
+                parsed = parsers[delta.index].parse(delta)
+                watch(parsed)
+                yield parsed
 
     async def continue_answer(
         self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
@@ -174,29 +169,19 @@ class TorchBackend(ModelTokens):
         for request in requests:
             request.deliver = partial(self._deliver, inbox, request)
         self._engine.submit(requests[0])
-        waiting = requests[1:]  # until the first choice has read the prompt and left its KV slots, then for a place
+        waiting = requests[1:]  # until the first choice has read the prompt and left its KV slots
         try:
             while not choices.done:
-                while waiting and choices.begun and self._submitted(waiting[0]):
-                    waiting, choices.running = waiting[1:], choices.running + 1
-                if not choices.running:
-                    await asyncio.sleep(PLACE_SECONDS)
-                    continue
                 for request, item in await inbox.get():
                     if isinstance(item, Exception):
                         raise item
+                    for other in waiting:
+                        self._engine.submit(other)
+                    waiting = ()
                     yield choices.add(item, request.constraints.choice)
         finally:
             for request in requests:
                 self._engine.cancel(request)
-
-    def _submitted(self, request: EngineRequest) -> bool:
-        """Submit one more choice of a running request; False if the queue is full."""
-        try:
-            self._engine.submit(request)
-        except OverloadedError:
-            return False
-        return True
 
     def _deliver(self, inbox: Inbox, request: EngineRequest, item: Delta | Exception) -> None:
         if not inbox.put(request, item):  # the loop is closed: nobody reads the answer any more
@@ -210,7 +195,7 @@ class TorchBackend(ModelTokens):
 
     @property
     def fingerprint(self) -> str:
-        """A hash that identifies the weights, including an adapter's."""
+        """A hash that identifies the weights."""
         return self._loaded.fingerprint
 
     async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]:
@@ -229,8 +214,6 @@ class TorchBackend(ModelTokens):
     def prepare_acceptance(self, rule: LossyAcceptance) -> None:
         """Load the judge of `rule`. Raises `ConfigurationError` without a draft model, or for another model's judge."""
         self.settings.require_draft_model()
-        if not self.target.rewindable:
-            raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as drafts need")
         if rule.rule == "judge":
             path = rule.judge_head or ""
             width = self.target.module.get_output_embeddings().weight.shape[-1]
@@ -240,12 +223,10 @@ class TorchBackend(ModelTokens):
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
         """Open an answer that the caller decodes token by token.
 
-        Raises `InvalidRequestError`, `ContextLengthError`, and `ConfigurationError` for a model without rewinding.
+        Raises `InvalidRequestError` and `ContextLengthError`.
         """
         self._engine.require_running()
         require_one_answer(request)
-        if not self.target.rewindable:
-            raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
         (first, *_), parser_spec = await self._prepared(request)
         return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser(), self._engine.lend)
 
@@ -255,7 +236,6 @@ class TorchBackend(ModelTokens):
 
     def _forget(self, scope: Scope) -> None:
         """Something was deleted from the cache: reuse nothing that derives from it."""
-        self._next_turns.forget()
         self._engine.forget(Reach(scope, self._loaded.namespace))
 
     async def aclose(self) -> None:
@@ -265,10 +245,6 @@ class TorchBackend(ModelTokens):
         self._long_prompts.close()
         await asyncio.to_thread(self._engine.close)
         await asyncio.to_thread(self._structured_outputs.close)
-
-    def prepare(self, request: GenerateRequest) -> EngineRequest:
-        """The first choice of `prepare_all`."""
-        return self.prepare_all(request)[0][0]
 
     async def _prepared(
         self, request: GenerateRequest, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
@@ -389,4 +365,4 @@ class TorchBackend(ModelTokens):
         if least > room:
             message = f"{prompt} prompt tokens and {least} more do not fit the model's {self.context_length}"
             raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
-        return min(max(self.settings.default_max_tokens, least), room) if sampling.max_tokens is None else least
+        return min(max(DEFAULT_MAX_TOKENS, least), room) if sampling.max_tokens is None else least

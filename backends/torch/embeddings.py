@@ -1,13 +1,9 @@
-"""Sentence embeddings: texts as vectors of length 1, from an encoder such as all-MiniLM-L6-v2.
-
-A vector is the mean of the last layer over the text's tokens, the pooling of Sentence-BERT (arXiv 1908.10084,
-section 3).
-"""
+"""Sentence embeddings: texts as vectors of length 1, from an encoder such as all-MiniLM-L6-v2."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,19 +15,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel
 
+from agentspec.backends.base import EMBEDDINGS, Capabilities
+from agentspec.backends.settings import EncoderSettings
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.loader import quiet
 from agentspec.backends.torch.model.device import choose_device, choose_kernels
 from agentspec.backends.torch.text.tokenizer import read_tokenizer
-from agentspec.errors import ModelUnavailableError
+from agentspec.errors import InvalidRequestError, ModelUnavailableError
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest
 
 Vectors = NDArray[np.float32]
 
 MAX_TOKENS = 256
 BATCH = 32
-TOKENIZED_AT_ONCE = 1 << 20  # bytes, unless one text has more: all tokens of a text, which take a hundred times as
-# many, are made before it is cut
-CLOSED = "the embedding model is closed"
 
 
 class SentenceEncoder:
@@ -42,7 +38,7 @@ class SentenceEncoder:
         self.fingerprint = f"{fingerprint}:mean:{self.max_tokens}"
         self.dimensions: int = model.config.hidden_size
         self._model, self._tokenizer = model.eval(), tokenizer
-        self._tasks = Tasks(compute_thread(model.device), refused=CLOSED, dropped=CLOSED)
+        self._tasks = Tasks(compute_thread(model.device))
 
     @classmethod
     def load(cls, reference: str, device: str = "auto") -> SentenceEncoder:
@@ -82,21 +78,15 @@ class SentenceEncoder:
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """How many tokens each text has; those beyond `max_tokens` are not read."""
-        counts: list[int] = []
-        for some in _in_groups(texts, TOKENIZED_AT_ONCE):
-            counts += [len(ids) for ids in self._tokenizer(some, truncation=False)["input_ids"]]
-        return counts
+        return [len(self._tokenizer(text, truncation=False)["input_ids"]) for text in texts]
 
     def close(self) -> None:
         """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
         self._tasks.close()
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text that are read."""
-        read: list[list[int]] = []
-        for some in _in_groups(texts, TOKENIZED_AT_ONCE):
-            read += self._tokenizer(some, truncation=True, max_length=self.max_tokens)["input_ids"]
-        return read
+        """The tokens of each text that are read. All tokens of a text are made before it is cut, so one at a time."""
+        return [self._tokenizer(text, truncation=True, max_length=self.max_tokens)["input_ids"] for text in texts]
 
     def _submit(self, texts: Sequence[str]) -> Future[Vectors]:
         return self._tasks.submit(lambda: self._vectors(texts))
@@ -112,16 +102,38 @@ class SentenceEncoder:
         return vectors
 
 
-def _in_groups(texts: Sequence[str], most: int) -> Iterator[list[str]]:
-    """The texts in order, in groups of at most so many bytes, or of one text."""
-    group: list[str] = []
-    room = most
-    for text in texts:
-        size = len(text.encode("utf-8", "replace"))
-        if group and size > room:
-            yield group
-            group, room = [], most
-        group.append(text)
-        room -= size
-    if group:
-        yield group
+class EncoderBackend:
+    """Turns texts into vectors of length 1. Nothing of a text is kept. It owns `encoder`."""
+
+    def __init__(self, encoder: SentenceEncoder) -> None:
+        self._encoder = encoder
+
+    @classmethod
+    def load(cls, settings: EncoderSettings) -> EncoderBackend:
+        """Find and read the model (blocking). Raises `ModelUnavailableError`."""
+        return cls(SentenceEncoder.load(settings.model, settings.device))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(context_length=self._encoder.max_tokens, routes=(EMBEDDINGS,))
+
+    @property
+    def dimensions(self) -> int:
+        return self._encoder.dimensions
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Raises `InvalidRequestError`."""
+        raise InvalidRequestError("this model embeds texts and answers nothing", param="model")
+        yield Delta()
+
+    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has; `embed` reads at most `capabilities.context_length` of them."""
+        return await asyncio.to_thread(self._encoder.count_tokens, texts)
+
+    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
+        """One vector for each text. Raises `ShuttingDownError` once the backend is closed."""
+        vectors: Vectors = await asyncio.to_thread(self._encoder.encode_all, texts)
+        return [[float(number) for number in vector] for vector in vectors]
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._encoder.close)

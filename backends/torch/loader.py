@@ -1,40 +1,39 @@
-"""Loads a `TargetModel` from a model reference: files, device, kernels, and a check of how it verifies drafts."""
+"""Loads a model from a model reference: files, device, kernels, a check of how it verifies drafts, and its costs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.drafters.factory import DraftModel
-from agentspec.backends.torch.model.attention import ATTENTION_NAME
-from agentspec.backends.torch.model.compatibility import has_known_masks, max_exact_context, require_decoder
+from agentspec.backends.torch.model.batch import ATTENTION_NAME, BatchItem
 from agentspec.backends.torch.model.device import (
     choose_device,
     choose_dtype,
     choose_kernels,
     is_device_error,
     is_out_of_memory,
+    synchronize,
 )
 from agentspec.backends.torch.model.graphs.recording import record_graphs
-from agentspec.backends.torch.model.layers.fused_norms import fuse_norms, unfuse_norms
-from agentspec.backends.torch.model.layers.output_head import Float32Head
-from agentspec.backends.torch.model.layers.packed_linear import pack_linears, unpack_linears
-from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.layers import Float32Head, fuse_norms, pack_linears, unfuse_norms, unpack_linears
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
-from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.model.target import TargetModel, layer_windows, rotaries
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
-from agentspec.errors import ConfigurationError, EngineStoppedError, ModelUnavailableError
+from agentspec.errors import EngineStoppedError, ModelUnavailableError
 from agentspec.types import Namespace
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class LoadedModel:
     tokenizer_hash: str
     template_hash: str
     packed: int
-    adapter: str | None = None
 
     def namespace(self, tenant: str) -> Namespace:
         return Namespace(tenant, self.fingerprint, self.tokenizer_hash, self.template_hash)
@@ -61,41 +59,34 @@ def load(settings: TorchSettings) -> LoadedModel:
     """Find, read and prepare the model. Raises `ModelUnavailableError`, also if memory runs out, `ConfigurationError`,
     and `EngineStoppedError` if the device fails.
     """
-    return _load(settings, settings.model, settings.adapter)
+    return _load(settings, settings.model)
 
 
 def load_draft(settings: TorchSettings, target: LoadedModel) -> DraftModel | None:
-    """The draft model for `target`, if the settings name one and `target` can be rewound; raises like `load`.
+    """The draft model for `target`, if the settings name one; raises like `load`.
 
     If both have the same vocabulary, it drafts in the target's token ids; else its drafts are translated through text.
     """
-    if settings.draft_model is None or not target.target.rewindable:
+    if settings.draft_model is None:
         return None
-    small = _load(settings, settings.draft_model, None)
-    if not small.target.rewindable:
-        message = f"{small.name!r} cannot draft: it keeps a state that cannot be rewound. Name another draft_model"
-        raise ConfigurationError(message, param="draft_model")
+    small = _load(settings, settings.draft_model)
     shared = small.tokenizer.get_vocab() == target.tokenizer.get_vocab()
     tokenizers = None if shared else (TokenizerAdapter(target.tokenizer), TokenizerAdapter(small.tokenizer))
     logger.info("%s drafts, %s", small.name, "in the same tokens" if shared else "through text: its tokenizer differs")
     return DraftModel(small.name, small.target, tokenizers)
 
 
-def _load(settings: TorchSettings, model: str, adapter: str | None) -> LoadedModel:
+def _load(settings: TorchSettings, model: str) -> LoadedModel:
     from agentspec.backends.model_store import resolve
 
     files = resolve(model)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    fingerprint = with_adapter(files.fingerprint, adapter)
     tokenizer = read_tokenizer(files.folder)
     module = read_weights(files.folder, files.name, dtype)
-    if adapter is not None:
-        module = merge_adapter(module, adapter)
     try:
-        loaded = prepare(module.to(device), tokenizer, name=files.name, fingerprint=fingerprint, adapter=adapter)
-        if settings.cuda_graphs:
-            record_graphs(loaded.target)
+        loaded = prepare(module.to(device), tokenizer, name=files.name, fingerprint=files.fingerprint)
+        record_graphs(loaded.target)
     except Exception as error:
         if is_out_of_memory(error):
             advice = "free some, or choose a smaller model or dtype"
@@ -124,11 +115,11 @@ def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
     return module
 
 
-def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter: str | None = None) -> LoadedModel:
+def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> LoadedModel:
     """Pack the weights of a model in memory and choose its attention kernel, checking that it still computes the same.
 
-    A model that cannot verify draft trees (recurrent state, unknown kind of attention) runs without speculation, with
-    a warning in the log. Raises `ModelUnavailableError` for a model that cannot be decoded step by step at all.
+    Raises `ModelUnavailableError` for a model that cannot verify draft trees (recurrent state, unknown kind of
+    attention).
     """
     module.eval()
     choose_kernels(module.device)
@@ -146,10 +137,10 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
         unfuse_norms(module)
         packed, target = 0, choose_target(module, check, structure)
     if target is None:
-        reason = "its tokens, computed one after another, are not those of the whole text"
-        raise ModelUnavailableError(f"the local engine cannot run {name!r} ({type(module).__name__}): {reason}")
-    if not target.rewindable:
-        logger.warning("%s keeps a state that cannot be rewound: it runs without speculation and prefix reuse", name)
+        reason = "it keeps a state that cannot be rewound, or its attention has limits that are not known here"
+        advice = "serve it by vLLM or SGLang, and name that server as the backend"
+        message = f"the local engine cannot run {name!r} ({type(module).__name__}): {reason}; {advice}"
+        raise ModelUnavailableError(message)
     _limit_context(target, name)
     tokenizer_hash, template_hash = hashes(tokenizer)
     return LoadedModel(
@@ -160,7 +151,6 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
         tokenizer_hash=tokenizer_hash,
         template_hash=template_hash,
         packed=packed,
-        adapter=adapter,
     )
 
 
@@ -174,24 +164,18 @@ def _limit_context(target: TargetModel, name: str) -> None:
 
 def choose_target(module: Any, check: SelfCheck, structure: StructureCheck | None) -> TargetModel | None:
     """The fastest way to run `module` that passes the checks; None if no way does."""
-    own = module.config._attn_implementation
-    if structure is not None and not structure.causal:
+    own, stateful = module.config._attn_implementation, getattr(module, "_is_stateful", False)
+    if stateful or not has_known_masks(module.config) or (structure is not None and not structure.causal):
         return None
-    for attention in (ATTENTION_NAME, own, "eager") if _may_rewind(module) else ():
+    for attention in (ATTENTION_NAME, own, "eager"):
         if structure is not None and not structure.passes(attention):
             continue
         module.set_attn_implementation(attention)
-        target = TargetModel(module, rewindable=True)
+        target = TargetModel(module)
         if check.passes(target):
             return target
     module.set_attn_implementation(own)
-    target = TargetModel(module, rewindable=False)
-    return target if check.passes(target) else None
-
-
-def _may_rewind(module: Any) -> bool:
-    """Whether the model keeps no state but its slots, and masks that are known."""
-    return not getattr(module, "_is_stateful", False) and has_known_masks(module.config)
+    return None
 
 
 def _float32_head(module: Any) -> None:
@@ -210,3 +194,87 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+LIMITS = ("attention_chunk_size", "attention_window_size", "local_attention", "window_size")
+
+
+def require_decoder(config: Any, name: str) -> None:
+    """Raise `ModelUnavailableError` for a model that does not continue a text token by token."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        message = f"{name!r} is an encoder-decoder model ({kind}); the local engine runs decoder-only models"
+        raise ModelUnavailableError(message)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelUnavailableError(f"{name!r} is no language model that continues text: its type is {kind!r}")
+
+
+def has_known_masks(config: Any) -> bool:
+    """Whether each layer's mask follows from its kind and `sliding_window` alone, as the masks built here assume.
+
+    A limit under another name (chunks, local windows inside the layers) would give wrong results in long texts only,
+    where the self-check does not see it.
+    """
+    text = config.get_text_config()
+    return layer_windows(text) is not None and not any(getattr(text, name, None) for name in LIMITS)
+
+
+def max_exact_context(config: Any) -> int | None:
+    """The longest context within which rotary angles do not depend on a forward's length; None for no such limit.
+
+    LongRoPE has two sets of angles and chooses one by a forward's longest position. Slots computed earlier, or together
+    with a draft, would then differ from those of a run without drafts. (The dynamic kind changes only beyond the
+    model's context.)
+    """
+    ropes = [rope for rope in rotaries(config.get_text_config()) if rope.get("rope_type") == "longrope"]
+    bounds = [rope["original_max_position_embeddings"] for rope in ropes]
+    return min(bounds, default=None)
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 48)
+FAR = 1024  # KV slots of the long context
+PASSES = 3
+SEQUENCES = (4, 8)  # sequences in one forward
+
+
+@torch.inference_mode()
+def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple[int, int, float]]:
+    """Time forwards of every size in `SIZES`, as far as the limit allows; returns (tokens, context, seconds) samples.
+
+    There is at least one sample.
+    """
+    started = perf_counter()
+    cache = target.new_cache(FAR + max(SIZES))
+    target.forward(cache, [0])
+    samples: list[tuple[int, int, float]] = []
+    sizes = [size for size in SIZES if size <= target.context_length]
+    far = min(FAR, target.context_length - max(sizes))
+    several = min(16, max(sizes))
+    plan = [(size, 0) for _ in range(PASSES) for size in sizes] + [(1, far), (1, far), (several, far), (several, far)]
+    for size, context in plan:
+        if samples and perf_counter() - started > limit_seconds:
+            break
+        samples.append((size, context, _timed(target, cache, size, context)))
+    return samples[1:] or samples
+
+
+@torch.inference_mode()
+def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
+    """Time forwards of one token for each of several sequences; returns (sequences, seconds) samples."""
+    if not target.batched:
+        return []
+    items = [BatchItem(target.new_cache(1), [0]) for _ in range(max(SEQUENCES))]
+    target.forward_batch(items)
+    return [(count, _clocked(target, items[:count])) for count in SEQUENCES for _ in range(PASSES)]
+
+
+def _timed(target: TargetModel, cache: SequenceCache, size: int, context: int) -> float:
+    cache.fill_blank(context)
+    return _clocked(target, [BatchItem(cache, [0], [0] * (size - 1), range(-1, size - 2))])
+
+
+def _clocked(target: TargetModel, items: Sequence[BatchItem]) -> float:
+    synchronize(target.device)
+    started = perf_counter()
+    target.forward_batch(items)[0][0, 0].item()
+    return perf_counter() - started

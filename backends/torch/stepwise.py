@@ -9,13 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
 from agentspec.backends.base import Floats
 from agentspec.backends.torch.engine.compute_thread import Tasks
 from agentspec.backends.torch.engine.kv_budget import ROOM
-from agentspec.backends.torch.engine.request import AnswerText, EngineRequest, prompt_of
+from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest, prompt_of
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.layers import PackedLinear, can_pack
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.output_parser import OutputParser
@@ -30,8 +35,9 @@ from agentspec.errors import (
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta, GenerateRequest, Usage
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 CHUNK = 256  # prompt tokens read in one forward
 Lend = Callable[[int], Callable[[], None]]  # sets KV slots aside, and returns what gives them back
 
@@ -55,9 +61,7 @@ class TorchSteps:
         self._tokens = list(request.prompt)
         slots = len(request.prompt) + request.max_tokens + ROOM
         weakref.finalize(self, lend(slots))  # the slots are given back when their memory is
-        kv_cache = target.new_cache(slots)
-        assert isinstance(kv_cache, SequenceCache), "a model whose slots cannot be rewound was opened for steps"
-        self._kv_cache = kv_cache
+        self._kv_cache = target.new_cache(slots)
         self._read: list[int] = []  # the tokens that the KV slots were last computed for
         self._seed: int | None = request.sampling.seed
         self._sampler = self._fresh_sampler()
@@ -93,10 +97,11 @@ class TorchSteps:
         self._forget(last)
         for token in self._tokens[self._kv_cache.length : last]:
             self._target.prefill(self._kv_cache, [token])
-        logits, state = self._target.forward_with_hidden(self._kv_cache, self._tokens[last])
+        item = BatchItem(self._kv_cache, [self._tokens[last]])
+        ((logits, states),) = self._target.forward_batch_with_states([item])
         self._kv_cache.commit(1, ())
         self._read = list(self._tokens)
-        return StepOutput(logits.cpu().numpy(), state.cpu().numpy())
+        return StepOutput(logits[0].cpu().numpy(), states[0].cpu().numpy())
 
     def draw(self, scores: Floats) -> int:
         """Draw the next token by the request's sampling, with `scores` [vocab] as logits. Does not add the token.
@@ -231,3 +236,59 @@ def require_one_answer(request: GenerateRequest) -> None:
     for name, can in carried.items():
         if not can:
             raise InvalidRequestError(f"an answer made token by token comes without {name}", param=name)
+
+
+BLOCK = 8192  # rows packed together
+ROUNDOFF = 2.0**-24  # unit roundoff of float32, rounding to nearest
+
+
+class VectorScan:
+    """Holds rows [n, width] in linear layers, which score all queries at once for about the cost of one query.
+
+    A row's score is query . row - |row|^2 / 2, greater for nearer rows. Holds the rows in float32. Only the computing
+    thread may use it.
+    """
+
+    def __init__(self, rows: NDArray[np.float16], device: torch.device) -> None:
+        self._device = device
+        self._width = rows.shape[1]
+        self._blocks = list[nn.Module]()
+        self._longest = 0.0
+        for start in range(0, len(rows), BLOCK):
+            self._add(rows[start : start + BLOCK])
+
+    def near(self, queries: Floats, count: int) -> list[NDArray[np.int64]]:
+        """For each of `queries` [q, width], the indices, ascending, of the rows that may be among its `count` nearest.
+
+        The result contains all nearest rows, equally near ones included, however the float32 sums were rounded.
+        """
+        asked = torch.from_numpy(queries).to(self._device)
+        scores = torch.cat([block(asked) for block in self._blocks], dim=1)
+        margins = (2 * self._error(np.linalg.norm(queries.astype(np.float64), axis=1))).tolist()
+        return [_within(row, count, margin) for row, margin in zip(scores, margins, strict=True)]
+
+    def _add(self, rows: NDArray[np.float16]) -> None:
+        halves = np.square(rows.astype(np.float64)).sum(1) / 2
+        self._longest = max(self._longest, float(np.sqrt(2 * halves.max())))
+        with torch.device("meta"):
+            linear = nn.Linear(self._width, len(rows))
+        linear.weight = nn.Parameter(torch.from_numpy(rows.astype(np.float32)).to(self._device), requires_grad=False)
+        linear.bias = nn.Parameter(torch.from_numpy(-halves).float().to(self._device), requires_grad=False)
+        packs = self._device.type == "cpu" and can_pack()
+        self._blocks.append(PackedLinear(linear) if packs else linear)
+
+    def _error(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The largest error of a computed score, for queries of these lengths (norms).
+
+        A sum of w products in any order has an error of at most w u |q| |r| to first order (Higham 2002, section 3.1);
+        the bias adds its own rounding and that of its addition. Twice the bound covers the second order.
+        """
+        products = (self._width + 2) * lengths * self._longest
+        return np.asarray(2 * ROUNDOFF * (products + self._longest**2))
+
+
+def _within(scores: Tensor, count: int, margin: float) -> NDArray[np.int64]:
+    """The indices of the `scores` that are at most `margin` below the `count`-th best."""
+    least = scores.topk(min(count, len(scores))).values[-1].double() - margin
+    found: NDArray[np.int64] = (scores.double() >= least).nonzero()[:, 0].cpu().numpy()
+    return found

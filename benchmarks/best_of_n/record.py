@@ -82,7 +82,6 @@ def record(
     assert sampling.seed is not None and sampling.max_tokens is not None, "a replay draws with the same noise again"
     length = sampling.max_tokens
     rows = target.new_cache(len(prompt) + length)
-    assert isinstance(rows, SequenceCache), "a model that cannot be rewound verifies no drafts"
     logits = target.forward(rows, prompt[:1], prompt[1:], range(-1, len(prompt) - 2))
     rows.commit(1, range(len(prompt) - 1))
     answers = [_begun(target, prompt, sampling, choice, rows, logits[-1]) for choice in range(choices)]

@@ -191,7 +191,6 @@ class GpuBench:
     def _verify(self, dtype: torch.dtype, together: int, name: str) -> None:
         loaded = build("tiny", byte_tokenizer(), self._device, dtype, spread=CHECK_SPREAD)
         record_graphs(loaded.target)
-        self._report.checks[f"{name}: trees"] = loaded.target.rewindable
         settings = TorchSettings(max_active=together)
         with SuffixCache.open() as cache:
             backend = TorchBackend(loaded, settings, cache=cache)
@@ -211,7 +210,6 @@ class GpuBench:
             torch.cuda.reset_peak_memory_stats(self._device)
         loaded = build(self._plan.shape, tokenizer, self._device, self._dtype)
         self._report.attention = loaded.target.attention
-        self._report.checks[f"{self._plan.shape}: chains and trees"] = loaded.target.rewindable
         self._section("forwards as CUDA graphs", lambda: self._record(loaded.target))
         self._section("verifications by size", lambda: self._time_sizes(loaded.target))
         self._section("a step against memory", lambda: self._against_memory(loaded.target))
@@ -328,7 +326,6 @@ def verify_ratio(target: TargetModel, context: int, size: int = 32) -> Ratio:
 def _filled(target: TargetModel, context: int, size: int) -> SequenceCache:
     """`context` KV slots of one sequence, with room for `size` more."""
     rows = target.new_cache(context + size)
-    assert isinstance(rows, SequenceCache)
     target.forward(rows, [0])
     rows.fill_blank(context)
     return rows

@@ -19,10 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import LoadedModel, prepare
-from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.batch import BatchItem, tree_layout
 from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.model.tree_mask import tree_layout
 from agentspec.benchmarks.report import rotated
 from agentspec.benchmarks.runs import OFF, Run, RunTable, ask
 from agentspec.cache import SuffixCache
@@ -128,7 +127,7 @@ class ForcedModel(TargetModel):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module, rewindable=True)
+        super().__init__(module)
         self.script: Sequence[int] = ()
         self.seconds = 0.0
 

@@ -27,7 +27,7 @@ MODEL = "tiny"
 
 def serving(model: str, **torch_settings: Any) -> Settings:
     return Settings(
-        server=ServerSettings(request_timeout=60, queue_timeout=0.05),
+        server=ServerSettings(request_timeout=60, queue_timeout=0.05, max_concurrent=4),
         backends={"local": TorchSettings(model=model, device="cpu", **torch_settings)},
         models={MODEL: ModelSettings(backend="local")},
     )
@@ -35,7 +35,7 @@ def serving(model: str, **torch_settings: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def running(shared_gateway: Any, tiny_model: Path) -> Any:
-    return shared_gateway({}, serving(str(tiny_model), max_active=2, max_queue=2))
+    return shared_gateway({}, serving(str(tiny_model), max_active=2))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_what_only_the_engine_can_judge(client: openai.OpenAI, fields: dict[str,
 
 
 def test_the_queue_is_bounded(running: Any, client: openai.OpenAI, until: Callable[..., None]) -> None:
-    """max_active 2 and max_queue 2: of twelve at once some wait, some are soon refused, none fail."""
+    """max_active 2 and max_concurrent 4: of twelve at once some wait, some are soon refused, none fail."""
     outcomes: list[str] = []
 
     def one() -> None:

@@ -55,7 +55,7 @@ TOOLS: list[Any] = [
 def running(shared_gateway: Any, tiny_model: Path) -> Any:
     settings = Settings(
         server=ServerSettings(request_timeout=120),
-        backends={"local": TorchSettings(model=str(tiny_model), device="cpu", max_active=2, max_queue=4)},
+        backends={"local": TorchSettings(model=str(tiny_model), device="cpu", max_active=2)},
         models={MODEL: ModelSettings(backend="local")},
     )
     return shared_gateway({}, settings)

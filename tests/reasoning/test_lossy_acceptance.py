@@ -73,7 +73,7 @@ async def test_greedy_answers_are_labelled_where_they_can_differ(
     import torch
 
     from agentspec.backends.model_store import resolve
-    from agentspec.backends.torch.sampling.judge_head import JudgeHead
+    from agentspec.backends.torch.sampling.acceptance import JudgeHead
 
     path = tmp_path / "head.safetensors"
     width = json.loads((tiny_model / "config.json").read_text())["hidden_size"]

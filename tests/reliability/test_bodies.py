@@ -199,7 +199,7 @@ def engine(shared_gateway: Any, tiny_model: Path) -> Iterator[httpx.Client]:
     pytest.importorskip("torch")
     settings = Settings(
         server=ServerSettings(request_timeout=60),
-        backends={"tiny": TorchSettings(model=str(tiny_model), device="cpu", default_max_tokens=4)},
+        backends={"tiny": TorchSettings(model=str(tiny_model), device="cpu")},
         models={"local": ModelSettings(backend="tiny")},
     )
     with httpx.Client(base_url=shared_gateway({}, settings).url, headers=JSON, timeout=120) as client:

@@ -360,7 +360,7 @@ def test_mistakes_in_a_knowledge_base_are_named(write, table, said):
         ('[[server]]\napi_keys = [{ key_env = "K", tenant = "a" }]', {"server": {"port": 1}}, None, "server = "),
         ("[[server]]\nport = 1", {}, "AGENTSPEC_SERVER__HOST", "server = "),
         ('[[cache]]\nretention = "1d"', {"cache": {"store": True}}, None, "cache = "),
-        ("[[backends.local]]\nprefix_bytes = 0", {"backends": {"local": {"model": "m"}}}, None, "backends.local = "),
+        ("[[backends.local]]\nmax_active = 1", {"backends": {"local": {"model": "m"}}}, None, "backends.local = "),
     ],
 )
 def test_what_should_be_a_table_is_refused_whatever_flags_and_variables_say(

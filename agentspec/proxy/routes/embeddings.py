@@ -19,7 +19,7 @@ from agentspec.proxy.streaming import json_response, respond
 from agentspec.types import Delta, Usage
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch.encoder_backend import EncoderBackend
+    from agentspec.backends.torch.embeddings import EncoderBackend
 
 
 def _texts(value: Any) -> Any:

@@ -98,11 +98,9 @@ class ModelDrafter(Drafter):
         width: int = WIDTH,
         room: Room = lambda: None,
     ) -> None:
-        cache = model.new_cache(1)
-        assert isinstance(cache, SequenceCache), "a draft model must be rewindable"
         self._model, self._sampler, self._least, self._width = model, sampler, least, width
         self._room = room
-        self._cache = cache
+        self._cache = model.new_cache(1)
         self._known: list[int] = []  # the tokens of the KV slots
         self._settled = 0
 

@@ -138,14 +138,8 @@ class Tasks:
     `device_failed` is told an error of a call that means that the device failed (default: all workers of the thread).
     """
 
-    def __init__(
-        self,
-        thread: ComputeThread,
-        refused: str = "the engine is shutting down",
-        dropped: str = "the engine was shut down",
-        device_failed: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        self._thread, self._refused, self._dropped = thread, refused, dropped
+    def __init__(self, thread: ComputeThread, device_failed: Callable[[BaseException], None] | None = None) -> None:
+        self._thread = thread
         self._device_failed = device_failed or thread.fail
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()
@@ -154,12 +148,12 @@ class Tasks:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Queue `function`; the future gets its result or exception, and can be cancelled until the call starts.
 
-        Raises `ShuttingDownError` with the message `refused` after `close`.
+        Raises `ShuttingDownError` after `close`.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise ShuttingDownError(self._refused)
+                raise ShuttingDownError("the model is shutting down")
             self._calls.append((future, function))
             if not self._added:
                 self._added = True
@@ -168,8 +162,8 @@ class Tasks:
         return future
 
     def close(self) -> None:
-        """Fail all waiting calls with `ShuttingDownError` and the message `dropped`. Idempotent."""
-        self._close(ShuttingDownError(self._dropped))
+        """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
+        self._close(ShuttingDownError("the model was shut down"))
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting calls because the device failed, and refuse further ones."""

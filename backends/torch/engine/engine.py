@@ -5,19 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
+from time import perf_counter
 
 from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.drafters.base import draft_together
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.compute_thread import compute_thread, stopped_by
-from agentspec.backends.torch.engine.prefill.reader import PrefillReader
-from agentspec.backends.torch.engine.request import EngineRequest
-from agentspec.backends.torch.engine.scheduler import Scheduler
-from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
-from agentspec.backends.torch.engine.step import Outcome, run_step
-from agentspec.backends.torch.model.device import is_async_device, is_device_error, is_out_of_memory
+from agentspec.backends.torch.engine.prefill import PrefillReader
+from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, Scheduler, kv_length
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
+from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
+from agentspec.backends.torch.model.device import is_async_device, is_device_error, is_out_of_memory, synchronize
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.sampling.sampler import fetch
 from agentspec.cache.deletion import Reach
 from agentspec.errors import AgentSpecError, EngineError, EngineStoppedError, ShuttingDownError
+from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
+from agentspec.types import Delta
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +38,15 @@ class Engine:
     """
 
     def __init__(
-        self, context: EngineContext, settings: TorchSettings, open_session: Callable[[EngineRequest], CacheSession]
+        self,
+        context: EngineContext,
+        settings: TorchSettings,
+        open_session: Callable[[EngineRequest], CacheSession],
+        *,
+        keeps_prefixes: bool = True,
     ) -> None:
         self.context = context
-        self.scheduler = Scheduler(context, settings)
+        self.scheduler = Scheduler(context, settings, keeps_prefixes=keeps_prefixes)
         context.free_memory = self.scheduler.prefix_cache.clear
         self._open_session = open_session
         self.failure: EngineStoppedError | None = None
@@ -52,11 +63,13 @@ class Engine:
         self.prefills.queue.arrived(request.tenant, request.prompt)
         self._thread.wake()
 
-    def prefill(self, tenant: str, tokens: list[int]) -> bool:
+    def prefill(self, tenant: str, tokens: list[int], deletions: int | None = None) -> bool:
         """Read `tokens`, which begin a prompt that is expected, into slots that its request will find, while there is
-        nothing else to do on the device. False if such slots are not kept. Any thread may call this.
+        nothing else to do on the device. False if such slots are not kept, or if something was deleted since the queue
+        counted `deletions`. Any thread may call this.
         """
-        if self.failure is not None or not self.prefills.add(tenant, tokens):
+        wanted = self.failure is None and self.prefills.takes(tokens)
+        if not wanted or not self.prefills.queue.add(tenant, tokens, deletions):
             return False
         self._thread.wake()
         return True
@@ -79,9 +92,13 @@ class Engine:
             self._thread.wake()
 
     def lend(self, slots: int) -> Callable[[], None]:
-        """Set KV slots aside as `Scheduler.lend` does, and let what waits for them go on when they are given back."""
+        """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may
+        call this, and any thread the function returned, which gives them back. Raises as `KVBudget.lend`.
+        """
         self.prefills.pause()
-        give_back = self.scheduler.lend(slots)
+        scheduler = self.scheduler
+        give_back = scheduler.kv_budget.lend(slots, scheduler.active)
+        scheduler.prefix_cache.shrink(scheduler.kv_budget.idle_bytes(scheduler.active))
 
         def end() -> None:
             give_back()
@@ -143,7 +160,7 @@ class Engine:
     def _step(self) -> None:
         self.prefills.pause()
         self.scheduler.remove_cancelled()
-        schedule = self.scheduler.schedule(self._open)
+        schedule = self.scheduler.schedule(self._start)
         for sequence, outcome in run_step(schedule, self.context):
             try:
                 self._finish(sequence, outcome)
@@ -159,10 +176,15 @@ class Engine:
         for request in self.scheduler.drop_running():
             self._fail(request, error)
 
-    def _open(self, request: EngineRequest) -> Sequence | None:
-        """Open a sequence for an admitted request; on failure, deliver the error to the request and return None."""
+    def _start(self, request: EngineRequest, preempted: Sequence | None) -> Sequence | None:
+        """Open a sequence for an admitted request, or resume the preempted one; on failure, deliver the error to the
+        request and return None.
+        """
         session: CacheSession | None = None
         try:
+            if preempted is not None:
+                preempted.kv_cache = self.scheduler.allocate(request, preempted.tokens)
+                return preempted
             session = self._open_session(request)
             kv_cache = self.scheduler.allocate(request, request.prompt)
             return Sequence(request, self.context, kv_cache, session)
@@ -171,6 +193,8 @@ class Engine:
                 raise
             if session is not None:
                 session.close(clean=False)
+            if preempted is not None:
+                self.scheduler.drop(preempted)
             self._fail(request, error)
             return None
 
@@ -204,7 +228,7 @@ class Engine:
 
     def _end(self, error: AgentSpecError) -> None:
         try:
-            self.prefills.close()
+            self.prefills.fail(error)
             unfinished = self.scheduler.clear()
             self._thread.remove(self.prefills)
             self._thread.remove(self)
@@ -212,3 +236,144 @@ class Engine:
                 request.deliver(error)
         finally:
             self._ended.set()
+
+
+Outcome = Delta | Exception | None
+
+
+def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence, Outcome]]:
+    """Run one step and return each sequence's outcome: a delta, None while it reads its prompt, or its own error."""
+    outcomes: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
+    scheduled, device = schedule.scheduled, context.target.device
+    if not scheduled:
+        return outcomes
+    drawing = [each for each in scheduled if each.draws]
+    context.drawing = len(drawing)
+    propose(drawing)
+    cost = allocate_draft_budget(scheduled, context.governor)
+    synchronize(device)  # else this step would be charged for KV slots that an earlier step is still moving
+    tokens, past, started = sum(len(each.batch_item) for each in scheduled), kv_length(scheduled), perf_counter()
+    batched = run(scheduled, context)
+    if not any(each.draws for each in scheduled):
+        synchronize(device)  # without a draw nothing waits for the forward, and the step would seem to cost nothing
+    draw(scheduled)
+    context.counters.batch_sizes[len(scheduled)] += 1
+    context.counters.step_drafts[sum(len(each.proposal) for each in scheduled)] += 1
+    deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
+    if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
+        context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
+    outcomes += [(each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True)]
+    return outcomes
+
+
+def propose(scheduled: list[ScheduledSequence]) -> None:
+    """Let all answers draft; those with a draft model share its forwards."""
+    proposals = draft_together([each.sequence.proposing() for each in scheduled])
+    for each, proposal in zip(scheduled, proposals, strict=True):
+        if isinstance(proposal, Exception):
+            each.fail(proposal)
+        else:
+            each.proposal = proposal
+
+
+def score(sequence: Sequence) -> Exception | None:
+    """Score the next chunk of a prompt in a forward of its own, since the logits of all its tokens are needed."""
+    try:
+        if sequence.scorer:
+            sequence.scorer.step(sequence.kv_cache)
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        return error
+    return None
+
+
+def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor) -> StepEstimate:
+    """Trim all proposals to the nodes that pay for the step as a whole, and estimate what the step costs."""
+    drawing = [each for each in scheduled if each.draws and each.error is None]
+    tokens, past, batch = sum(each.num_tokens for each in scheduled), kv_length(scheduled), len(scheduled)
+    plain = governor.cost.seconds(tokens, past, batch)
+    if not any(len(each.proposal) for each in drawing):
+        return StepEstimate(plain, 0.0, plain / max(1, len(drawing)))
+    required = [each.sequence.required_tokens(plain) for each in drawing]
+    acceptances = [each.proposal.acceptance for each in drawing]
+    chosen = governor.choose(acceptances, tokens=tokens, context=past, batch=batch, required_tokens=required)
+    for each, nodes in zip(drawing, chosen, strict=True):
+        each.proposal = subtree(each.proposal, depth_first(each.proposal, nodes))
+    drafted = sum(len(each.proposal) for each in drawing)
+    drafts = governor.cost.seconds(tokens + drafted, past, batch) - plain
+    alone = governor.cost.seconds(len(drawing), past, len(drawing))
+    return StepEstimate(plain, drafts, alone / len(drawing))
+
+
+def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
+    """Run the forward and return whether all sequences shared one. If it fails, run each sequence alone, so that only
+    those that fail again get an error.
+    """
+    sound = [each for each in scheduled if each.error is None]
+    if not sound:
+        return False
+    if not run_together(sound, context.target):
+        context.free_memory()  # only now: until here the exception kept the forward's tensors alive
+        for each in sound:
+            isolate_failure(each, partial(run_forward, [each], context.target))
+        return False
+    return len(sound) == len(scheduled) and (len(scheduled) == 1 or context.target.batched)
+
+
+def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> bool:
+    try:
+        run_forward(scheduled, target)
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        logger.warning("a step of %d answers failed, each is tried alone: %s", len(scheduled), error_location(error))
+        return False
+    return True
+
+
+def run_forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None:
+    """Compute the logits of all sequences in one forward and, if one of them is judged by them, the hidden states."""
+    items = [each.batch_item for each in scheduled]
+    if any(each.draws and each.sequence.needs_states for each in scheduled):
+        for each, (logits, states) in zip(scheduled, target.forward_batch_with_states(items), strict=True):
+            each.logits, each.states = logits, states
+        return
+    for each, logits in zip(scheduled, target.forward_batch(items), strict=True):
+        each.logits = logits
+
+
+def draw(scheduled: list[ScheduledSequence]) -> None:
+    """Draw all tokens that can be drawn before the commits on the device, and transfer them to the host at once.
+
+    In between, while the device computes, the token cache learns. If the transfer fails, each sequence fetches its own
+    tokens when it commits.
+    """
+    for each in scheduled:
+        if each.draws:
+            isolate_failure(each, each.begin)
+    for each in scheduled:
+        each.sequence.flush_to_cache()
+    samplers = [each.sequence.sampler for each in scheduled if each.draws and each.error is None]
+    try:
+        fetch(samplers)
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        logger.warning("the draws of %d answers failed, each is tried alone: %s", len(samplers), error_location(error))
+
+
+def isolate_failure(each: ScheduledSequence, action: Callable[[], Delta | None]) -> Delta | None:
+    """Run `action` unless this sequence has failed before; store an exception in `each.error` instead of raising it.
+
+    Raises errors of the device only: after them nothing more can be computed in this process.
+    """
+    if each.error is not None:
+        return None
+    try:
+        return action()
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        each.fail(error)
+        return None

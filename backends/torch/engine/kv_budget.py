@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentspec.backends.torch.engine.request import EngineRequest
-from agentspec.backends.torch.engine.sequence import Sequence
+from agentspec.backends.torch.engine.sequence import EngineRequest, Sequence
 from agentspec.backends.torch.model.device import free_memory
-from agentspec.backends.torch.model.kv_cache import GROWTH, SequenceCache
+from agentspec.backends.torch.model.kv_cache import GROWTH
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
 
@@ -24,74 +23,26 @@ AHEAD = 512  # slots that a sequence starts with, beyond its prompt
 DEFAULT_BYTES = 4 << 30  # on a CPU, if that is no more than a half of the free memory
 SHARES = {"cpu": 0.5}  # share of the memory that is free once the model is loaded
 SHARE = 0.8  # on accelerators
-
-
-class MemoryLedger:
-    """What the engines of this process were promised of each device's memory, so that no two are promised the same.
-
-    A promise ends with its owner. Thread-safe.
-    """
-
-    def __init__(self, free: Callable[[torch.device], int | None] = free_memory) -> None:
-        self._free = free
-        self._lock = threading.Lock()
-        self._promises: dict[str, weakref.WeakKeyDictionary[KVBudget, int]] = {}
-
-    def available(self, device: torch.device) -> int | None:
-        """Free bytes of the device that are not promised to anybody; None if they cannot be measured."""
-        with self._lock:
-            return self._available(device)
-
-    def promise(self, budget: KVBudget, device: torch.device, wanted: int | None) -> int:
-        """Promise `budget` the `wanted` bytes or, if None, its share of what is available; returns the bytes."""
-        with self._lock:
-            available = self._available(device)
-            granted = _share(device, available) if wanted is None else wanted
-            if wanted is not None and available is not None and wanted > available:
-                text = "kv_bytes promises %d MiB of %s, of which %d MiB are free and not promised to another engine"
-                logger.warning(text, wanted >> 20, device, available >> 20)
-            self._promises.setdefault(str(device), weakref.WeakKeyDictionary())[budget] = granted
-            return granted
-
-    def release(self, budget: KVBudget) -> None:
-        """End a promise. Idempotent."""
-        with self._lock:
-            for promises in self._promises.values():
-                promises.pop(budget, None)
-
-    def _available(self, device: torch.device) -> int | None:
-        free = self._free(device)
-        if free is None:
-            return None
-        promised = self._promises.get(str(device))
-        owed = [max(0, granted - budget.allocated()) for budget, granted in promised.items()] if promised else []
-        return max(0, free - sum(owed))
-
-
-def _share(device: torch.device, available: int | None) -> int:
-    if available is None:
-        return DEFAULT_BYTES
-    share = int(SHARES.get(device.type, SHARE) * available)
-    return min(share, DEFAULT_BYTES) if device.type == "cpu" else share
-
-
-LEDGER = MemoryLedger()
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KVBudget:
-    """A limit of `limit` KV slots in all, or None if the model's slots cannot be counted. A slot has `slot_bytes`, with
-    those of the draft model, and each answer needs `room` slots for drafts.
+    """A limit of `limit` KV slots in all. A slot has `slot_bytes`, with those of the draft model, and each answer needs
+    `room` slots for drafts.
 
     Running answers and loans take what they need. Idle slots, kept for later requests, use the rest (`idle_bytes`).
-    `allocated` tells how many bytes are in use, and `lent` how many slots are lent.
+    `allocated` tells how many bytes are in use, `lent` how many slots are lent, and `promised` how many bytes of
+    `device` are the budget's own.
     """
 
-    limit: int | None
+    limit: int
     slot_bytes: int = 0
     room: int = ROOM
     allocated: Callable[[], int] = lambda: 0
     lent: int = 0
+    device: torch.device = CPU
+    promised: int = 0
     # The garbage collector may give back what is lent, in a thread that is lending.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -103,21 +54,16 @@ class KVBudget:
         *,
         draft_bytes: int = 0,
         room: int = ROOM,
-        ledger: MemoryLedger = LEDGER,
     ) -> KVBudget:
         """The budget of an engine: `wanted_bytes`, or a share of the device's memory if None. `draft_bytes` are what a
         draft model keeps for each slot. Raises `ConfigurationError` if the device has no memory left.
         """
-        slot_bytes = target.slot_bytes()
-        budget = cls(None, slot_bytes + draft_bytes, max(room, ROOM))
-        if not slot_bytes:
-            return budget
-        if wanted_bytes is None:
-            release_unused(target.device)
-        granted = ledger.promise(budget, target.device, wanted_bytes)
-        budget.limit = granted // budget.slot_bytes
+        budget = cls(0, target.slot_bytes() + draft_bytes, max(room, ROOM), device=target.device)
+        if wanted_bytes is None and target.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was in use only while the model was loaded
+        budget.limit = promise(budget, wanted_bytes) // budget.slot_bytes
         if wanted_bytes is None and budget.limit < AHEAD:
-            ledger.release(budget)
+            release(budget)
             message = f"{target.device} has no memory left for key/value slots: set kv_bytes, here or for others"
             raise ConfigurationError(message, param="kv_bytes")
         return budget
@@ -125,7 +71,7 @@ class KVBudget:
     def check(self, request: EngineRequest) -> None:
         """Raise `ContextLengthError` for a request that would not fit even if it were alone."""
         slots = self.most(request)
-        if self.limit is not None and slots > self.limit:
+        if slots > self.limit:
             needed, allowed = slots * self.slot_bytes >> 20, self.limit * self.slot_bytes >> 20
             message = (
                 f"{len(request.prompt)} prompt tokens and {request.max_tokens} more need {needed} MiB of key/value"
@@ -142,22 +88,22 @@ class KVBudget:
         return min((tokens or len(request.prompt)) + max(AHEAD, self.room), self.most(request))
 
     def used(self, sequences: list[Sequence]) -> int:
-        return self.lent + sum(reserved(sequence) for sequence in sequences)
+        return self.lent + sum(sequence.kv_cache.capacity for sequence in sequences)
 
     def fits(self, slots: int, sequences: list[Sequence]) -> bool:
         """Whether `slots` more slots fit beside those that `sequences` have reserved."""
-        return self.limit is None or self.used(sequences) + slots <= self.limit
+        return self.used(sequences) + slots <= self.limit
 
     def idle_bytes(self, sequences: list[Sequence]) -> int:
         """The bytes that idle slots may take beside the slots that `sequences` have reserved."""
-        return 0 if self.limit is None else max(0, self.limit - self.used(sequences)) * self.slot_bytes
+        return max(0, self.limit - self.used(sequences)) * self.slot_bytes
 
     def lend(self, slots: int, sequences: list[Sequence]) -> Callable[[], None]:
         """Set `slots` slots aside for work outside the answers; the function returned gives them back, from any thread.
 
         Raises `OverloadedError` while running answers need them, `ContextLengthError` for more than there are.
         """
-        if self.limit is not None and slots > self.limit:
+        if slots > self.limit:
             raise ContextLengthError(f"{slots} tokens need more key/value memory than kv_bytes allows")
         with self._lock:
             if not self.fits(slots, sequences):
@@ -174,10 +120,7 @@ class KVBudget:
 
     def grow(self, sequence: Sequence, sequences: list[Sequence]) -> bool:
         """Reserve the slots that `sequence`, one of `sequences`, may need in a step; False if they do not fit."""
-        cache = sequence.kv_cache
-        if not isinstance(cache, SequenceCache):
-            return True
-        most = self.most(sequence.request)
+        cache, most = sequence.kv_cache, self.most(sequence.request)
         least = min(cache.length + sequence.num_uncomputed + self.room, most)
         if least <= cache.capacity:
             return True
@@ -189,12 +132,38 @@ class KVBudget:
         return False
 
 
-def reserved(sequence: Sequence) -> int:
-    cache = sequence.kv_cache
-    return cache.capacity if isinstance(cache, SequenceCache) else 0
+_PROMISED: weakref.WeakSet[KVBudget] = weakref.WeakSet()  # of the engines of this process that are not closed
+_LOCK = threading.RLock()
 
 
-def release_unused(device: torch.device) -> None:
-    """Give memory that was in use only while the model was loaded back to the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def promise(budget: KVBudget, wanted: int | None) -> int:
+    """Promise `budget` the `wanted` bytes of its device or, if None, its share of what is available, so that no two
+    engines are promised the same memory; returns the bytes. The promise ends with the budget, or by `release`.
+    """
+    with _LOCK:
+        device, free = budget.device, available(budget.device)
+        if wanted is None:
+            share = DEFAULT_BYTES if free is None else int(SHARES.get(device.type, SHARE) * free)
+            budget.promised = min(share, DEFAULT_BYTES) if device.type == "cpu" else share
+        else:
+            budget.promised = wanted
+            if free is not None and wanted > free:
+                text = "kv_bytes promises %d MiB of %s, of which %d MiB are free and not promised to another engine"
+                logger.warning(text, wanted >> 20, device, free >> 20)
+        _PROMISED.add(budget)
+        return budget.promised
+
+
+def available(device: torch.device) -> int | None:
+    """Free bytes of the device that are not promised to anybody; None if they cannot be measured."""
+    with _LOCK:
+        others = [other for other in _PROMISED if other.device == device]
+        owed = sum(max(0, other.promised - other.allocated()) for other in others)
+        free = free_memory(device)
+        return None if free is None else max(0, free - owed)
+
+
+def release(budget: KVBudget) -> None:
+    """End a promise. Idempotent."""
+    with _LOCK:
+        _PROMISED.discard(budget)

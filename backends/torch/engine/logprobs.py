@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
+from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import TokenLogprob
 
@@ -59,26 +59,24 @@ class PromptScorer:
         self._prompt = prompt
         self._top = top
         self._spell = spell
-        self._chunk = CHUNK if target.rewindable else 1
 
     @property
     def done(self) -> bool:
         return len(self.entries) == len(self._prompt) - 1
 
     @torch.inference_mode()
-    def step(self, cache: KVCache) -> None:
+    def step(self, cache: SequenceCache) -> None:
         """Score the next tokens, whose slots follow those of the tokens scored before in `cache`. Slots missing there
         are computed first, in steps of their own. The tokens are read as a chain of draft nodes, since a forward
         returns logits for nodes.
         """
         at = len(self.entries)
-        if isinstance(cache, SequenceCache) and cache.length > at:
+        if cache.length > at:
             cache.truncate(at)
         if cache.length < at:
-            end = min(at, cache.length + MISSING) if self._target.rewindable else at
-            self._target.prefill(cache, self._prompt[cache.length : end])
+            self._target.prefill(cache, self._prompt[cache.length : min(at, cache.length + MISSING)])
             return
-        first, *rest = self._prompt[at : min(at + self._chunk, len(self._prompt) - 1)]
+        first, *rest = self._prompt[at : min(at + CHUNK, len(self._prompt) - 1)]
         logits = self._target.forward(cache, [first], rest, range(-1, len(rest) - 1))
         cache.commit(1, range(len(rest)))
         scored = self._prompt[at + 1 : at + 1 + len(logits)]

@@ -41,14 +41,13 @@ class PrefixCache:
     """Keeps sequences by tenant and finds them by longest common prefix; what several have in common, such as a system
     prompt, is kept once. The least recently used ends of texts are dropped first.
 
-    `find` returns copies of the slots, so that branches of one conversation can run at once. Holds at most
-    `limit_bytes` (None: no limit of its own), and no more than the last `shrink` allowed. Any thread may call `forget`;
-    all else belongs to one thread. `known`, `find` and `shrink` carry out what was to be forgotten before they begin.
-    `keep` does not: a deletion that comes while its caller decides to keep something reaches that too.
+    `find` returns copies of the slots, so that branches of one conversation can run at once. Holds no more than the
+    last `shrink`, `find` or `keep` allowed. Any thread may call `forget`; all else belongs to one thread. `known`,
+    `find` and `shrink` carry out what was to be forgotten before they begin. `keep` does not: a deletion that comes
+    while its caller decides to keep something reaches that too.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        self._limit = limit_bytes
+    def __init__(self) -> None:
         self._roots: dict[str, PrefixNode] = {}
         self._clock = count(1)
         self._deletions: deque[Reach] = deque()
@@ -66,10 +65,6 @@ class PrefixCache:
     def forgets(self) -> bool:
         """Whether a deletion is still to be carried out, as `shrink` does."""
         return bool(self._deletions)
-
-    def takes(self, nbytes: int) -> bool:
-        """Whether so many bytes are within the limit."""
-        return self._limit is None or nbytes <= self._limit
 
     def known(self, tenant: str, tokens: Tokens) -> int:
         """How many leading `tokens` have slots. They count as used now."""
@@ -119,14 +114,13 @@ class PrefixCache:
         path = self._match(tenant, own)
         shared = sum(length for _, length in path)
         self._touch(node for node, _ in path)
-        needed, limit = (len(own) - shared) * cache.slot_bytes, self._least(left_bytes)
-        if shared == len(own) or (limit is not None and needed > limit):
+        needed = (len(own) - shared) * cache.slot_bytes
+        if shared == len(own) or (left_bytes is not None and needed > left_bytes):
             return
         parent = self._branch(tenant, path)
-        if limit is not None:
-            spared = set(_lineage(parent))
-            self._shrink(limit - needed, spared)
-            if self.nbytes + needed > limit:
+        if left_bytes is not None:
+            self._shrink(left_bytes - needed, set(_lineage(parent)))
+            if self.nbytes + needed > left_bytes:
                 return
         rows = cache.rows(shared, len(own), release=not copy)
         node = PrefixNode(own[shared:], rows, parent, next(self._clock), session=session, guessed=guessed)
@@ -141,8 +135,8 @@ class PrefixCache:
 
     def _shrink(self, left_bytes: int | None, spared: Collection[PrefixNode] = ()) -> set[PrefixNode]:
         """As `shrink`, but drop none of `spared`. Returns what was dropped."""
-        limit, dropped = self._least(left_bytes), set[PrefixNode]()
-        while limit is not None and self.nbytes > limit:
+        dropped = set[PrefixNode]()
+        while left_bytes is not None and self.nbytes > left_bytes:
             end = min((node for node in self._ends() if node not in spared), key=lambda node: node.used, default=None)
             if end is None:
                 break
@@ -166,10 +160,6 @@ class PrefixCache:
                     waiting += node.children
             self._roots = {tenant: root for tenant, root in self._roots.items() if root.children}
             self.nbytes = sum(node.rows.nbytes for node in self._nodes())
-
-    def _least(self, left_bytes: int | None) -> int | None:
-        limits = [limit for limit in (self._limit, left_bytes) if limit is not None]
-        return min(limits, default=None)
 
     def _match(self, tenant: str, wanted: Tokens) -> list[tuple[PrefixNode, int]]:
         """The nodes whose tokens `wanted` begins with, and how many tokens of each."""

@@ -7,30 +7,26 @@ import threading
 import time
 from bisect import insort_left, insort_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from time import perf_counter
+from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any
 
 from torch import Tensor
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.kv_budget import LEDGER, KVBudget
+from agentspec.backends.torch.engine.kv_budget import KVBudget, release
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
-from agentspec.backends.torch.engine.request import EngineRequest
-from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error
-from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
+from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.cache.deletion import Reach
-from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.errors import ShuttingDownError
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta
 
 logger = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 5.0  # the first estimate of how long an answer takes, for Retry-After
 
 
 @dataclass(slots=True, eq=False)
@@ -72,14 +68,10 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: `scheduled` sequences share a forward; each `scoring` sequence scores its prompt in its own forward.
-
-    `failed` are sequences that could not be resumed, with the reason.
-    """
+    """One step: `scheduled` sequences share a forward; each `scoring` sequence scores its prompt in its own forward."""
 
     scheduled: list[ScheduledSequence]
     scoring: list[Sequence]
-    failed: Iterable[tuple[Sequence, Exception]] = ()
 
     @classmethod
     def of(cls, active: Iterable[Sequence], context: EngineContext) -> Schedule:
@@ -91,8 +83,7 @@ class Schedule:
         for sequence in ready:
             uncomputed = sequence.num_uncomputed
             if uncomputed > 1 and budget > 0:
-                # Few recurrent models can continue from a state with several tokens: they read a prompt in one forward.
-                tokens = min(uncomputed, budget) if context.target.rewindable else uncomputed
+                tokens = min(uncomputed, budget)
                 scheduled.append(ScheduledSequence(sequence, tokens, draws=tokens == uncomputed))
                 budget -= tokens
         return cls(scheduled, scoring)
@@ -106,27 +97,26 @@ def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
 class Scheduler:
     """Owns the queue, the key/value memory and the chunking of prompts.
 
-    At most `max_active` sequences are computed, and `max_queue` more requests wait. Those with a lower priority number
-    go first, and among equals those that came first. A running one is preempted only when the key/value memory cannot
-    grow, and resumes from its tokens.
+    At most `max_active` sequences are computed. Of those that wait, the ones with a lower priority number go first, and
+    among equals those that came first. A running one is preempted only when the key/value memory cannot grow, and
+    resumes from its tokens. Without `keeps_prefixes` no slots are kept from one request to the next.
     Any thread may call `add` and `cancel` and read the counts; all else belongs to the computing thread.
     """
 
-    def __init__(self, context: EngineContext, settings: TorchSettings) -> None:
+    def __init__(self, context: EngineContext, settings: TorchSettings, *, keeps_prefixes: bool = True) -> None:
         self.active: list[Sequence] = []
         draft_bytes, room = context.drafters.slot_bytes, settings.max_draft_tokens
         self.kv_budget = KVBudget.of(context.target, settings.kv_bytes, draft_bytes=draft_bytes, room=room)
         self.kv_budget.allocated = self._allocated
-        context.bounded = self.kv_budget.limit is not None
-        self.prefix_cache = PrefixCache(settings.prefix_bytes if context.bounded else 0)
+        context.bounded = True
+        self.prefix_cache = PrefixCache()
         self.closed = False
         self._context = context
-        self._max_active, self._max_requests = settings.max_active, settings.max_active + settings.max_queue
+        self._max_active, self._keeps_prefixes = settings.max_active, keeps_prefixes
         self._waiting: list[EngineRequest] = []  # in the order of their turn
         self._preempted: dict[EngineRequest, Sequence] = {}
         self._unfinished: set[EngineRequest] = set()
         self._lock = threading.RLock()
-        self._answer_seconds = ANSWER_SECONDS
         self._blocked_by: int | None = None  # the number of slots lent when nothing could be scheduled because of them
 
     @property
@@ -151,16 +141,13 @@ class Scheduler:
         return self.kv_budget.used(list(self.active))
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises `OverloadedError` when the queue is full, `ContextLengthError` when the request can
-        never fit into the key/value memory, and `ShuttingDownError` after the engine was closed.
+        """Queue a request. Raises `ContextLengthError` when the request can never fit into the key/value memory, and
+        `ShuttingDownError` after the engine was closed.
         """
         self.kv_budget.check(request)
         with self._lock:
             if self.closed:
                 raise ShuttingDownError("the engine is shutting down")
-            if len(self._unfinished) >= self._max_requests:
-                retry = max(1.0, self._answer_seconds * len(self._waiting) / self._max_active)
-                raise OverloadedError(f"{len(self._waiting)} requests wait already", retry_after=round(retry, 1))
             self._unfinished.add(request)
             insort_right(self._waiting, request, key=priority_of)
             self._blocked_by = None
@@ -181,34 +168,19 @@ class Scheduler:
             self._context.counters.cancelled += 1
             return True
 
-    def schedule(self, open_sequence: Callable[[EngineRequest], Sequence | None]) -> Schedule:
+    def schedule(self, start: Callable[[EngineRequest, Sequence | None], Sequence | None]) -> Schedule:
         """Admit the requests that fit, reserve the KV slots that active sequences may need, and plan the next step.
 
-        `open_sequence` starts a request with KV slots from `allocate` and returns None if that failed.
+        `start` opens the sequence of a request, or resumes the one that was preempted, with KV slots from `allocate`;
+        it returns None if that failed.
         """
-        failed: list[tuple[Sequence, Exception]] = []
         while (request := self._next()) is not None:
-            preempted = self._preempted.get(request)
-            if preempted is None:
-                if (sequence := open_sequence(request)) is not None:
-                    self.active.append(sequence)
-            elif (error := self._resume(preempted)) is not None:
-                failed.append((preempted, error))
+            if (sequence := start(request, self._preempted.get(request))) is not None:
+                self._preempted.pop(request, None)
+                self.active.append(sequence)
         self._reserve()
         self.prefix_cache.shrink(self.kv_budget.idle_bytes(self.active))
-        return replace(Schedule.of(self.active, self._context), failed=failed)
-
-    def _resume(self, sequence: Sequence) -> Exception | None:
-        """Make a preempted sequence active again. Returns the error if that fails, and leaves it preempted."""
-        try:
-            sequence.kv_cache = self.allocate(sequence.request, sequence.tokens)
-        except Exception as error:
-            if is_device_error(error):
-                raise
-            return error
-        del self._preempted[sequence.request]
-        self.active.append(sequence)
-        return None
+        return Schedule.of(self.active, self._context)
 
     def _next(self) -> EngineRequest | None:
         """Return the next request if there is a slot and memory for it; else None."""
@@ -226,7 +198,7 @@ class Scheduler:
         slots = self.kv_budget.initial(request, None if preempted is None else len(preempted.tokens))
         return len(self.active) < self._max_active and self.kv_budget.fits(slots, self.active)
 
-    def allocate(self, request: EngineRequest, tokens: list[int]) -> KVCache:
+    def allocate(self, request: EngineRequest, tokens: list[int]) -> SequenceCache:
         """Return a KV cache with room for `tokens` and more. It reuses the longest cached prefix of `tokens`, but never
         the last token, which must be computed because its logits are needed.
         """
@@ -255,7 +227,7 @@ class Scheduler:
         """Reserve KV slots for every active sequence's part of the step; preempt the last ones if there are too few."""
         for sequence in sorted(self.active, key=precedence):
             while sequence in self.active and not self.kv_budget.grow(sequence, self.active):
-                self._preempt(last_of(self.active))
+                self._preempt(max(self.active, key=precedence))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the sequence's KV slots and its place; it resumes later from its tokens."""
@@ -278,7 +250,6 @@ class Scheduler:
         sequence.close(clean=clean)
         if clean:
             self._keep(sequence)
-            self._answer_seconds += 0.2 * (perf_counter() - sequence.started - self._answer_seconds)
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence that failed, whatever state it is in."""
@@ -333,12 +304,14 @@ class Scheduler:
         first tokens.
         """
         cache, request = sequence.kv_cache, sequence.request
-        if request.original.store and not request.forgotten and isinstance(cache, SequenceCache):
+        if request.original.store and not request.forgotten:
             tokens = sequence.tokens[: cache.length if length is None else length]
             self.keep(request.tenant, tokens, cache, copy=length is not None, session=request.original.labels.session)
 
     def keep(self, tenant: str, tokens: list[int], cache: SequenceCache, **how: Any) -> None:
         """Move the slots of `tokens` from `cache` into the prefix cache, or copy them: see `PrefixCache.keep`."""
+        if not self._keeps_prefixes:
+            return
         try:
             left, how = self.kv_budget.idle_bytes(self.active), {"copy": False, **how}
             self.prefix_cache.keep(tenant, tokens, cache, left, **how)
@@ -349,23 +322,12 @@ class Scheduler:
             self.prefix_cache.clear()
 
     def keeps(self, tokens: int) -> bool:
-        """Whether the slots of so many tokens could be kept if no others were; never those that cannot be counted."""
-        taken = self.prefix_cache.takes(tokens * self.kv_budget.slot_bytes)
-        return self._context.bounded and taken and self.kv_budget.fits(tokens, [])
-
-    def lend(self, slots: int) -> Callable[[], None]:
-        """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may
-        call this, and any thread the function returned, which gives them back. Raises as `KVBudget.lend`.
-        """
-        give_back = self.kv_budget.lend(slots, self.active)
-        self.prefix_cache.shrink(self.kv_budget.idle_bytes(self.active))
-        return give_back
+        """Whether the slots of so many tokens could be kept if no others were."""
+        return self._keeps_prefixes and self.kv_budget.fits(tokens, [])
 
     def _allocated(self) -> int:
         """Bytes of KV slots in use, as far as another thread can tell."""
-        caches = [sequence.kv_cache for sequence in list(self.active)]
-        running = sum(cache.nbytes for cache in caches if isinstance(cache, SequenceCache))
-        return running + self.prefix_cache.nbytes
+        return self.prefix_cache.nbytes + sum(sequence.kv_cache.nbytes for sequence in list(self.active))
 
     def clear(self) -> list[EngineRequest]:
         """Close the scheduler, free everything and return the requests that were neither finished nor cancelled."""
@@ -377,18 +339,14 @@ class Scheduler:
         for sequence in [*self.active, *self._preempted.values()]:
             self.drop(sequence)
         self.prefix_cache.clear()
-        LEDGER.release(self.kv_budget)
+        release(self.kv_budget)
         return unfinished
 
 
 def priority_of(request: EngineRequest) -> int:
-    return request.priority
+    return request.original.priority
 
 
 def precedence(sequence: Sequence) -> tuple[int, float]:
     """The sort key for keeping a place when memory is short: the lowest key keeps it, the highest is preempted."""
-    return sequence.request.priority, sequence.started
-
-
-def last_of(sequences: list[Sequence]) -> Sequence:
-    return max(sequences, key=precedence)
+    return sequence.request.original.priority, sequence.started

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from agentspec.types import Source
@@ -15,57 +16,15 @@ if TYPE_CHECKING:
     from agentspec.backends.torch.loader import LoadedModel
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot. Token counts are totals since load; `*_by_source` use the names of `Source.NAMES`.
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Running totals since load. The engine's thread writes them, except `requests` and `cancelled`, which the
+    scheduler writes under its lock.
 
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
     `draft_sizes` counts answers' steps, and `step_drafts` whole steps, by the number of draft tokens verified.
-    `graph_sizes` are the numbers of tokens recorded as CUDA graphs; `graph_replays` counts the forwards they served.
-    `substituted` counts drafted tokens that a lossy rule accepted in place of the model's own.
-    `prefills` counts prompts read ahead that were launched, used and cancelled, and the tokens computed for them.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    attention: str
-    packed_layers: int
-    graph_sizes: tuple[int, ...]
-    graph_replays: int
-    adapter: str | None
-    speculation: bool
-    drafters: tuple[str, ...]
-    draft_model: str | None
-    queued: int
-    active: int
-    requests: int
-    failed: int
-    cancelled: int
-    tokens: int
-    steps: int
-    drafted_by_source: Mapping[str, int]
-    accepted_by_source: Mapping[str, int]
-    prefill_tokens: int
-    reused_tokens: int
-    prefix_sequences: int
-    prefix_bytes: int
-    preempted: int
-    kv_rows: int
-    kv_rows_limit: int | None
-    batch_sizes: Mapping[int, int]
-    draft_sizes: Mapping[int, int]
-    step_drafts: Mapping[int, int]
-    cost_seconds: Mapping[int, float]
-    draft_failures: int = 0
-    substituted: int = 0
-    prefills: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Counters:
-    """The running totals that `EngineStats` reports. The engine's thread writes them, except `requests` and
-    `cancelled`, which the scheduler writes under its lock.
+    `drafted` and `accepted` count tokens by their `Source`, `draft_failures` answers whose drafter failed, and
+    `substituted` drafted tokens that a lossy rule accepted in place of the model's own.
     """
 
     requests: int = 0
@@ -81,14 +40,52 @@ class Counters:
     batch_sizes: Counter[int] = field(default_factory=Counter)
     draft_sizes: Counter[int] = field(default_factory=Counter)
     step_drafts: Counter[int] = field(default_factory=Counter)
-    draft_failures: int = 0  # answers whose drafter failed
-    substituted: int = 0  # drafted tokens that a lossy rule accepted in place of the model's own
+    draft_failures: int = 0
+    substituted: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(Counters):
+    """A snapshot of the counters and of the engine's state.
+
+    `graph_sizes` are the numbers of tokens recorded as CUDA graphs; `graph_replays` counts the forwards they served.
+    `prefills` counts prompts read ahead that were launched, used and cancelled, and the tokens computed for them.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    attention: str
+    packed_layers: int
+    graph_sizes: tuple[int, ...]
+    graph_replays: int
+    speculation: bool
+    drafters: tuple[str, ...]
+    draft_model: str | None
+    queued: int
+    active: int
+    prefix_sequences: int
+    prefix_bytes: int
+    kv_rows: int
+    kv_rows_limit: int
+    cost_seconds: Mapping[int, float]
+    prefills: Mapping[str, int]
+
+    @property
+    def drafted_by_source(self) -> dict[str, int]:
+        """`drafted`, by the names of `Source.NAMES`."""
+        return _named(self.drafted)
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        return _named(self.accepted)
 
 
 def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, speculation: bool) -> EngineStats:
     """The counters and the state of an engine now."""
     target, scheduler, counters = loaded.target, engine.scheduler, engine.context.counters
     return EngineStats(
+        **{one.name: copy(getattr(counters, one.name)) for one in fields(Counters)},
         model=loaded.name,
         device=str(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -96,33 +93,17 @@ def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, s
         packed_layers=loaded.packed,
         graph_sizes=() if target.graphs is None else target.graphs.sizes,
         graph_replays=0 if target.graphs is None else target.graphs.replays,
-        adapter=loaded.adapter,
         speculation=speculation,
         drafters=tuple(drafters.names) if speculation else (),
         draft_model=None if drafters.draft_model is None else drafters.draft_model.name,
         queued=scheduler.num_waiting,
         active=len(scheduler.active),
-        requests=counters.requests,
-        failed=counters.failed,
-        cancelled=counters.cancelled,
-        tokens=counters.tokens,
-        steps=counters.steps,
-        drafted_by_source=_named(counters.drafted),
-        accepted_by_source=_named(counters.accepted),
-        prefill_tokens=counters.prefill_tokens,
-        reused_tokens=counters.reused_tokens,
         prefix_sequences=len(scheduler.prefix_cache),
         prefix_bytes=scheduler.prefix_cache.nbytes,
-        preempted=counters.preempted,
         kv_rows=scheduler.kv_slots,
         kv_rows_limit=scheduler.kv_budget.limit,
-        batch_sizes=dict(counters.batch_sizes),
-        draft_sizes=dict(counters.draft_sizes),
-        step_drafts=dict(counters.step_drafts),
         cost_seconds=engine.context.governor.cost.table(),
-        draft_failures=counters.draft_failures,
-        substituted=counters.substituted,
-        prefills=asdict(engine.prefills.queue.counts),
+        prefills=dict(engine.prefills.queue.counts),
     )
 
 

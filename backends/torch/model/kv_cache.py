@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from agentspec.backends.torch.model.device import to_device
 
@@ -234,18 +234,3 @@ def _joined(parts: Sequence[RowsPart], store_of: Callable[[Rows], Layers], layer
         if part.release:
             store[layer] = None
     return room
-
-
-class StateCache:
-    """The model's own cache, for a model whose state cannot be rewound: tokens can only be added."""
-
-    def __init__(self, config: Any) -> None:
-        self.native = DynamicCache(config=config)
-        self.length = 0
-
-    def commit(self, num_tokens: int, path: Sequence[int]) -> None:
-        assert not path, "a model without a rewindable cache was given a draft"
-        self.length += num_tokens
-
-
-KVCache = SequenceCache | StateCache

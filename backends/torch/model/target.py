@@ -2,55 +2,58 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentspec.backends.torch.model.attention import ATTENTION_NAME
-from agentspec.backends.torch.model.batch import BatchItem, PackedCache, logit_rows, packed_ids
+from agentspec.backends.torch.model.batch import (
+    ATTENTION_NAME,
+    BatchItem,
+    PackedCache,
+    attention_mask,
+    logit_rows,
+    packed_ids,
+    tree_layout,
+)
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.graphs.recording import Graphs
-from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache, StateCache
-from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.model.graphs.recording import Graphs
 
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 LENGTH_BOUND_ROTARIES = frozenset({"dynamic", "longrope"})  # their angles depend on the longest position of a forward
 
 
 class TargetModel:
-    """Runs a Hugging Face decoder-only model. Not thread-safe: the engine's thread owns it.
+    """Runs a decoder-only model whose only state are KV slots. Not thread-safe: the engine's thread owns it.
 
-    `rewindable` says whether drafts can be verified and KV slots reused; otherwise tokens are only ever appended.
     `batched` says whether several sequences share a forward; otherwise each runs in a forward of its own. `graphs`,
     unless None, replays small forwards as CUDA graphs.
     """
 
-    def __init__(self, module: Any, *, rewindable: bool) -> None:
+    def __init__(self, module: Any) -> None:
         config = module.config.get_text_config()
         self.module = module
-        self.rewindable = rewindable
         self.vocab_size: int = config.vocab_size
         self.context_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self.attention: str = config._attn_implementation
         self.graphs: Graphs | None = None
-        self._packs = rewindable and self.attention == ATTENTION_NAME
+        self._packs = self.attention == ATTENTION_NAME
         kinds = {rope.get("rope_type") or rope.get("type") for rope in rotaries(config)}
         self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(kinds)
         self._config = config
         self._groups = _groups(config)
         self._windows = layer_windows(config) or {}
-        parameters = inspect.signature(module.forward).parameters
-        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
 
-    def new_cache(self, capacity: int) -> KVCache:
-        return SequenceCache(capacity) if self.rewindable else StateCache(self._config)
+    def new_cache(self, capacity: int) -> SequenceCache:
+        return SequenceCache(capacity)
 
     @torch.inference_mode()
     def forward_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
@@ -89,15 +92,6 @@ class TargetModel:
         return computed.float()
 
     @torch.inference_mode()
-    def forward_with_hidden(self, kv_cache: KVCache, token: int) -> tuple[Tensor, Tensor]:
-        """The logits [vocab] after one token, and the hidden state [width] that the output head computed them from,
-        both in float32.
-        """
-        with HeadInput(self.module) as head:
-            logits: Tensor = self._run([BatchItem(kv_cache, [token])], np.zeros(1, np.int64)).logits
-        return logits[0, 0].float(), head.states[-1]
-
-    @torch.inference_mode()
     def states_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
         """Return each item's hidden states [tokens, width] in float32: the output head's input after every token given.
         Writes slots as `forward_batch` does; the head itself runs on a single row only.
@@ -111,7 +105,7 @@ class TargetModel:
 
     def forward(
         self,
-        kv_cache: KVCache,
+        kv_cache: SequenceCache,
         tokens: Sequence[int],
         draft_tokens: Sequence[int] = (),
         draft_parents: Sequence[int] = (),
@@ -119,7 +113,7 @@ class TargetModel:
         """The logits [1 + len(draft_tokens), vocab] of `forward_batch` for one sequence alone."""
         return self.forward_batch([BatchItem(kv_cache, tokens, draft_tokens, draft_parents)])[0]
 
-    def prefill(self, kv_cache: KVCache, tokens: Sequence[int]) -> None:
+    def prefill(self, kv_cache: SequenceCache, tokens: Sequence[int]) -> None:
         """Compute and commit the slots of `tokens`."""
         self.forward_batch([BatchItem(kv_cache, tokens, needs_logits=False)])
         kv_cache.commit(len(tokens), ())
@@ -144,20 +138,19 @@ class TargetModel:
     def _own(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         """Run one sequence with the model's own attention; the logits it needs are those of its last rows."""
         (item,) = items
-        cache, where = item.kv_cache, dict[str, Any]()
-        if isinstance(cache, SequenceCache):
-            layout = tree_layout(len(item.tokens), item.draft_parents)
-            masks = {
-                kind: attention_mask(
-                    layout, cache.length, window=window, groups=1, dtype=self.dtype, device=self.device
-                )
-                for kind, window in self._windows.items()
-            }
-            where["position_ids"] = to_device(cache.length + layout.depths, self.device)[None]
-            where["attention_mask"] = masks if len(masks) > 1 else next(iter(masks.values()))
-        where[self._cache_name] = cache if isinstance(cache, SequenceCache) else cache.native
-        ids = to_device(packed_ids(items), self.device)[None]
-        return self.module(input_ids=ids, use_cache=True, logits_to_keep=len(wanted), **where)
+        past, layout = item.kv_cache.length, tree_layout(len(item.tokens), item.draft_parents)
+        masks = {
+            kind: attention_mask(layout, past, window=window, groups=1, dtype=self.dtype, device=self.device)
+            for kind, window in self._windows.items()
+        }
+        return self.module(
+            input_ids=to_device(packed_ids(items), self.device)[None],
+            position_ids=to_device(past + layout.depths, self.device)[None],
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=item.kv_cache,
+            use_cache=True,
+            logits_to_keep=len(wanted),
+        )
 
     @property
     def layer_windows(self) -> list[int | None]:
@@ -168,9 +161,7 @@ class TargetModel:
         return [self._windows[kind] for kind in kinds]
 
     def slot_bytes(self) -> int:
-        """The bytes of one KV slot over all layers; 0 if the model's slots cannot be counted."""
-        if not self.rewindable:
-            return 0
+        """The bytes of one KV slot over all layers."""
         cache = SequenceCache(1)
         self.forward(cache, [0])
         return cache.nbytes // cache.capacity

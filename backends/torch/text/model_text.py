@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from agentspec.backends.torch.model.lora import with_adapter
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
 from agentspec.types import Message, Namespace
@@ -25,16 +24,15 @@ class ModelText:
     end_ids: frozenset[int]
 
     @classmethod
-    def load(cls, model: str, *, adapter: str | None = None) -> ModelText:
-        """Load from a model reference and its adapter's folder. Raises `ModelUnavailableError`."""
+    def load(cls, model: str) -> ModelText:
+        """Load from a model reference. Raises `ModelUnavailableError`."""
         from agentspec.backends.model_store import resolve
 
         files = resolve(model)
         tokenizer = read_tokenizer(files.folder)
         tokenizer_hash, template_hash = hashes(tokenizer)
         ends = ids_of_end(_generation_config(files.folder), tokenizer)
-        fingerprint = with_adapter(files.fingerprint, adapter)
-        return cls(TokenizerAdapter(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
+        return cls(TokenizerAdapter(tokenizer), files.fingerprint, tokenizer_hash, template_hash, ends)
 
     def namespace(self, tenant: str) -> Namespace:
         """The namespace in which the engine caches this model's tokens for a tenant."""

@@ -22,8 +22,7 @@ from agentspec.speculation.stride import RunningMean, os3
 from agentspec.types import KnnSpeculation
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch.model.vector_scan import VectorScan
-    from agentspec.backends.torch.stepwise import TorchSteps
+    from agentspec.backends.torch.stepwise import TorchSteps, VectorScan
 
 WINDOW = 8  # the hit rate is estimated from so many searches
 SLACK = 1e-4  # of probability: far more than the error of rounding to float32

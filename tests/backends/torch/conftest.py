@@ -51,16 +51,15 @@ import agentspec.backends.torch
 from agentspec.backends.torch.drafters.base import make_draft
 from agentspec.backends.torch.drafters.factory import DrafterFactory
 from agentspec.backends.torch.engine.cache_session import CacheSession
-from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.engine import run_step
 from agentspec.backends.torch.engine.scheduler import Schedule
-from agentspec.backends.torch.engine.sequence import EngineContext
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.backends.torch.engine.step import run_step
 from agentspec.backends.torch.loader import LoadedModel, prepare
 from agentspec.backends.torch.model.graphs.recording import record_graphs
-from agentspec.backends.torch.model.kv_cache import KVCache
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.sampling.acceptance import JudgeHead
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, RequestStats
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
@@ -227,7 +226,7 @@ class Ask:
     constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     request: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, context: EngineContext, kv_cache: KVCache | None) -> EngineSequence:
+    def begin(self, context: EngineContext, kv_cache: SequenceCache | None) -> EngineSequence:
         prompt = list(self.prompt)
         speculation = self.speculates or self.script is not None or self.prediction is not None
         request = GenerateRequest(
@@ -280,7 +279,7 @@ class Lab:
         sampling: SamplingParams,
         script: Script | None = None,
         *,
-        kv_cache: KVCache | None = None,
+        kv_cache: SequenceCache | None = None,
         governor: Governor | None = None,
         max_draft: int = 48,
         drafters: DrafterFactory | None = None,
@@ -304,7 +303,7 @@ class Lab:
         *,
         governor: Governor | None = None,
         max_draft: int = 48,
-        kv_cache: KVCache | None = None,
+        kv_cache: SequenceCache | None = None,
         drafters: DrafterFactory | None = None,
         judge_heads: dict[str, JudgeHead] | None = None,
         between: Callable[[list[EngineSequence]], None] = lambda sequences: None,

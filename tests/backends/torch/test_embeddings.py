@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from agentspec.backends.model_store import resolve
-from agentspec.backends.torch import embeddings
 from agentspec.backends.torch.embeddings import BATCH, SentenceEncoder
 from agentspec.errors import ModelUnavailableError, ShuttingDownError
 
@@ -59,25 +58,6 @@ async def test_documents_come_in_their_order_and_long_ones_are_cut(encoder):
         assert vectors[at] == pytest.approx(await encoder.encode(texts[at]), abs=1e-5)
     assert (await encoder.encode("cat " * 50) == await encoder.encode("cat " * 500)).all()
     assert np.isfinite(await encoder.encode("")).all()
-
-
-async def test_long_texts_are_tokenized_few_at_a_time(encoder, monkeypatch):
-    """All tokens of a text are made before it is cut, and take a hundred times its bytes."""
-    monkeypatch.setattr(embeddings, "TOKENIZED_AT_ONCE", 600)
-    called: list[int] = []
-    whole = encoder._tokenizer.__call__
-
-    def counting(self, texts, **options):
-        called.append(sum(len(text.encode()) for text in texts))
-        return whole(texts, **options)
-
-    monkeypatch.setattr(type(encoder._tokenizer), "__call__", counting)
-    texts = ["cat " * 100, "é" * 150, "dog", "bird " * 200, "the"]
-    vectors = encoder.encode_all(texts)
-    encoder.count_tokens(texts)
-    assert len(called) == 3 + 4 and max(size for size in called if size != 1000) <= 600
-    for vector, text in zip(vectors, texts, strict=True):
-        assert vector == pytest.approx(await encoder.encode(text), abs=1e-5)
 
 
 async def test_a_closed_encoder_says_so_and_what_waits_is_given_up(folder):

@@ -7,23 +7,24 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
 from agentspec.backends.model_store import resolve
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.model.lora import with_adapter
-from agentspec.backends.torch.sampling.judge_head import JudgedAcceptance, JudgeHead
+from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
+from agentspec.backends.torch.sampling.constraints import Constraints
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.benchmarks.judge_training import JudgePair, labelled_states, main, read_pairs, train_judge
 from agentspec.errors import ConfigurationError
+from agentspec.types import LossyAcceptance, Source
 
 pytestmark = pytest.mark.anyio
 LETTERS, DIGITS = "abcdef", "01"
@@ -54,7 +55,9 @@ async def test_it_learns_a_planted_rule(backend: TorchBackend, tmp_path: Path) -
     read = JudgeHead.load(tmp_path / "head.safetensors", fingerprint=backend.fingerprint, width=len(head.weight))
     states, labels = await labelled_states(backend, planted(1, seed=2)[0])
     assert torch.equal(read.scores(states), head.scores(states))
-    judge = JudgedAcceptance(read, torch.cat([states[:1], states]), threshold=0.5)
+    sampler: Any = SimpleNamespace(constraints=Constraints())
+    judge = Substitutes(LossyAcceptance("judge", judge_head="head", threshold=0.5), sampler, read)
+    judge.begin([0] * len(states), [Source.MODEL] * len(states), torch.cat([states[:1], states]))
     right, wrong = labels.nonzero().flatten().tolist(), (labels == 0).nonzero().flatten().tolist()
     taken = [judge.choose(0, [node]) is not None for node in (*right, *wrong)]
     assert sum(taken[: len(right)]) > 0.8 * len(right) and sum(taken[len(right) :]) < 0.2 * len(wrong)
@@ -140,22 +143,8 @@ def test_a_head_of_another_model_or_no_head_is_refused(tmp_path: Path) -> None:
         JudgeHead.load(path, fingerprint="f", width=4)
 
 
-def write_adapter(folder: Path, model: Path) -> None:
-    """An adapter that changes nothing but the fingerprint."""
-    name = "model.layers.0.self_attn.q_proj"
-    out, width = load_file(model / "model.safetensors")[f"{name}.weight"].shape
-    folder.mkdir()
-    known = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps({**known, "layers_to_transform": [0]}))
-    matrices = {"A": torch.ones(1, width), "B": torch.zeros(out, 1)}
-    named = {f"base_model.model.{name}.lora_{one}.weight": matrix for one, matrix in matrices.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def test_a_judge_is_trained_for_a_backend_with_its_adapter(saved_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    write_adapter(tmp_path / "adapter", saved_model)
-    settings = {"model": str(saved_model), "adapter": str(tmp_path / "adapter"), "draft_model": "nobody/nothing"}
+def test_a_judge_is_trained_for_a_backend(saved_model: Path, tmp_path: Path) -> None:
+    settings = {"model": str(saved_model), "draft_model": "nobody/nothing"}
     config, out, pairs = tmp_path / "agentspec.toml", tmp_path / "judge.safetensors", tmp_path / "pairs.jsonl"
     config.write_text("[backends.local]\n" + "".join(f"{key} = {json.dumps(one)}\n" for key, one in settings.items()))
     lines = [{"prompt": "q", "accepted": f"ab{n}", "rejected": f"ac{n}"} for n in range(6)]
@@ -165,6 +154,4 @@ def test_a_judge_is_trained_for_a_backend_with_its_adapter(saved_model: Path, tm
     assert not out.exists()
     main([str(pairs), str(out), "--backend", "local", "--config", str(config)])
     with safe_open(out, "pt") as head:
-        assert head.metadata()["fingerprint"] == with_adapter(
-            resolve(settings["model"]).fingerprint, settings["adapter"]
-        )
+        assert head.metadata()["fingerprint"] == resolve(settings["model"]).fingerprint

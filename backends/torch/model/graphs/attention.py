@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from agentspec.backends.torch.model.attention import grouped_attention
+from agentspec.backends.torch.model.batch import grouped_attention
 from agentspec.backends.torch.model.graphs.step_table import BEGIN, LAYERS, PAST, POSITIONS, SEES, StepTable
 
 

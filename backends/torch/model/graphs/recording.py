@@ -12,8 +12,8 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from agentspec.backends.torch.model.device import count_host_syncs, is_device_error
 from agentspec.backends.torch.model.graphs.attention import RecordedCache
 from agentspec.backends.torch.model.graphs.step_table import StepTable
-from agentspec.backends.torch.model.rounding import allowed_difference, relative_difference
+from agentspec.backends.torch.model.self_check import allowed_difference, relative_difference
 from agentspec.telemetry.safe_errors import safe_message
 
 if TYPE_CHECKING:
@@ -34,34 +34,12 @@ _RECORDING = threading.Lock()  # torch records one graph at a time
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of the captured forwards
 
 
-class Graph(Protocol):
-    """Records the device's work between `begin` and `end`; `replay` repeats it at the same memory addresses."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def replay(self) -> None: ...
-
-
-class GraphRecorder(Protocol):
-    """Makes graphs, which must be captured inside `session`."""
-
-    def session(self) -> AbstractContextManager[None]: ...
-
-    def graph(self) -> Graph: ...
-
-    def require_free(self, work: Callable[[], object]) -> None:
-        """Run `work` and raise `NotRecordable` if it does something that is known to be impossible to record."""
-        ...
-
-
 class NotRecordable(Exception):
     """A forward cannot be replayed; the message says why."""
 
 
 class CudaGraphRecorder:
-    """Makes CUDA graphs that share one memory pool."""
+    """Makes CUDA graphs that share one memory pool, and must be captured inside `session`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,7 +56,7 @@ class CudaGraphRecorder:
                 yield
             torch.cuda.synchronize(self._device)
 
-    def graph(self) -> Graph:
+    def graph(self) -> CudaGraph:
         return CudaGraph(self._pool)
 
     def require_free(self, work: Callable[[], object]) -> None:
@@ -90,6 +68,8 @@ class CudaGraphRecorder:
 
 
 class CudaGraph:
+    """Records the device's work between `begin` and `end`; `replay` repeats it at the same memory addresses."""
+
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
@@ -116,7 +96,7 @@ class CapturedForward:
     """
 
     def __init__(
-        self, module: Any, size: int, windows: Sequence[int | None], recorder: GraphRecorder, logits: Tensor
+        self, module: Any, size: int, windows: Sequence[int | None], recorder: CudaGraphRecorder, logits: Tensor
     ) -> None:
         self._module, self._windows, self._logits = module, windows, logits[:size]
         self._table = StepTable(len(windows), size, logits.device)
@@ -148,7 +128,7 @@ class CapturedForward:
 class Graphs:
     """One model's captured forwards, by their number of tokens. `replays` counts the forwards they served."""
 
-    def __init__(self, target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(self, target: TargetModel, recorder: CudaGraphRecorder, sizes: Sequence[int] = SIZES) -> None:
         logits = torch.zeros(max(sizes), target.vocab_size, device=target.device)
         self.sizes = tuple(sorted(sizes))
         with recorder.session():
@@ -169,7 +149,7 @@ class Graphs:
 
 
 @torch.inference_mode()
-def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, sizes: Sequence[int] = SIZES) -> bool:
+def record_graphs(target: TargetModel, recorder: CudaGraphRecorder | None = None, sizes: Sequence[int] = SIZES) -> bool:
     """Let `target` replay forwards of up to max(`sizes`) tokens if that computes the same; returns whether it does.
 
     A model that cannot be recorded (such as a mixture of experts that reads values from the device half-way) runs as
@@ -190,7 +170,7 @@ def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, si
     return True
 
 
-def _record(target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int]) -> None:
+def _record(target: TargetModel, recorder: CudaGraphRecorder, sizes: Sequence[int]) -> None:
     """Capture forwards and compare their logits with launched ones: of the captured sizes, and of smaller sizes, which
     are padded, in an order not sorted by size. How much rounding changes is seen from launched forwards of other sizes.
     """

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentspec.backends.torch.model.batch import tree_layout
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.backends.torch.model.tree_mask import tree_layout
 
 if TYPE_CHECKING:
     from agentspec.backends.torch.model.batch import BatchItem
@@ -52,7 +51,6 @@ class StepTable:
         table, at = self._empty.copy(), 0
         for number, item in enumerate(items):
             layout, cache = tree_layout(len(item.tokens), item.draft_parents), item.kv_cache
-            assert isinstance(cache, SequenceCache), "a model without a rewindable cache cannot be recorded"
             end = at + len(layout)
             table[IDS, at:end] = (*item.tokens, *item.draft_tokens)
             table[POSITIONS, at:end] = cache.length + layout.depths

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine import step
+from agentspec.backends.torch.engine import engine as step
 from agentspec.backends.torch.engine.scheduler import Schedule
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.model.batch import BatchItem
@@ -203,7 +203,7 @@ def test_attention_that_cannot_be_packed_goes_one_at_a_time(
 ) -> None:
     lab = lab_class(tiny_model("gemma3"))
     lab.target.module.set_attn_implementation(attention)
-    lab.target = TargetModel(lab.target.module, rewindable=True)
+    lab.target = TargetModel(lab.target.module)
     assert not lab.target.batched
     asks, wants = asks_of(lab, ask_of, tree_of, 3)
     require_all(lab, asks, lab.run_batch(asks), wants)
@@ -212,11 +212,11 @@ def test_attention_that_cannot_be_packed_goes_one_at_a_time(
 def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model: Any, lab: Any) -> None:
     module = tiny_model("llama")
     module.set_attn_implementation(lab.target.attention)
-    assert TargetModel(module, rewindable=True).batched
+    assert TargetModel(module).batched
     module.config.rope_parameters = {**module.config.rope_parameters, "rope_type": "longrope"}
-    assert not TargetModel(module, rewindable=True).batched
+    assert not TargetModel(module).batched
     module.config.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
-    assert not TargetModel(module, rewindable=True).batched
+    assert not TargetModel(module).batched
 
 
 @pytest.mark.parametrize(

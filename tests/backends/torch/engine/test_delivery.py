@@ -1,10 +1,12 @@
-"""From the computing thread to the event loop: few wake-ups, bounded waiting, and not a token lost."""
+"""From the computing thread to the event loop: an answer's text, few wake-ups, bounded waiting, not a token lost."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.engine.delivery import MOST_ITEMS, Inbox, join_deltas, joined, waker_of
-from agentspec.backends.torch.engine.request import EngineRequest
-from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, TokenLogprob, Usage
+from agentspec.backends.torch.engine.delivery import MOST_ITEMS, Choices, Inbox, join_deltas, joined, waker_of
+from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest
+from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
 
 def request_of() -> EngineRequest:
@@ -141,3 +143,76 @@ async def test_a_reader_that_stops_reading_holds_its_answer_once(saved_model: Pa
     rest = [delta async for delta in answer]
     assert len(rest) <= 2 and got + [token for delta in rest for token in delta.token_ids] == want
     await backend.aclose()
+
+
+END = 0
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+BYTES: Any = SimpleNamespace(decoder=lambda shown: decode_bytes)
+
+
+def streamed(tokens: Sequence[int], max_tokens: int = 100, **sampling: Any) -> tuple[str, str | None, int]:
+    original = GenerateRequest("m", text="", sampling=SamplingParams(**sampling))
+    request = EngineRequest(original, [0x20], max_tokens, frozenset({END}), None, lambda item: None)
+    answer, text = AnswerText(request, BYTES), ""
+    for token in tokens:
+        ended = answer.add(token)
+        text += answer.take()
+        if ended:
+            break
+    return text, answer.finish, answer.num_tokens
+
+
+@given(st.text(alphabet="ab€", max_size=12), st.sampled_from(["a", "ab", "€b", "b€"]))
+def test_text_ends_in_front_of_its_first_stop_string(text: str, stop: str) -> None:
+    shown, finish, _ = streamed([*text.encode(), END], stop=(stop,))
+    assert (shown, finish) == (text.partition(stop)[0], "stop")
+
+
+def test_an_answer_ends_by_its_end_token_or_by_its_length() -> None:
+    assert streamed([0x61, END, 0x62]) == ("a", "stop", 2)
+    assert streamed(b"abc", max_tokens=2) == ("ab", "length", 2)
+    assert streamed(b"abc") == ("abc", None, 3)
+
+
+def test_a_stop_string_inside_the_shortest_length_does_not_count() -> None:
+    assert streamed(b"xaya", stop=("a",), min_tokens=3)[:2] == ("xay", "stop")
+    assert streamed(b"xaya", stop=("a",), min_tokens=4)[:2] == ("xaya", None)
+    assert streamed(b"xaya", stop=("ya",), min_tokens=3)[:2] == ("xa", "stop")
+
+
+def test_what_was_held_back_is_told_at_the_end() -> None:
+    assert streamed([*b"go ST", END], stop=("STOP",))[0] == "go ST"
+    assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"
+
+
+def test_a_stop_string_may_be_found_only_in_what_was_held_back() -> None:
+    assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",)) == ("a", "stop", 2)
+    assert streamed([0x61, 0xE2], max_tokens=2, min_tokens=2, stop=("\ufffd",)) == ("a\ufffd", "length", 2)
+
+
+# Choices.
+
+
+def end(usage: Usage, speculation: Speculation | None = None) -> Delta:
+    return Delta(finish_reason="stop", usage=usage, speculation=speculation)
+
+
+def test_the_totals_stand_on_the_last_end_and_count_the_prompt_once() -> None:
+    choices = Choices(2)
+    assert choices.add(Delta(text="a"), 0) == Delta(text="a")
+    assert choices.add(Delta(text="b"), 1) == Delta(text="b", index=1)
+    first = choices.add(end(Usage(9, 2, 0, 1, 3), Speculation(5, 2, 3, 0.5)), 1)
+    assert first == Delta(finish_reason="stop", index=1) and not choices.done
+    last = choices.add(end(Usage(9, 4, 8, 2, 2), Speculation(1, 1, 1, 0.25)), 0)
+    assert choices.done and last.usage == Usage(9, 6, 0, 3, 5)
+    assert last.speculation == Speculation(6, 3, 4, 0.75)
+
+
+def test_one_choice_passes_as_it_is() -> None:
+    delta = end(Usage(3, 1))
+    assert Choices(1).add(delta, 0) == delta

@@ -16,11 +16,10 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
-from agentspec.backends.torch.engine.request import EngineRequest
-from agentspec.backends.torch.engine.sequence import EngineContext
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.model.device import is_out_of_memory
 from agentspec.cache import SuffixCache
-from agentspec.errors import ContextLengthError, EngineError, EngineStoppedError, OverloadedError, ShuttingDownError
+from agentspec.errors import ContextLengthError, EngineError, EngineStoppedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import Delta, GenerateRequest, Labels, Namespace, SamplingParams
 from tests.backends.torch.engine.conftest import tighten
@@ -61,9 +60,12 @@ def engine_of(lab: Any) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(
-        session: Callable[[EngineRequest], CacheSession] = lambda request: CacheSession(None), **settings: Any
+        session: Callable[[EngineRequest], CacheSession] = lambda request: CacheSession(None),
+        keeps_prefixes: bool = True,
+        **settings: Any,
     ) -> Engine:
-        engines.append(Engine(EngineContext(lab.target, lab.tokenizer), TorchSettings(**settings), session))
+        context = EngineContext(lab.target, lab.tokenizer)
+        engines.append(Engine(context, TorchSettings(**settings), session, keeps_prefixes=keeps_prefixes))
         return engines[-1]
 
     yield make
@@ -120,27 +122,13 @@ def test_active_requests_take_turns(engine_of: Any) -> None:
     assert second.items.qsize() >= 15
 
 
-def test_a_full_queue_says_when_to_come_back(engine_of: Any) -> None:
-    gate = Gate()
-    engine = engine_of(lambda request: gate, max_active=1, max_queue=2)
-    clients = [Client(engine).submit() for _ in range(3)]
-    assert gate.reached.wait(WAIT)
-    with pytest.raises(OverloadedError) as caught:
-        Client(engine).submit()
-    assert caught.value.retry_after >= 1
-    gate.opened.set()
-    for client in clients:
-        client.result()
-    Client(engine).submit().result()
-
-
 def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) -> None:
     gate = Gate()
-    engine = engine_of(lambda request: gate, max_active=1, max_queue=1)
+    engine = engine_of(lambda request: gate, max_active=1)
     active, waiting = Client(engine).submit(), Client(engine).submit()
     assert gate.reached.wait(WAIT)
     engine.cancel(waiting.request)
-    next_one = Client(engine).submit()  # would be refused if the place were still taken
+    next_one = Client(engine).submit()
     engine.cancel(active.request)
     after_next = Client(engine).submit()
     gate.opened.set()
@@ -321,8 +309,8 @@ def test_an_answer_not_to_be_stored_leaves_no_rows(engine_of: Any) -> None:
     assert len(engine.scheduler.prefix_cache) == 0
 
 
-def test_without_prefix_bytes_nothing_is_kept(engine_of: Any) -> None:
-    engine = engine_of(prefix_bytes=0)
+def test_where_no_prefixes_are_kept_there_are_none(engine_of: Any) -> None:
+    engine = engine_of(keeps_prefixes=False)
     Client(engine).submit().result()
     assert engine.scheduler.prefix_cache.nbytes == 0
 
@@ -335,7 +323,7 @@ def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
         def keep(self, *args: Any, **options: Any) -> None:
             raise torch.OutOfMemoryError("full")
 
-    engine.scheduler.prefix_cache = Full(1 << 20)
+    engine.scheduler.prefix_cache = Full()
     assert len(Client(engine).submit().result()[0]) == 8
     assert len(Client(engine).submit().result()[0]) == 8
 
@@ -345,7 +333,7 @@ ROW_BYTES = 256  # of the tiny model
 
 def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stood(lab: Any, engine_of: Any) -> None:
     """Room for two that begin, not for two that grow; who came first keeps its place."""
-    engine = engine_of(kv_bytes=ROW_BYTES * 160, max_active=4, prefix_bytes=0)
+    engine = engine_of(kv_bytes=ROW_BYTES * 160, max_active=4, keeps_prefixes=False)
     prompts = [[*PROMPT[: 8 + n], n] for n in range(3)]
     clients = [Client(engine, prompt, seed=n, max_tokens=70 + n) for n, prompt in enumerate(prompts)]
     tighten(engine, 160)
@@ -425,9 +413,3 @@ def test_two_engines_compute_in_one_thread_and_take_turns(lab: Any, engine_of: A
     assert len(names) == 1
     engines[0].close()
     assert Client(engines[1], max_tokens=40).submit().result()[0] == want
-
-
-def test_what_counts_as_out_of_memory() -> None:
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
-    assert not is_out_of_memory(RuntimeError("shape")) and not is_out_of_memory(ValueError())

@@ -17,13 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine import step
+from agentspec.backends.torch.engine import engine as step
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
-from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Schedule, Scheduler
-from agentspec.backends.torch.engine.sequence import EngineContext
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from agentspec.backends.torch.engine.kv_budget import AHEAD, DEFAULT_BYTES, ROOM, KVBudget, MemoryLedger, reserved
+from agentspec.backends.torch.engine import kv_budget
+from agentspec.backends.torch.engine.kv_budget import AHEAD, DEFAULT_BYTES, ROOM, KVBudget, available, promise, release
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
 from agentspec.types import SamplingParams
 
@@ -26,13 +28,11 @@ def test_a_row_is_measured(lab: Any) -> None:
     assert lab.target.slot_bytes() == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, float32
     assert KVBudget.of(lab.target, 256 * 20).limit == 20
     assert KVBudget.of(lab.target, 256 * 20, draft_bytes=64, room=100).slot_bytes == 320
-    assert KVBudget.of(TargetModel(lab.target.module, rewindable=False), 1).limit is None
 
 
 def test_what_never_fits_is_refused_with_what_to_change(lab: Any, ask_of: Any) -> None:
     sequence = begun(lab, ask_of, 20, 30)
     KVBudget(20 + 30 + ROOM, 1 << 20).check(sequence.request)
-    KVBudget(None).check(sequence.request)
     with pytest.raises(ContextLengthError, match="kv_bytes allows 113: ask for fewer tokens or raise kv_bytes"):
         KVBudget(20 + 30 + ROOM - 1, 1 << 20).check(sequence.request)
 
@@ -52,14 +52,7 @@ def test_growing_takes_what_is_free_and_no_more(lab: Any, ask_of: Any) -> None:
     assert KVBudget(150 + least).grow(two, both) and two.kv_cache.capacity == least
     two.kv_cache.capacity = 100
     assert not KVBudget(150 + least - 1).grow(two, both)
-    assert KVBudget(None).grow(two, both)
     assert KVBudget(0).used(both) == one.kv_cache.capacity + two.kv_cache.capacity
-
-
-def test_rows_that_cannot_be_counted_are_not(lab: Any, ask_of: Any) -> None:
-    sequence = begun(lab, ask_of, 4, 4)
-    sequence.kv_cache = TargetModel(lab.target.module, rewindable=False).new_cache(1)
-    assert reserved(sequence) == 0 and KVBudget(0).grow(sequence, [sequence])
 
 
 def test_larger_drafts_have_more_room(lab: Any, ask_of: Any) -> None:
@@ -85,42 +78,49 @@ def test_what_is_lent_is_not_there_for_answers_until_it_is_given_back(lab: Any, 
     give_back()
     give_back()
     assert budget.used([one]) == 100 and budget.fits(150, [one])
-    assert KVBudget(None).lend(10**9, [one]) is not None
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+GPU = torch.device("cuda:0")
 
 
-def test_two_engines_on_one_device_are_not_promised_the_same_memory() -> None:
-    ledger, used = MemoryLedger(lambda device: 1000), [0]
-    first, second, third = (KVBudget(None) for _ in range(3))
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Says how many bytes are free on every device, of which none is promised yet."""
+    monkeypatch.setattr(kv_budget, "_PROMISED", weakref.WeakSet())
+    return lambda bytes: monkeypatch.setattr(kv_budget, "free_memory", lambda device: bytes)
+
+
+def test_two_engines_on_one_device_are_not_promised_the_same_memory(free: Any) -> None:
+    free(1000)
+    first, second = (KVBudget(0, device=GPU) for _ in range(2))
+    third, used = KVBudget(0, device=torch.device("cuda:1")), [0]
     first.allocated = lambda: used[0]
-    assert ledger.promise(first, GPU, None) == 800
-    assert ledger.promise(second, GPU, None) == 160
-    assert ledger.promise(third, torch.device("cuda:1"), None) == 800
-    ledger.release(second)
-    ledger.release(second)
-    assert ledger.available(GPU) == 200
+    assert [promise(one, None) for one in (first, second, third)] == [800, 160, 800]
+    release(second)
+    release(second)
+    assert available(GPU) == 200
     used[0] = 500  # these bytes are not free any more
-    assert ledger.available(GPU) == 700
+    assert available(GPU) == 700
     del first
-    assert ledger.available(GPU) == 1000
+    assert available(GPU) == 1000
 
 
-def test_the_share_of_a_cpu_leaves_others_their_half() -> None:
-    assert MemoryLedger(lambda device: 1000).promise(KVBudget(None), CPU, None) == 500
-    assert MemoryLedger(lambda device: 1 << 60).promise(KVBudget(None), CPU, None) == DEFAULT_BYTES
-    assert MemoryLedger(lambda device: None).promise(KVBudget(None), CPU, None) == DEFAULT_BYTES
+@pytest.mark.parametrize(("bytes", "share"), [(1000, 500), (1 << 60, DEFAULT_BYTES), (None, DEFAULT_BYTES)])
+def test_the_share_of_a_cpu_leaves_others_their_half(free: Any, bytes: int | None, share: int) -> None:
+    free(bytes)
+    assert promise(KVBudget(0), None) == share
 
 
-def test_more_than_is_free_is_granted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert MemoryLedger(lambda device: 1 << 20).promise(KVBudget(None), GPU, 3 << 20) == 3 << 20
+def test_more_than_is_free_is_granted_with_a_warning(free: Any, caplog: pytest.LogCaptureFixture) -> None:
+    free(1 << 20)
+    assert promise(KVBudget(0, device=GPU), 3 << 20) == 3 << 20
     assert "kv_bytes promises 3 MiB of cuda:0, of which 1 MiB are free" in caplog.text
 
 
-def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any) -> None:
+def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any, free: Any) -> None:
+    free(256)
     with pytest.raises(ConfigurationError, match="set kv_bytes") as caught:
-        KVBudget.of(lab.target, None, ledger=MemoryLedger(lambda device: 256))
+        KVBudget.of(lab.target, None)
     assert caught.value.param == "kv_bytes"
 
 

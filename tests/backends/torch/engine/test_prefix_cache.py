@@ -26,7 +26,7 @@ TEXT = st.lists(st.integers(0, 1), min_size=6, max_size=24)
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=8), TEXT)
 def test_finds_the_longest_prefix_of_the_tenant(kept: list[tuple[str, list[int]]], wanted: list[int]) -> None:
-    store = PrefixCache(1 << 20)
+    store = PrefixCache()
     for tenant, tokens in kept:
         store.keep(tenant, tokens, slots_of(tokens))
     best = max(
@@ -45,27 +45,27 @@ def shared(left: list[int], right: list[int]) -> int:
 
 @given(st.lists(TEXT, max_size=12), st.integers(0, 600))
 def test_stays_within_its_bytes(texts: list[list[int]], limit: int) -> None:
-    store = PrefixCache(limit)
+    store = PrefixCache()
     for tokens in texts:
-        store.keep("t", tokens, slots_of(tokens))
+        store.keep("t", tokens, slots_of(tokens), limit)
         assert store.nbytes <= limit
     store.clear()
     assert (store.nbytes, len(store)) == (0, 0)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    store = PrefixCache(2 * 10 * BYTES)
+    store, limit = PrefixCache(), 2 * 10 * BYTES
     one, two, three = ([value] * 10 for value in (1, 2, 3))
-    store.keep("t", one, slots_of(one))
-    store.keep("t", two, slots_of(two))
+    store.keep("t", one, slots_of(one), limit)
+    store.keep("t", two, slots_of(two), limit)
     assert store.find("t", one, 10)
-    store.keep("t", three, slots_of(three))
+    store.keep("t", three, slots_of(three), limit)
     assert store.find("t", one, 10) and store.find("t", three, 10)
     assert store.find("t", two, 10) is None
 
 
 def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> None:
-    store = PrefixCache(1 << 20)
+    store = PrefixCache()
     short, long = list(range(10)), list(range(20))
     store.keep("t", short, slots_of(short))
     store.keep("t", long, slots_of(long))
@@ -78,7 +78,7 @@ def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> No
 def test_a_common_beginning_is_kept_once() -> None:
     """Ten conversations over one system prompt: its slots are there once, and each is found whole."""
     system = [5] * 100
-    store = PrefixCache(None)
+    store = PrefixCache()
     texts = [[*system, *range(n, n + 20)] for n in range(0, 200, 20)]
     for tokens in texts:
         store.keep("t", tokens, slots_of(tokens))
@@ -93,7 +93,7 @@ def test_a_common_beginning_is_kept_once() -> None:
 def test_whatever_is_found_under_pressure_is_right(
     kept: list[tuple[str, list[int]]], wanted: list[int], left: int
 ) -> None:
-    store = PrefixCache(None)
+    store = PrefixCache()
     for number, (tenant, tokens) in enumerate(kept):
         store.keep(tenant, tokens, slots_of(tokens), left, copy=bool(number % 2))
         assert store.nbytes <= left
@@ -110,7 +110,7 @@ def below(node: PrefixNode) -> list[PrefixNode]:
 
 
 def test_where_both_do_not_fit_the_slots_are_moved() -> None:
-    store, tokens = PrefixCache(None), list(range(30))
+    store, tokens = PrefixCache(), list(range(30))
     store.keep("t", tokens, slots_of(tokens))
     store.keep("t", [7] * 20, slots_of([7] * 20))
     assert content(store.find("t", tokens, 40, left_bytes=0)) == tokens
@@ -118,24 +118,24 @@ def test_where_both_do_not_fit_the_slots_are_moved() -> None:
 
 
 def test_a_conversation_that_goes_on_adds_only_what_is_new() -> None:
-    store, tokens = PrefixCache(100 * BYTES), list(range(10))
+    store, tokens = PrefixCache(), list(range(10))
     for length in range(10, 101, 10):
         tokens = list(range(length))
-        store.keep("t", tokens, slots_of(tokens))
+        store.keep("t", tokens, slots_of(tokens), 100 * BYTES)
         assert (store.nbytes, len(store)) == (length * BYTES, 1)
-    store.keep("t", list(range(101)), slots_of(list(range(101))))  # more than there may be
+    store.keep("t", list(range(101)), slots_of(list(range(101))), 100 * BYTES)  # more than there may be
     assert store.find("t", tokens, 1).length == 100
 
 
 def test_slots_taken_out_of_a_cache_are_freed_there() -> None:
-    store, tokens = PrefixCache(None), list(range(30))
+    store, tokens = PrefixCache(), list(range(30))
     cache = slots_of(tokens)
     store.keep("t", tokens, cache, copy=False)
     assert cache.nbytes == 0 and content(store.find("t", tokens, 30)) == tokens
 
 
 def test_what_is_handed_out_can_be_written_to() -> None:
-    store = PrefixCache(1 << 20)
+    store = PrefixCache()
     tokens = list(range(10))
     store.keep("t", tokens, slots_of(tokens))
     first = store.find("t", tokens, 20)
@@ -157,7 +157,7 @@ def test_answers_are_the_same_with_reused_rows(family: Any, edit: str) -> None:
         "shortened": history[:25],
         "same": first,
     }[edit]
-    store = PrefixCache(1 << 20)
+    store = PrefixCache()
     store.keep("t", history[: call.sequence.kv_cache.length], call.sequence.kv_cache)
     rows = store.find("t", prompt[:-1], len(prompt))
     assert rows.length == min(shared(history, prompt), len(prompt) - 1, len(history) - 1)

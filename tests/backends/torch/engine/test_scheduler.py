@@ -9,11 +9,10 @@ import pytest
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
-from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Scheduler
-from agentspec.backends.torch.engine.sequence import EngineContext
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.errors import ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -31,9 +30,9 @@ def scheduler_of(lab: Any) -> Callable[..., Scheduler]:
 
 
 @pytest.fixture
-def opened(lab: Any) -> Callable[[EngineRequest], EngineSequence]:
+def opened(lab: Any) -> Callable[[EngineRequest, Any], EngineSequence]:
     context = EngineContext(lab.target, lab.tokenizer)
-    return lambda request: EngineSequence(request, context, lab.target.new_cache(1), CacheSession(None))
+    return lambda request, preempted: EngineSequence(request, context, lab.target.new_cache(1), CacheSession(None))
 
 
 def test_a_prompt_is_read_in_chunks_behind_the_sequences_that_draw(scheduler_of: Any, opened: Any) -> None:
@@ -57,25 +56,13 @@ def test_alone_a_prompt_takes_the_largest_chunk_and_draws_behind_its_last_token(
     assert (only.num_tokens, only.draws) == (len(PROMPT), True)
 
 
-def test_a_full_queue_refuses_and_a_finished_request_makes_room(scheduler_of: Any, opened: Any) -> None:
-    scheduler = scheduler_of(max_active=1, max_queue=1)
-    scheduler.add(request_of())
-    scheduler.add(request_of())
-    with pytest.raises(OverloadedError):
-        scheduler.add(request_of())
-    scheduler.schedule(opened)
-    assert (len(scheduler.active), scheduler.num_waiting) == (1, 1)
-    scheduler.remove(scheduler.active[0], clean=True)
-    scheduler.add(request_of())
-
-
 @pytest.mark.parametrize("priorities", [(5, 0), (1, 1), (0, 5)])
 def test_no_priority_takes_the_slot_of_what_runs(scheduler_of: Any, opened: Any, priorities: Any) -> None:
     scheduler = scheduler_of(max_active=1)
     for priority in priorities:
         scheduler.add(request_of(priority=priority))
         scheduler.schedule(opened)
-    assert [sequence.request.priority for sequence in scheduler.active] == [priorities[0]]
+    assert [sequence.request.original.priority for sequence in scheduler.active] == [priorities[0]]
     assert scheduler.num_waiting == 1 and scheduler.has_work
 
 
@@ -83,7 +70,7 @@ def test_no_priority_takes_the_slot_of_what_runs(scheduler_of: Any, opened: Any,
 def test_the_lowest_priority_is_first_and_among_equals_what_came_first(
     scheduler_of: Any, opened: Any, priorities: list[int]
 ) -> None:
-    scheduler = scheduler_of(max_active=1, max_queue=20)
+    scheduler = scheduler_of(max_active=1)
     requests = [request_of(priority=priority) for priority in priorities]
     for request in requests:
         scheduler.add(request)
@@ -92,13 +79,13 @@ def test_the_lowest_priority_is_first_and_among_equals_what_came_first(
         scheduler.schedule(opened)
         served.append(scheduler.active[0].request)
         scheduler.remove(scheduler.active[0], clean=True)
-    assert served == sorted(requests, key=lambda request: request.priority)
+    assert served == sorted(requests, key=lambda request: request.original.priority)
 
 
 def test_a_request_that_cannot_be_opened_is_not_active(scheduler_of: Any) -> None:
     scheduler = scheduler_of()
     scheduler.add(request_of())
-    assert scheduler.schedule(lambda request: None).scheduled == [] and not scheduler.has_work
+    assert scheduler.schedule(lambda request, preempted: None).scheduled == [] and not scheduler.has_work
 
 
 def test_what_was_cancelled_is_gone_and_what_was_not_is_handed_back_at_the_end(scheduler_of: Any, opened: Any) -> None:

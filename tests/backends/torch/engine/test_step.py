@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.engine import step
+from agentspec.backends.torch.engine import engine as step
 from agentspec.backends.torch.engine.scheduler import Schedule
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler

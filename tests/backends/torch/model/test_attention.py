@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from agentspec.backends.torch.model.attention import Ragged, grouped_attention, packed_attention
-from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
+from agentspec.backends.torch.model.batch import (
+    Ragged,
+    attention_mask,
+    grouped_attention,
+    packed_attention,
+    tree_layout,
+)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])

@@ -1,8 +1,7 @@
-"""Models that cannot be rewound, models that are refused, and positions that move with the length of a text."""
+"""Models that are refused, since they cannot be rewound or read no texts, and moving positions."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import torch
 import transformers as hf
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.loader import load, prepare
-from agentspec.backends.torch.model.compatibility import has_known_masks, max_exact_context
-from agentspec.backends.torch.model.kv_cache import StateCache
+from agentspec.backends.torch.loader import has_known_masks, load, max_exact_context, prepare
 from agentspec.errors import ModelUnavailableError
 from agentspec.types import SamplingParams
 
@@ -44,8 +41,9 @@ LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
+EXPERTS_LOCAL: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
-STATEFUL: dict[str, Callable[[], Any]] = {
+REFUSED_STATES: dict[str, Callable[[], Any]] = {
     "mamba": lambda: hf.MambaConfig(**MAMBA),
     "mamba2": lambda: hf.Mamba2Config(**MAMBA, num_heads=8, head_dim=8, n_groups=1, chunk_size=8),
     "qwen3_next": lambda: hf.Qwen3NextConfig(
@@ -72,6 +70,13 @@ STATEFUL: dict[str, Callable[[], Any]] = {
         vocab_size=259, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
         window_size=6, max_position_embeddings=512, bos_token_id=None, eos_token_id=256,
     ),
+    "rwkv": lambda: hf.RwkvConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+    "minimax": lambda: hf.MiniMaxConfig(
+        **SHAPE, **EXPERTS_LOCAL, head_dim=8, layer_types=["linear_attention", "full_attention"], block_size=8
+    ),
+    "bert": lambda: hf.BertConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    ),
 }  # fmt: skip
 
 
@@ -84,25 +89,16 @@ def model_of(config: Any) -> Any:
     return module
 
 
-OFTEN = ("mamba", "qwen3_next", "llama4", "gpt_neo")  # a state, a hybrid, and limits of attention in two ways
+OFTEN = ("mamba", "qwen3_next", "llama4", "gpt_neo", "rwkv", "bert")  # each kind once
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in STATEFUL]
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED_STATES]
 )
-def test_a_model_that_cannot_be_rewound_runs_without_speculation_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, lab_class: Any, tree_of: Any, name: str
-) -> None:
-    """Recurrent state, hybrids, and attention limits that the masks do not know: token after token, past any window."""
-    with caplog.at_level(logging.WARNING, logger="agentspec"):
-        subject = lab_class(model_of(STATEFUL[name]()))
-    said = [record.message for record in caplog.records if "without speculation" in record.message]
-    assert len(said) == 1 and "tiny" in said[0]
-    assert not subject.target.rewindable and isinstance(subject.target.new_cache(1), StateCache)
-    sampling, prompt = SamplingParams(temperature=0.9, seed=3), list(range(30))
-    outcome = subject.run(prompt, sampling, lambda text, budget: tree_of([1, 2], [-1, 0]), max_tokens=12)
-    subject.require_same(prompt, sampling, outcome.tokens, subject.oracle(prompt, sampling, max_tokens=12))
-    assert outcome.speculation is None
+def test_a_model_that_cannot_be_rewound_is_refused_with_what_to_use(byte_tokens: Any, name: str) -> None:
+    """Recurrent state, hybrids, attention limits that the masks do not know, and tokens that see later ones."""
+    with pytest.raises(ModelUnavailableError, match=r"cannot run 'own' .*rewound.*serve it by vLLM or SGLang"):
+        prepare(model_of(REFUSED_STATES[name]()), byte_tokens, name="own", fingerprint="f")
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -124,38 +120,11 @@ def test_a_model_that_does_not_continue_text_is_refused_before_its_weights_are_r
         load(TorchSettings(model=str(tmp_path), device="cpu"))
 
 
-def test_a_model_that_reads_in_both_directions_is_refused(byte_tokens: Any) -> None:
-    config = hf.BertConfig(
-        vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    )
-    with pytest.raises(ModelUnavailableError, match=r"BertLMHeadModel.*not those of the whole text"):
-        prepare(model_of(config), byte_tokens, name="bert", fingerprint="f")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        lambda: hf.RwkvConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
-        lambda: hf.MiniMaxConfig(
-            **SHAPE,
-            head_dim=8,
-            layer_types=["linear_attention", "full_attention"],
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            block_size=8,
-        ),
-    ],
-)
-def test_a_cache_of_its_own_kind_is_refused(byte_tokens: Any, config: Any) -> None:
-    with pytest.raises(ModelUnavailableError, match="the local engine cannot run 'own'"):
-        prepare(model_of(config()), byte_tokens, name="own", fingerprint="f")
-
-
 def test_limits_under_other_names_are_not_overlooked() -> None:
     assert has_known_masks(hf.LlamaConfig(**SHAPE))
     assert has_known_masks(hf.MistralConfig(**SHAPE, sliding_window=6))
-    assert not has_known_masks(STATEFUL["gpt_neo"]())
-    assert not has_known_masks(STATEFUL["llama4"]())
+    assert not has_known_masks(REFUSED_STATES["gpt_neo"]())
+    assert not has_known_masks(REFUSED_STATES["llama4"]())
 
 
 def longrope() -> Any:

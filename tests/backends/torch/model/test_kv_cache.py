@@ -97,16 +97,6 @@ def test_rewinding_beyond_what_there_is_is_a_bug(length: int) -> None:
         cache.copy(length, 8)
 
 
-def test_a_state_cache_takes_no_draft(lab_of: Any) -> None:
-    from agentspec.backends.torch.model.kv_cache import StateCache
-
-    cache = StateCache(lab_of("llama").reference.config)
-    cache.commit(3, ())
-    assert cache.length == 3
-    with pytest.raises(AssertionError):
-        cache.commit(1, [0])
-
-
 def test_the_places_of_moved_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, made, tensor = SequenceCache(), [0], torch.tensor
 

@@ -67,4 +67,3 @@ def test_layer_windows_by_kind() -> None:
 def test_every_family_runs_on_the_fastest_kernel_that_computes_it(family: Any) -> None:
     own = family.target.module.config.model_type in ("gemma2", "gpt_oss")  # soft caps, sinks
     assert family.target.attention == ("eager" if own else "agentspec_grouped")
-    assert family.target.rewindable

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
+from agentspec.backends.torch.model.batch import attention_mask, tree_layout
 
 
 @given(st.data())

@@ -12,10 +12,9 @@ from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.judge_head import JudgeHead
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.sampling.substitutes import Substitutes
 from agentspec.speculation.governor import Governor
 from agentspec.types import LossyAcceptance, LossyAcceptanceSpeculation, SamplingParams, Source
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.model.vector_scan import VectorScan
+from agentspec.backends.torch.stepwise import VectorScan
 from agentspec.reasoning.retrieval.knn import decoder
 from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest
 from agentspec.reasoning.retrieval.knn.decoder import PREFETCH, DatastoreSearch, Mixture, NeighbourCache, Neighbours

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.loader import load, prepare
+from agentspec.backends.torch.loader import prepare
+from agentspec.backends.torch.model import layers
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.recording import Graphs, NotRecordable, record_graphs
-from agentspec.backends.torch.model.layers import fused_norms
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.cache import SuffixCache
 from agentspec.types import GenerateRequest, SamplingParams
@@ -84,7 +84,7 @@ class TapeRecorder:
 def recorded(request: pytest.FixtureRequest, lab_of: Any) -> tuple[TargetModel, TargetModel]:
     """A family's model as it is launched, and a twin that replays what was recorded."""
     target = lab_of(request.param).target
-    twin = TargetModel(target.module, rewindable=True)
+    twin = TargetModel(target.module)
     assert record_graphs(twin, TapeRecorder(), SIZES)
     return target, twin
 
@@ -304,14 +304,6 @@ def test_no_recorded_size_is_beyond_the_context(tiny_model: Any, byte_tokens: An
     assert not record_graphs(target, TapeRecorder(), SIZES)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_setting_decides(saved_model: Any, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
-    asked: list[TargetModel] = []
-    monkeypatch.setattr("agentspec.backends.torch.loader.record_graphs", asked.append)
-    loaded = load(TorchSettings(model=str(saved_model), cuda_graphs=wanted))
-    assert asked == [loaded.target] * wanted
-
-
 @pytest.mark.anyio
 async def test_a_backend_replays_and_says_so(tiny_model: Any, byte_tokens: Any) -> None:
     answers = []
@@ -333,9 +325,9 @@ async def test_a_backend_replays_and_says_so(tiny_model: Any, byte_tokens: Any) 
 def test_norms_as_one_operation_are_recorded(
     tiny_model: Any, byte_tokens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_norms, "_is_norm", lambda module: type(module).__name__ == "LlamaRMSNorm")
+    monkeypatch.setattr(layers, "_is_norm", lambda module: type(module).__name__ == "LlamaRMSNorm")
     target = prepare(tiny_model("llama"), byte_tokens, name="m", fingerprint="f").target
-    norms = [module for module in target.module.modules() if isinstance(module, fused_norms.FusedNorm)]
+    norms = [module for module in target.module.modules() if isinstance(module, layers.FusedNorm)]
     assert len(norms) == 5 and record_graphs(target, TapeRecorder(), SIZES)
 
 

@@ -39,7 +39,7 @@ def shared(left: list[int], right: list[int]) -> int:
 
 @given(st.lists(TEXTS, max_size=10), st.sampled_from("ab"), st.sampled_from(["s", "t"]), st.booleans())
 def test_only_the_text_of_others_is_found_afterwards(kept: list[Any], tenant: str, session: str, whole: bool) -> None:
-    store = PrefixCache(None)
+    store = PrefixCache()
     for owner, name, tokens in kept:
         store.keep(owner, tokens, slots_of(tokens), session=name)
     store.forget(reach(tenant=tenant) if whole else reach(tenant=tenant, session=session))
@@ -56,7 +56,7 @@ def test_only_the_text_of_others_is_found_afterwards(kept: list[Any], tenant: st
 
 
 def test_what_is_older_goes_and_what_was_guessed() -> None:
-    store, texts = PrefixCache(None), [[value] * 20 for value in range(3)]
+    store, texts = PrefixCache(), [[value] * 20 for value in range(3)]
     for text in texts:
         store.keep("a", text, slots_of(text), guessed=text[0] == 2)
     (old,) = (node for node in store._nodes() if len(node.tokens) and node.tokens[0] == 0)
@@ -117,11 +117,11 @@ def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_fou
             store.forget(reach(tenant="a"))
             return super().slot_bytes
 
-    store, first = PrefixCache(1 << 20), list(range(20))
+    store, first = PrefixCache(), list(range(20))
     store.keep("a", first, slots_of(first))
     second = slots_of([*first, *range(50, 70)])
     second.__class__ = Slots
-    store.keep("a", [*first, *range(50, 70)], second)
+    store.keep("a", [*first, *range(50, 70)], second, 1 << 20)
     assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
     store.shrink(None)
     assert store.nbytes == len(store) == 0 and not store._roots

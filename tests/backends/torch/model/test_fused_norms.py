@@ -12,8 +12,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from agentspec.backends.torch.model.layers import fused_norms
-from agentspec.backends.torch.model.layers.fused_norms import FusedNorm, computes_alike, fuse_norms, unfuse_norms
+from agentspec.backends.torch.model import layers
+from agentspec.backends.torch.model.layers import FusedNorm, computes_alike, fuse_norms, unfuse_norms
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -31,7 +31,7 @@ def norm_of(kind: Any, width: int, dtype: torch.dtype = torch.float32, device: t
 
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take norms on a CPU for those on a GPU."""
-    monkeypatch.setattr(fused_norms, "_is_norm", lambda module: isinstance(module, (LlamaRMSNorm, Gemma3RMSNorm)))
+    monkeypatch.setattr(layers, "_is_norm", lambda module: isinstance(module, (LlamaRMSNorm, Gemma3RMSNorm)))
 
 
 class Block(nn.Module):
@@ -50,9 +50,9 @@ class TestKernel:
     def test_computes_what_the_models_own_code_does(
         self, kind: Any, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from agentspec.backends.torch.model.layers import norm_triton
+        from agentspec.backends.torch.model import norm_triton
 
-        monkeypatch.setattr(fused_norms, "normalize", norm_triton.normalize)  # by the interpreter it is on a CPU
+        monkeypatch.setattr(layers, "normalize", norm_triton.normalize)  # by the interpreter it is on a CPU
         check(FusedNorm(norm_of(kind, width, dtype, DEVICE)), dtype, DEVICE)
 
 
@@ -91,7 +91,7 @@ def test_in_a_process_with_the_interpreter() -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
-    from agentspec.backends.torch.model.layers import norm_triton
+    from agentspec.backends.torch.model import norm_triton
 
     pointers = dict.fromkeys(("x", "weight", "out"), "*bf16") | {"eps": "fp32"}
     compile_kernel(norm_triton._normalize, pointers, {"WIDTH": 4096, "WIDTH_2": 4096})

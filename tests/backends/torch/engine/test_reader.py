@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine.prefill import job as job_module
-from agentspec.backends.torch.engine.prefill import reader as reader_module
-from agentspec.backends.torch.engine.prefill.reader import PrefillReader
-from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.engine import prefill as reader_module
+from agentspec.backends.torch.engine.prefill import JOB_SECONDS, MOST_JOBS, READINGS, PrefillQueue, PrefillReader
 from agentspec.errors import OverloadedError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import SamplingParams
@@ -84,7 +82,7 @@ def test_what_was_read_is_found_by_its_request(stepped: Any) -> None:
     one.run()
     assert answer.last.usage.cached_tokens == len(known)
     counts = one.reader.queue.counts
-    assert (counts.launched, counts.used, counts.cancelled, counts.tokens) == (1, 1, 0, len(known))
+    assert counts == {"launched": 1, "used": 1, "cancelled": 0, "tokens": len(known)}
 
 
 def test_another_tenant_finds_nothing_of_it(stepped: Any) -> None:
@@ -93,7 +91,7 @@ def test_another_tenant_finds_nothing_of_it(stepped: Any) -> None:
     one.run()
     answer = one.ask([*known, 5], tenant="b")
     one.run()
-    assert answer.last.usage.cached_tokens == 0 and one.reader.queue.counts.used == 0
+    assert answer.last.usage.cached_tokens == 0 and one.reader.queue.counts["used"] == 0
 
 
 def test_work_waits_for_the_chunk_that_is_read_and_no_more(stepped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +100,14 @@ def test_work_waits_for_the_chunk_that_is_read_and_no_more(stepped: Any, monkeyp
     one.engine.prefill("default", known)
     one.turn()
     one.turn()
-    assert one.reader.queue.counts.tokens == 64
+    assert one.reader.queue.counts["tokens"] == 64
     answer = one.ask([1, 2, 3])
     while answer.last is None:
         assert one.engine.ready and not one.reader.ready  # all turns are the request's
         one.turn()
-    assert one.reader.queue.counts.tokens == 64
+    assert one.reader.queue.counts["tokens"] == 64
     one.run()  # what was read is not read again
-    assert one.reader.queue.counts.tokens == len(known)
+    assert one.reader.queue.counts["tokens"] == len(known)
 
 
 def test_the_expected_request_takes_what_was_read_of_it_so_far(stepped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +117,8 @@ def test_the_expected_request_takes_what_was_read_of_it_so_far(stepped: Any, mon
     one.turn()
     answer = one.ask([*known, 9])
     one.run()
-    assert answer.last.usage.cached_tokens == 32 and not one.reader.queue
-    assert one.reader.queue.counts.tokens == 32
+    assert answer.last.usage.cached_tokens == 32 and not one.reader.queue.jobs
+    assert one.reader.queue.counts["tokens"] == 32
 
 
 def test_slots_that_other_work_dropped_are_read_again_but_not_forever(stepped: Any) -> None:
@@ -132,13 +130,13 @@ def test_slots_that_other_work_dropped_are_read_again_but_not_forever(stepped: A
         one.ask([n, *range(100, 215), *range(100, 215)])  # needs all slots but a hundred
     one.run()
     counts = one.reader.queue.counts
-    assert len(known) < counts.tokens <= job_module.READINGS * len(known)
-    assert not one.reader.queue and counts.cancelled == 1
+    assert len(known) < counts["tokens"] <= reader_module.READINGS * len(known)
+    assert not one.reader.queue.jobs and counts["cancelled"] == 1
 
 
 def test_what_could_not_be_kept_is_not_read(stepped: Any) -> None:
     known = long_prompt()
-    for settings_ in ({"kv_bytes": ROW_BYTES * 200}, {"kv_bytes": ROW_BYTES * 900, "prefix_bytes": 0}):
+    for settings_ in ({"kv_bytes": ROW_BYTES * 200}, {"kv_bytes": ROW_BYTES * 900, "keeps_prefixes": False}):
         one = stepped(**settings_)
         assert not one.engine.prefill("default", known) and not one.turn()
     assert not one.engine.prefill("default", known[:7])
@@ -150,27 +148,13 @@ def test_what_the_model_could_not_answer_is_not_read(stepped: Any, lab: Any) -> 
     assert one.engine.prefill("default", long_prompt(length=most))  # a token less, so that one can follow
 
 
-def test_a_model_without_slots_that_can_be_kept_reads_nothing_ahead(stepped: Any, monkeypatch: Any) -> None:
-    one = stepped()
-    one.scheduler.kv_budget.limit = None
-    one.scheduler.prefix_cache._limit = 0  # as for a model whose slots cannot be counted
-    assert not one.engine.prefill("default", long_prompt())
-
-
-def test_a_model_whose_state_is_not_kept_reads_nothing_ahead(stepped: Any, lab_class: Any, tiny_model: Any) -> None:
-    recurrent = lab_class(tiny_model("llama"))
-    recurrent.target = TargetModel(recurrent.target.module, rewindable=False)
-    one = stepped(recurrent)
-    assert not one.engine.prefill("default", long_prompt()) and not one.reader.queue
-
-
 def test_a_forward_that_fails_costs_the_job_alone(stepped: Any, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = stepped(kv_bytes=ROW_BYTES * 1000)
     with monkeypatch.context() as patch:
         patch.setattr(PrefillReader, "_read_chunk", lambda *_: 1 / 0)
         one.engine.prefill("default", long_prompt())
         one.run()
-    assert not one.reader.queue and one.scheduler.kv_budget.lent == 0 and one.engine.failure is None
+    assert not one.reader.queue.jobs and one.scheduler.kv_budget.lent == 0 and one.engine.failure is None
     answer = one.ask([1, 2, 3])
     one.run()
     assert answer.tokens == lab.oracle([1, 2, 3], GREEDY, max_tokens=6, stop_ids=())
@@ -195,3 +179,86 @@ def test_a_chunk_takes_no_longer_than_it_may(stepped: Any) -> None:
     assert 48 <= one.reader._chunk(0) <= 96
     cost.calibrate([(1, 0, 1.0), (256, 0, 9.0)])
     assert one.reader._chunk(0) == CHUNKS[-1]
+
+
+TOKENS = list(range(40))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def queue(clock: Clock) -> PrefillQueue:
+    return PrefillQueue(clock)
+
+
+def test_a_job_is_due_until_it_is_settled_and_again_after_other_work(queue: PrefillQueue) -> None:
+    queue.add("a", TOKENS)
+    job = queue.due()
+    assert job is not None and queue.due() is job
+    queue.settle(job)
+    assert queue.due() is None
+    queue.arrived("a", [1, 2, 3])
+    assert queue.due() is job
+
+
+def test_the_expected_prompt_ends_the_job_whatever_the_last_tokens_became(queue: PrefillQueue) -> None:
+    for prompt in ([*TOKENS, 7], [*TOKENS[:38], 99, 98]):
+        queue.add("a", TOKENS)
+        queue.arrived("b", prompt)
+        assert len(queue.jobs) == 1
+        queue.arrived("a", prompt)
+        assert len(queue.jobs) == 0
+    queue.add("a", TOKENS)
+    queue.arrived("a", TOKENS[:30])
+    assert len(queue.jobs) == 1 and queue.counts["used"] == 0
+
+
+def test_jobs_that_nobody_came_for_end(queue: PrefillQueue, clock: Clock) -> None:
+    queue.add("a", TOKENS)
+    clock.now = JOB_SECONDS
+    assert queue.due() is None and len(queue.jobs) == 0 and queue.counts["cancelled"] == 0
+    queue.add("a", TOKENS)
+    job = queue.due()
+    assert job is not None
+    queue.computed(job, READINGS * len(TOKENS))
+    assert queue.due() is None and queue.counts["cancelled"] == 1
+
+
+def test_the_oldest_give_way_and_the_same_prompt_is_expected_once(queue: PrefillQueue) -> None:
+    for n in range(MOST_JOBS + 5):
+        queue.add("a", [n, *TOKENS])
+        queue.add("a", [n, *TOKENS])
+    first: Any = queue.due()
+    assert len(queue.jobs) == MOST_JOBS and first.tokens[0] == 5
+
+
+def test_a_tenant_that_expects_much_takes_nothing_from_another(queue: PrefillQueue) -> None:
+    queue.add("b", TOKENS)
+    for n in range(2 * MOST_JOBS):
+        queue.add("a", [n, *TOKENS])
+    assert len(queue.jobs) == MOST_JOBS
+    first: Any = queue.due()
+    assert first.tenant == "b"
+
+
+def test_a_prompt_that_is_expected_again_was_not_read_the_less(queue: PrefillQueue) -> None:
+    queue.add("a", TOKENS)
+    first = queue.due()
+    assert first is not None
+    queue.computed(first, 30)
+    queue.add("a", TOKENS)
+    again = queue.due()
+    assert again is not first and again is not None and again.read == 30
+    queue.cancel(again)
+    queue.cancel(again)
+    assert (queue.counts["launched"], queue.counts["cancelled"]) == (1, 1)

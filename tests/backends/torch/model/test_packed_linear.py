@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from agentspec.backends.torch.loader import prepare
-from agentspec.backends.torch.model.layers.packed_linear import PackedLinear, can_pack, pack_linears, unpack_linears
+from agentspec.backends.torch.model.layers import PackedLinear, can_pack, pack_linears, unpack_linears
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="this build of torch has no packed kernels")
 

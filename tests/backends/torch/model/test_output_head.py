@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentspec.backends.torch.model.layers import output_head
-from agentspec.backends.torch.model.layers.output_head import Float32Head, adds_in_float32
+from agentspec.backends.torch.model import layers
+from agentspec.backends.torch.model.layers import Float32Head, adds_in_float32
 
 HALVES = [torch.bfloat16, torch.float16]
 BIASES = pytest.mark.parametrize("bias", [False, True])
@@ -47,7 +47,7 @@ def test_a_device_that_adds_in_float32_reads_the_weight_as_it_is(bias: bool, mon
     def mm(left: Tensor, right: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return left.to(out_dtype) @ right.to(out_dtype)
 
-    monkeypatch.setattr(output_head, "adds_in_float32", lambda weight: True)
+    monkeypatch.setattr(layers, "adds_in_float32", lambda weight: True)
     monkeypatch.setattr(torch, "mm", mm)
     layer = linear(torch.bfloat16, bias=bias)
     assert Float32Head(layer).weight.data_ptr() == layer.weight.data_ptr()

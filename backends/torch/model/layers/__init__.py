@@ -1,1 +1,0 @@
-"""Layers that take the place of a model's own: faster on its device, or with float32 logits."""
