@@ -62,7 +62,7 @@ from agentspec.types import StepSpeculation
 
 QUEUED = 64  # requests that may wait for a local engine, beside those that it runs
 # What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
-EndpointArguments = tuple[Runtime, ServerSettings, Slots, BodyBudget, Deadlines, Metering]
+EndpointArguments = tuple[Runtime, ServerSettings, Slots, BodyBudget, Deadlines, Metering | None]
 
 
 def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:
@@ -77,7 +77,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     budget = BodyBudget(server.max_body_memory, shared=bool(server.api_keys))
     deadlines = Deadlines()
     pages = Pages(runtime, limiter)
-    metering = Metering(server, pages.registry)
+    metering = Metering(server, pages.registry, budget) if server.api_keys else None
     common: EndpointArguments = (runtime, server, limiter, budget, deadlines, metering)
     endpoints, responses = _endpoints(settings, common)
     fleet = FleetPages(runtime)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
@@ -24,11 +24,18 @@ from agentspec.protocol.responses import ChatWriter, CompletionWriter, ResponseW
 from agentspec.proxy.admission import Deadline, Deadlines, Slot, Slots, Watch, until_disconnect
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body.amounts import check_amounts
-from agentspec.proxy.body.budget import BodyAccount, BodyBudget
+from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
-from agentspec.proxy.forwarding import Inspector, StreamInspector, expected_choices, pass_through, upstream_body
+from agentspec.proxy.forwarding import (
+    Inspector,
+    Passage,
+    StreamInspector,
+    expected_choices,
+    pass_through,
+    upstream_body,
+)
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming import CHUNKS, Framing, collected, send_json, send_sse
@@ -44,21 +51,14 @@ MAX_MODEL_NAME = 256
 
 
 @dataclass(slots=True)
-class Exchange:
-    """One admitted request, whose body was read as `fields`, and the ways to answer it.
+class Exchange(Passage):
+    """One admitted request, whose body was read as `fields`, and the ways to answer it."""
 
-    What it holds in memory besides its body is reported to `account`.
-    """
-
-    scope: Scope
-    send: Send
     record: RequestRecord
-    deadline: Deadline
     caller: Caller
     route: Route
     body: bytes
     fields: Mapping[str, Any]
-    account: BodyAccount
 
     def release(self) -> None:
         """Drop the body, which nobody needs any more: an answer can take minutes."""
@@ -92,40 +92,45 @@ class GenerationEndpoint:
     limiter: Slots
     budget: BodyBudget
     deadlines: Deadlines
-    metering: Metering
+    metering: Metering | None  # None without keys
+    several_tenants: bool = field(init=False)  # so that somebody else may have stored something at an upstream
+
+    def __post_init__(self) -> None:
+        self.several_tenants = len(self.settings.tenant_names) > 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
         deadline = self.deadlines.start(self.settings.request_timeout)
         with self.budget.account(record.tenant) as account:
             reading = self._read_body(Headers(scope=scope), account.counting(receive), deadline)
-            await self._answer_to(await reading, scope, receive, send, deadline, account)
+            await self._answer_to(await reading, receive, Passage(scope, send, deadline, account))
 
-    async def _answer_to(
-        self, body: bytes, scope: Scope, receive: Receive, send: Send, deadline: Deadline, account: BodyAccount
-    ) -> None:
+    async def _answer_to(self, body: bytes, receive: Receive, passage: Passage) -> None:
         """Answer a request whose body was read: a client that sends slowly takes no slot from others."""
-        headers, record = Headers(scope=scope), RequestRecord.of(scope)
+        headers, record = Headers(scope=passage.scope), RequestRecord.of(passage.scope)
         patience = read_policy(headers).deadline_s
         async with until_disconnect(receive) as client, self.limiter.enter(record.tenant, patience) as slot:
             fields = await self.budget.run(record.tenant, len(body), parse_object, body)
-            runtime = self.ready()
-            model = _chosen(runtime, _model(fields), headers)
-            name = runtime.aliases.meant(model)
-            route = runtime.route(model)
-            record.model = name if name in runtime.models() else OTHER
-            caller = replace(read_caller(headers, record.tenant, fields), cached=runtime.settings.cache.store)
+            route = self._route(fields, headers, record)
+            caller = replace(read_caller(headers, record.tenant, fields), cached=self.runtime.settings.cache.store)
             record.labels = caller.labels
-            send = _releasing(send, record, slot)
-            exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
-            metered = await self._within_limits(record, body, fields)
-            del body, fields  # an answer can take minutes
-            async with metered:
+            send, deadline, account = _releasing(passage.send, record, slot), passage.deadline, passage.account
+            exchange = Exchange(passage.scope, send, deadline, account, record, caller, route, body, fields)
+            async with self._within_limits(record, body, fields):
+                del body, fields  # an answer can take minutes
                 if isinstance(route.backend, PoolBackend):
                     await self._try(exchange, route.backend.pool)
                 else:
                     await self._respond(exchange)
         note_disconnect(client, record)
+
+    def _route(self, fields: Mapping[str, Any], headers: Headers, record: RequestRecord) -> Route:
+        """The way to the model that is asked for, whose name `record` gets."""
+        runtime = self.ready()
+        model = _chosen(runtime, _model(fields), headers)
+        name, route = runtime.aliases.meant(model), runtime.route(model)
+        record.model = name if name in runtime.models() else OTHER
+        return route
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
@@ -155,13 +160,13 @@ class GenerationEndpoint:
         backend, known = await route.backend.any_server()
         return Route(route.backend_name, backend, known or route.upstream_model)
 
-    async def _within_limits(
+    def _within_limits(
         self, record: RequestRecord, body: bytes, fields: Mapping[str, Any]
     ) -> AbstractAsyncContextManager[Any]:
         """What counts the request for its key, and may refuse it."""
-        if not self.generates:
+        if self.metering is None or not self.generates:
             return nullcontext()
-        return await self.metering.within_limits(record, self.path, body, fields, self.budget.run)
+        return self.metering.within_limits(record, self.path, body, fields)
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""
@@ -186,17 +191,11 @@ class GenerationEndpoint:
         async with exchange.deadline.limit():
             body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
         exchange.release()
-        scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
-        await pass_through(scope, send, backend, self.path, body, at, inspector, account=account, above=above)
+        await pass_through(exchange, backend, self.path, body, inspector, above=above)
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""
         return await self.budget.run(exchange.record.tenant, len(exchange.body), function, *arguments)
-
-    @property
-    def several_tenants(self) -> bool:
-        """Whether somebody else may have stored something at an upstream."""
-        return len(self.settings.tenant_names) > 1
 
     def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
         """Raise `InvalidRequestError` for what the upstream may not get."""

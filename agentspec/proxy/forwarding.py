@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -280,38 +281,45 @@ async def with_fields(body: bytes, fields: Mapping[str, Any], added: Mapping[str
     return await asyncio.to_thread(set_values, body, fields, added)
 
 
+@dataclass(slots=True)
+class Passage:
+    """One request and the way of its answer. What it holds in memory besides its body is reported to `account`."""
+
+    scope: Scope
+    send: Send
+    deadline: Deadline
+    account: BodyAccount
+
+
 async def pass_through(
-    scope: Scope,
-    send: Send,
+    passage: Passage,
     backend: OpenAIBackend,
     path: str,
     body: bytes,
-    deadline: Deadline,
     inspector: Inspector,
-    method: str = "POST",
     *,
-    account: BodyAccount,
+    method: str = "POST",
     above: bool = False,
 ) -> None:
     """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
 
-    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and
+    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until the account has room for it, and
     its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
     later ends with an error event.
     """
-    record = RequestRecord.of(scope)
-    query = scope.get("query_string", b"").decode("latin-1")
+    record, query = RequestRecord.of(passage.scope), passage.scope.get("query_string", b"").decode("latin-1")
     forward = partial(backend.forward, method, path, query=query, tenant=record.tenant, above=above)
+    headers = request_headers(passage.scope, record)
     async with AsyncExitStack() as stack:
-        async with deadline.limit():
-            response = await stack.enter_async_context(forward(headers=request_headers(scope, record), body=body))
-            content = await _content(response, record, account)
+        async with passage.deadline.limit():
+            response = await stack.enter_async_context(forward(headers=headers, body=body))
+            content = await _content(response, record, passage.account)
         if not record.stream:
-            await _send_whole(response, content, record, send, account)
+            await _send_whole(response, content, record, passage)
         elif response.is_encoded:
-            await _send_encoded(response, record, send, deadline)
+            await _send_encoded(response, record, passage)
         else:
-            await _send_stream(response, record, send, deadline, inspector)
+            await _send_stream(response, record, passage, inspector)
 
 
 async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
@@ -338,41 +346,33 @@ def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     return headers
 
 
-async def _send_whole(
-    response: UpstreamResponse,
-    content: bytes,
-    record: RequestRecord,
-    send: Send,
-    account: BodyAccount,
-) -> None:
+async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, passage: Passage) -> None:
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
         content = _error_body(response, content)
         if record.anthropic:
             content = anthropic_error(content, response.status, record.request_id)
     elif not response.is_encoded:
-        counts, error = await account.run(len(content), read_answer, content)
+        counts, error = await passage.account.run(len(content), read_answer, content)
         record.read(counts)
         record.whole_arrived(len(content))
         _note_error(record, error)
         content = without_account(content) if error and response.own_key else content
     length = [(b"content-length", str(len(content)).encode())] if response.status != _NO_CONTENT else []
-    await send({"type": "http.response.start", "status": response.status, "headers": [*_headers(response), *length]})
-    await send({"type": "http.response.body", "body": content})
+    headers = [*_headers(response), *length]
+    await passage.send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await passage.send({"type": "http.response.body", "body": content})
 
 
 async def _send_stream(
-    response: UpstreamResponse,
-    record: RequestRecord,
-    send: Send,
-    deadline: Deadline,
-    inspector: Inspector,
+    response: UpstreamResponse, record: RequestRecord, passage: Passage, inspector: Inspector
 ) -> None:
     """Send whole events, byte for byte. If the upstream stops before its answer is complete, an error event follows."""
+    send = passage.send
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
     splitter = EventSplitter()
     try:
-        async with deadline.limit(), aclosing(response.aiter_raw()) as pieces:
+        async with passage.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:
                 if events := splitter.feed(piece):
                     inspector.read(events[splitter.whole_from :])
@@ -401,13 +401,14 @@ def _told(events: bytes, response: UpstreamResponse, inspector: Inspector) -> by
     return without_account(events) if inspector.error and response.own_key else events
 
 
-async def _send_encoded(response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline) -> None:
+async def _send_encoded(response: UpstreamResponse, record: RequestRecord, passage: Passage) -> None:
     """Send a stream as it comes that the upstream has compressed, although it was asked not to.
 
     A failure is raised, which breaks the connection: no event can be put into compressed bytes.
     """
+    send = passage.send
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
-    async with deadline.limit(), aclosing(response.aiter_raw()) as pieces:
+    async with passage.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
         async for piece in pieces:
             record.token_arrived()
             await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -14,17 +14,19 @@ from starlette.requests import ClientDisconnect
 from agentspec.backends.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from agentspec.errors import OverRateLimitError, RateLimitError
 from agentspec.proxy.body.amounts import CHOICES
+from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.forwarding import expected_choices
 from agentspec.proxy.request_record import BYTES_PER_TOKEN, RequestRecord
 from agentspec.settings.server import RateLimits, ServerSettings
 from agentspec.telemetry.metrics import Metrics
 
-MEDIA_TOKENS = 1024  # of an image, a sound or a file, whatever bytes it takes
+WINDOW = 60  # seconds
+MEDIA_TOKENS = 1024  # of an image, a sound or a file in base64, whatever bytes it takes
 ANSWER_TOKENS = 256  # of an answer for which the request names no bound
 _MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
-_MEDIA = "image image_url input_image input_audio audio_url video_url input_file file document".split()
 _ANSWERED = frozenset((CHAT, COMPLETIONS, MESSAGES, RESPONSES))  # others return vectors, or what the body's texts score
-_MARKS = (b"base64", b"input_audio")  # a body without them holds text alone
+_MEDIA = re.compile(rb'(?:;base64,|"data"\s*:\s*")[A-Za-z0-9+/=_\\-]{2048,}')
+Headers = tuple[tuple[bytes, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,60 +45,33 @@ class Demand:
         """What there must be room for: of an answer without a bound nobody knows."""
         return self.prompt + (self.answer if self.bounded else 0)
 
-    def untold(self, arrived: int) -> int:
-        """What stands for the tokens of an answer that told none, but of which so many arrived."""
-        return self.prompt + (self.answer if self.bounded else max(self.answer, arrived))
-
     def within(self, limit: int | None) -> int:
         """What is charged under a limit: what is guessed of an answer makes no request too large for it."""
         whole = self.prompt + self.answer
         return whole if limit is None else min(whole, max(self.least, limit))
 
+    def taken(self, record: RequestRecord, *, failed: bool) -> int:
+        """The tokens that the request took: as the model reported them, else by what arrived of its answer. One that
+        failed before any of it arrived is free.
+        """
+        if record.usage is not None:
+            return record.usage.prompt_tokens + record.usage.completion_tokens
+        if failed:
+            return self.prompt + record.arrived if record.arrived else 0
+        return self.prompt + (self.answer if self.bounded else max(self.answer, record.arrived))
+
 
 def demand_of(path: str, body: bytes, fields: Mapping[str, Any]) -> Demand:
     """What the request with this body, read as `fields`, will take. Never raises: its fields are not checked yet."""
-    prompt = -(-_text_bytes(body, fields) // BYTES_PER_TOKEN)
+    media = [len(one) for one in _MEDIA.findall(body)]
+    prompt = -(-(len(body) - sum(media)) // BYTES_PER_TOKEN) + MEDIA_TOKENS * len(media)
     given = [value for name in _MOST if type(value := fields.get(name)) is int and value >= 0]
     if not given and path not in _ANSWERED:
         return Demand(prompt, 0)
-    choices = expected_choices(path, fields)
-    wanted = [value for name in CHOICES if type(value := fields.get(name)) is int and value > 0]
-    each = max(given) if given else ANSWER_TOKENS
-    answer = each * max(choices, *wanted, 1)
-    return Demand(
-        prompt, answer, bounded=bool(given), background=path == RESPONSES and fields.get("background") is True
-    )
-
-
-def may_hold_media(body: bytes) -> bool:
-    """Whether `demand_of` looks at each value of the body, which takes a while if that is large."""
-    return any(mark in body for mark in _MARKS)
-
-
-def _text_bytes(body: bytes, fields: Mapping[str, Any]) -> int:
-    """The bytes of the body, those of media left out and counted as so many tokens."""
-    if not may_hold_media(body):
-        return len(body)
-    size, waiting = 0, [fields]
-    while waiting:
-        one: Any = waiting.pop()
-        if isinstance(one, str):
-            size += len(one.encode("utf-8", "replace"))
-        elif isinstance(one, list):
-            waiting += one
-        elif not isinstance(one, Mapping):
-            size += BYTES_PER_TOKEN
-        elif one.get("type") in _MEDIA:
-            size += MEDIA_TOKENS * BYTES_PER_TOKEN
-        else:
-            waiting += one.values()
-    return size
-
-
-WINDOW = 60  # seconds
-Headers = tuple[tuple[bytes, bytes], ...]
-Owner = tuple[str, str]
-"""A key: its tenant, and its label among that tenant's keys."""
+    choices = [value for name in CHOICES if type(value := fields.get(name)) is int and value > 0]
+    answer = (max(given) if given else ANSWER_TOKENS) * max(expected_choices(path, fields), *choices, 1)
+    background = path == RESPONSES and fields.get("background") is True
+    return Demand(prompt, answer, bounded=bool(given), background=background)
 
 
 @dataclass(slots=True)
@@ -161,18 +136,8 @@ class KeyLimiter:
         Raises `RateLimitError`, and `OverRateLimitError` if it asks for more than there will ever be; neither counts.
         """
         second, limit = self._advance(), self.limits.tokens_per_minute
-        if limit and demand.least > limit:
-            raise OverRateLimitError(
-                f"the request takes about {demand.least} tokens with the longest answer that it allows, and its key has"
-                f" tokens_per_minute = {limit}: send a shorter prompt, or ask for fewer (max_tokens)",
-                param="max_tokens",
-            )
-        if limit and demand.background and not demand.bounded:
-            raise OverRateLimitError(
-                "the tokens of a response in the background are charged before it runs, since its key has"
-                f" tokens_per_minute = {limit}: say max_output_tokens",
-                param="max_output_tokens",
-            )
+        if limit:
+            _refuse_unbounded(demand, limit)
         charged = demand.within(limit)
         self._require(1, charged)
         self._requests.add(1)
@@ -206,49 +171,46 @@ class KeyLimiter:
         windows = (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens))
         return [(name, limit, window) for name, window in windows if (limit := getattr(self.limits, name))]
 
-    def headers(self, *, anthropic: bool) -> Headers:
-        """Where the key stands: limit, what is left, and when all is there again, as OpenAI or Anthropic says it."""
+    def headers(self) -> Headers:
+        """Where the key stands, in OpenAI's headers: limit, what is left, and when all is there again."""
         found: list[tuple[str, str]] = []
         for name, limit, window in self._limited():
-            kind, left = name.removesuffix("_per_minute"), str(max(0, limit - window.total))
-            if anthropic:
-                moment = datetime.fromtimestamp(int(time.time()) + window.reset, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-                prefix = f"anthropic-ratelimit-{kind}-"
-                found += [(f"{prefix}limit", str(limit)), (f"{prefix}remaining", left), (f"{prefix}reset", moment)]
-            else:
-                reset = "1m0s" if window.reset == WINDOW else f"{window.reset}s"
-                values = (("limit", str(limit)), ("remaining", left), ("reset", reset))
-                found += [(f"x-ratelimit-{what}-{kind}", value) for what, value in values]
+            reset = "1m0s" if window.reset == WINDOW else f"{window.reset}s"
+            values = (("limit", str(limit)), ("remaining", str(max(0, limit - window.total))), ("reset", reset))
+            found += [(f"x-ratelimit-{what}-{name.removesuffix('_per_minute')}", value) for what, value in values]
         return tuple((name.encode(), value.encode()) for name, value in found)
 
 
-class Metering:
-    """The limits of all keys, and the counts of tokens by tenant; without keys it does nothing. For one event loop."""
+def _refuse_unbounded(demand: Demand, limit: int) -> None:
+    """Raise `OverRateLimitError` for a request that can never be charged within `limit` tokens."""
+    if demand.least > limit:
+        raise OverRateLimitError(
+            f"the request takes about {demand.least} tokens with the longest answer that it allows, and its key has"
+            f" tokens_per_minute = {limit}: send a shorter prompt, or ask for fewer (max_tokens)",
+            param="max_tokens",
+        )
+    if demand.background and not demand.bounded:
+        raise OverRateLimitError(
+            "the tokens of a response in the background are charged before it runs, since its key has"
+            f" tokens_per_minute = {limit}: say max_output_tokens",
+            param="max_output_tokens",
+        )
 
-    def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
-        self._metrics, self._has_keys = metrics, bool(settings.api_keys)
+
+class Metering:
+    """The limits of all keys, and the counts of tokens by tenant. For one event loop."""
+
+    def __init__(self, settings: ServerSettings, metrics: Metrics, budget: BodyBudget) -> None:
+        self._metrics, self._budget = metrics, budget
         self._limiters = {owner: KeyLimiter(limits) for owner, limits in settings.limits_of_keys.items()}
 
-    async def within_limits(
-        self,
-        record: RequestRecord,
-        path: str,
-        body: bytes,
-        fields: Mapping[str, Any],
-        run: Callable[..., Awaitable[Demand]],
-    ) -> AbstractAsyncContextManager[None]:
-        """What runs a request for a model. Entering it raises `RateLimitError` if the request has to come later, and
-        `OverRateLimitError` if it asks for more than there will ever be.
-
-        `run` is as of `BodyBudget`: what takes long for a large body is done in a thread.
-        """
-        if not self._has_keys or record.identity is None:
-            return nullcontext()
-        size = len(body) if may_hold_media(body) else 0
-        return self._metered(record, await run(record.tenant, size, demand_of, path, body, fields))
-
     @asynccontextmanager
-    async def _metered(self, record: RequestRecord, demand: Demand) -> AsyncIterator[None]:
+    async def within_limits(
+        self, record: RequestRecord, path: str, body: bytes, fields: Mapping[str, Any]
+    ) -> AsyncIterator[None]:
+        """A context that runs a request for a model. Entering it raises as `KeyLimiter.admit` does."""
+        demand = await self._budget.run(record.tenant, len(body), demand_of, path, body, fields)
+        del body, fields  # an answer can take minutes
         settle = self._admit(record, demand)
         failed = False
         try:
@@ -257,10 +219,9 @@ class Metering:
             failed = not isinstance(error, ClientDisconnect)
             raise
         finally:
-            settle(_taken(record, demand, failed=failed or record.failed))
-            if record.usage is not None:
-                counts = {"prompt": record.usage.prompt_tokens, "completion": record.usage.completion_tokens}
-                self._metrics.tenant_tokens(record.tenant, **counts)
+            settle(demand.taken(record, failed=failed or record.failed))
+            if (used := record.usage) is not None:
+                self._metrics.tenant_tokens(record.tenant, prompt=used.prompt_tokens, completion=used.completion_tokens)
 
     def _admit(self, record: RequestRecord, demand: Demand) -> Callable[[int], None]:
         assert record.identity is not None
@@ -273,15 +234,4 @@ class Metering:
             self._metrics.limited(record.tenant, error.limit)
             raise
         finally:
-            record.limit_headers = limiter.headers(anthropic=record.anthropic)
-
-
-def _taken(record: RequestRecord, demand: Demand, *, failed: bool) -> int:
-    """The tokens that a request took: as the model reported them, else by what arrived of its answer. One that failed
-    before any of it arrived is free.
-    """
-    if record.usage is not None:
-        return record.tokens
-    if failed:
-        return demand.prompt + record.arrived if record.arrived else 0
-    return demand.untold(record.arrived)
+            record.limit_headers = limiter.headers()

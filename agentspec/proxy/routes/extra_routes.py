@@ -7,22 +7,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import Backend
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.backend import PoolBackend
+from agentspec.backends.pool.pool import Pool
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
-from agentspec.placement import Call
-from agentspec.proxy.admission import Deadline, until_disconnect
-from agentspec.proxy.auth import read_caller
-from agentspec.proxy.body.budget import BodyAccount
-from agentspec.proxy.body.reading import parse_object, set_values
 from agentspec.proxy.body.upstream_fields import check_head
-from agentspec.proxy.endpoint import GenerationEndpoint, note_disconnect
-from agentspec.proxy.forwarding import StreamInspector, pass_through
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.forwarding import StreamInspector, pass_through, with_fields
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.runtime import Route
 from agentspec.settings.load import Settings
 from agentspec.telemetry.metrics import OTHER
 
@@ -47,68 +41,37 @@ class ExtraRoute(GenerationEndpoint):
     root: ClassVar[str] = ""
     upstream: str = ""
 
-    async def _answer_to(
-        self, body: bytes, scope: Scope, receive: Receive, send: Send, deadline: Deadline, account: BodyAccount
-    ) -> None:
-        record = RequestRecord.of(scope)
-        async with until_disconnect(receive) as client, self.limiter.enter(record.tenant):
-            fields = await self.budget.run(record.tenant, len(body), parse_object, body)
-            backend = self.ready().backends()[self.upstream]
+    def _route(self, fields: Mapping[str, Any], headers: Headers, record: RequestRecord) -> Route:
+        if not isinstance(fields.get("model"), str):
             record.model = OTHER
-            check_head(scope)
-            read_caller(Headers(scope=scope), record.tenant)  # they pass as they are, but none that is wrong
-            await self._check_tenants(backend)
-            async with await self._within_limits(record, body, fields):
-                if isinstance(backend, PoolBackend):
-                    async for attempt in Attempts(backend.pool, Call(), deadline.at, fallbacks=True):
-                        async with attempt:
-                            record.attempt = attempt
-                            await self._pass(scope, send, attempt.backend, body, fields, deadline, account)
-                else:
-                    assert isinstance(backend, OpenAIBackend)
-                    await self._pass(scope, send, backend, body, fields, deadline, account)
-        note_disconnect(client, record)
-
-    async def _check_tenants(self, backend: Backend) -> None:
-        """Raise `UpstreamIsolationError` if servers need salts, which this route cannot carry. Asked before a server is
-        chosen: it is no server's failure.
-        """
-        if isinstance(backend, PoolBackend):
-            await backend.pool.prepare()
-            servers: list[Backend] = [member.backend for member, _ in backend.pool.members()]
-        else:
-            servers = [backend]
-        if any(isinstance(server, OpenAIBackend) and server.needs_salt for server in servers):
-            raise UpstreamIsolationError(
-                f"{self.path} cannot be kept apart by tenant: the operator may set shared_upstream"
-            )
-
-    async def _pass(
-        self,
-        scope: Scope,
-        send: Send,
-        backend: OpenAIBackend,
-        body: bytes,
-        fields: Mapping[str, Any],
-        deadline: Deadline,
-        account: BodyAccount,
-    ) -> None:
-        """Pass the request to one server. Raises `InvalidRequestError` for what it may not get."""
-        await self.budget.run(RequestRecord.of(scope).tenant, len(body), self._check, fields, backend)
-        body = self._named(body, fields)
-        path, above = self.path.removeprefix("/v1"), not self.path.startswith("/v1/")
-        inspector = StreamInspector(0)
-        await pass_through(scope, send, backend, path, body, deadline, inspector, account=account, above=above)
-
-    def _named(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
-        """`body` with the upstream's name of the model that it names, if it names one."""
-        model = fields.get("model")
-        if not isinstance(model, str):
-            return body
-        route = self.runtime.route(model)
+            return Route(self.upstream, self.ready().backends()[self.upstream], "")
+        route = super(ExtraRoute, self)._route(fields, headers, record)
         # All servers of all pools are the only upstream's.
         if route.backend_name != self.upstream and not isinstance(route.backend, PoolBackend):
-            raise InvalidRequestError(
-                f"{self.path} is passed to an upstream that does not serve this model", param="model"
-            )
-        return body if route.upstream_model == model else set_values(body, fields, {"model": route.upstream_model})
+            message = f"{self.path} is passed to an upstream that does not serve this model"
+            raise InvalidRequestError(message, param="model")
+        return route
+
+    async def _try(self, exchange: Exchange, pool: Pool) -> None:
+        await pool.prepare()
+        for member, _ in pool.members():  # before one is chosen: it is no server's failure
+            self._refuse_unsalted(member.backend)
+        await super(ExtraRoute, self)._try(exchange, pool)
+
+    async def _respond(self, exchange: Exchange) -> None:
+        backend, model, body = exchange.route.backend, exchange.route.upstream_model, exchange.body
+        assert isinstance(backend, OpenAIBackend)
+        self._refuse_unsalted(backend)
+        check_head(exchange.scope)
+        await self._run(exchange, self._check, exchange.fields, backend)
+        if isinstance(asked := exchange.fields.get("model"), str) and asked != model:
+            body = await with_fields(body, exchange.fields, {"model": model})
+        exchange.release()
+        path, above = self.path.removeprefix("/v1"), not self.path.startswith("/v1/")
+        await pass_through(exchange, backend, path, body, StreamInspector(0), above=above)
+
+    def _refuse_unsalted(self, server: OpenAIBackend) -> None:
+        """Raise `UpstreamIsolationError` for a server that needs salts, which this route cannot carry."""
+        if server.needs_salt:
+            message = f"{self.path} cannot be kept apart by tenant: the operator may set shared_upstream"
+            raise UpstreamIsolationError(message)
