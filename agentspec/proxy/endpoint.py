@@ -29,8 +29,8 @@ from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
 from agentspec.proxy.forwarding import (
+    Arrival,
     Inspector,
-    Passage,
     StreamInspector,
     expected_choices,
     pass_through,
@@ -51,7 +51,7 @@ MAX_MODEL_NAME = 256
 
 
 @dataclass(slots=True)
-class Exchange(Passage):
+class Exchange(Arrival):
     """One admitted request, whose body was read as `fields`, and the ways to answer it."""
 
     record: RequestRecord
@@ -103,19 +103,19 @@ class GenerationEndpoint:
         deadline = self.deadlines.start(self.settings.request_timeout)
         with self.budget.account(record.tenant) as account:
             reading = self._read_body(Headers(scope=scope), account.counting(receive), deadline)
-            await self._answer_to(await reading, receive, Passage(scope, send, deadline, account))
+            await self._answer_to(await reading, receive, Arrival(scope, send, deadline, account))
 
-    async def _answer_to(self, body: bytes, receive: Receive, passage: Passage) -> None:
+    async def _answer_to(self, body: bytes, receive: Receive, arrival: Arrival) -> None:
         """Answer a request whose body was read: a client that sends slowly takes no slot from others."""
-        headers, record = Headers(scope=passage.scope), RequestRecord.of(passage.scope)
+        headers, record = Headers(scope=arrival.scope), RequestRecord.of(arrival.scope)
         patience = read_policy(headers).deadline_s
         async with until_disconnect(receive) as client, self.limiter.enter(record.tenant, patience) as slot:
             fields = await self.budget.run(record.tenant, len(body), parse_object, body)
             route = self._route(fields, headers, record)
             caller = replace(read_caller(headers, record.tenant, fields), cached=self.runtime.settings.cache.store)
             record.labels = caller.labels
-            send, deadline, account = _releasing(passage.send, record, slot), passage.deadline, passage.account
-            exchange = Exchange(passage.scope, send, deadline, account, record, caller, route, body, fields)
+            send, deadline, account = _releasing(arrival.send, record, slot), arrival.deadline, arrival.account
+            exchange = Exchange(arrival.scope, send, deadline, account, record, caller, route, body, fields)
             async with self._within_limits(record, body, fields):
                 del body, fields  # an answer can take minutes
                 if isinstance(route.backend, PoolBackend):

@@ -282,7 +282,7 @@ async def with_fields(body: bytes, fields: Mapping[str, Any], added: Mapping[str
 
 
 @dataclass(slots=True)
-class Passage:
+class Arrival:
     """One request and the way of its answer. What it holds in memory besides its body is reported to `account`."""
 
     scope: Scope
@@ -292,7 +292,7 @@ class Passage:
 
 
 async def pass_through(
-    passage: Passage,
+    arrival: Arrival,
     backend: OpenAIBackend,
     path: str,
     body: bytes,
@@ -307,19 +307,19 @@ async def pass_through(
     its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
     later ends with an error event.
     """
-    record, query = RequestRecord.of(passage.scope), passage.scope.get("query_string", b"").decode("latin-1")
+    record, query = RequestRecord.of(arrival.scope), arrival.scope.get("query_string", b"").decode("latin-1")
     forward = partial(backend.forward, method, path, query=query, tenant=record.tenant, above=above)
-    headers = request_headers(passage.scope, record)
+    headers = request_headers(arrival.scope, record)
     async with AsyncExitStack() as stack:
-        async with passage.deadline.limit():
+        async with arrival.deadline.limit():
             response = await stack.enter_async_context(forward(headers=headers, body=body))
-            content = await _content(response, record, passage.account)
+            content = await _content(response, record, arrival.account)
         if not record.stream:
-            await _send_whole(response, content, record, passage)
+            await _send_whole(response, content, record, arrival)
         elif response.is_encoded:
-            await _send_encoded(response, record, passage)
+            await _send_encoded(response, record, arrival)
         else:
-            await _send_stream(response, record, passage, inspector)
+            await _send_stream(response, record, arrival, inspector)
 
 
 async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
@@ -346,33 +346,33 @@ def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     return headers
 
 
-async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, passage: Passage) -> None:
+async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, arrival: Arrival) -> None:
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
         content = _error_body(response, content)
         if record.anthropic:
             content = anthropic_error(content, response.status, record.request_id)
     elif not response.is_encoded:
-        counts, error = await passage.account.run(len(content), read_answer, content)
+        counts, error = await arrival.account.run(len(content), read_answer, content)
         record.read(counts)
         record.whole_arrived(len(content))
         _note_error(record, error)
         content = without_account(content) if error and response.own_key else content
     length = [(b"content-length", str(len(content)).encode())] if response.status != _NO_CONTENT else []
     headers = [*_headers(response), *length]
-    await passage.send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await passage.send({"type": "http.response.body", "body": content})
+    await arrival.send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await arrival.send({"type": "http.response.body", "body": content})
 
 
 async def _send_stream(
-    response: UpstreamResponse, record: RequestRecord, passage: Passage, inspector: Inspector
+    response: UpstreamResponse, record: RequestRecord, arrival: Arrival, inspector: Inspector
 ) -> None:
     """Send whole events, byte for byte. If the upstream stops before its answer is complete, an error event follows."""
-    send = passage.send
+    send = arrival.send
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
     splitter = EventSplitter()
     try:
-        async with passage.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
+        async with arrival.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:
                 if events := splitter.feed(piece):
                     inspector.read(events[splitter.whole_from :])
@@ -401,14 +401,14 @@ def _told(events: bytes, response: UpstreamResponse, inspector: Inspector) -> by
     return without_account(events) if inspector.error and response.own_key else events
 
 
-async def _send_encoded(response: UpstreamResponse, record: RequestRecord, passage: Passage) -> None:
+async def _send_encoded(response: UpstreamResponse, record: RequestRecord, arrival: Arrival) -> None:
     """Send a stream as it comes that the upstream has compressed, although it was asked not to.
 
     A failure is raised, which breaks the connection: no event can be put into compressed bytes.
     """
-    send = passage.send
+    send = arrival.send
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
-    async with passage.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
+    async with arrival.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
         async for piece in pieces:
             record.token_arrived()
             await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -24,7 +24,7 @@ from agentspec.protocol.wire import encode
 from agentspec.proxy.admission import Deadline, until_disconnect
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import GenerationEndpoint, note_disconnect
-from agentspec.proxy.forwarding import Passage, pass_through, request_headers
+from agentspec.proxy.forwarding import Arrival, pass_through, request_headers
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.upstreams import ResponsesInspector
@@ -217,8 +217,8 @@ class StoredRoute:
         # The answer to HEAD has a length and no body to wait for; our own server leaves that of GET out.
         inspector, method = ResponsesInspector(), "GET" if request.method == "HEAD" else request.method
         with self.endpoint.budget.account(record.tenant) as account:
-            passage = Passage(request.scope, send, deadline, account)
-            await pass_through(passage, backend, path, b"", inspector, method=method)
+            arrival = Arrival(request.scope, send, deadline, account)
+            await pass_through(arrival, backend, path, b"", inspector, method=method)
 
     def _discarding(self, send: Send, tenant: str, id: str) -> Send:
         """Wrap `send` to forget whose the response was before the client is told that it is gone."""
