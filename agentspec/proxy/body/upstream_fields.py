@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
@@ -240,22 +240,8 @@ _REGIONS = {
 }
 
 
-@dataclass(slots=True)
-class _Level:
-    """One array or object on the way to the present value: its items still to come, and the present one's key.
-
-    `nearest` is the last name on the way; an object has names, an array has not. `text` has names of its own strings.
-    """
-
-    region: _Region
-    nearest: str
-    items: Iterator[tuple[Any, Any]]
-    named: bool
-    text: Set[str] = frozenset()
-    key: Any = None
-
-
-_Place = list[_Level]
+_Place = tuple[Any, Any]
+"""Where a value is: the place of what holds it, None for the request, and its key there."""
 
 
 class UpstreamFields:
@@ -271,7 +257,7 @@ class UpstreamFields:
         """Raise `InvalidRequestError`, whose `param` is the path of the field, for what is not allowed in a request to
         `path`, below the API's root.
 
-        Takes time and memory linear in the size of `fields`, whatever its nesting.
+        Takes time and memory linear in the size of `fields`.
         """
         if is_address(str(fields.get("model", ""))):
             raise InvalidRequestError("model must be a name, not an address", param="model")
@@ -281,7 +267,7 @@ class UpstreamFields:
             self._check_tools(fields.get(name), name)
         for name, value in fields.items():
             if name not in _TEXT_FIELDS:
-                self._walk(name, value, _REGIONS.get(name, _OTHER))
+                self._walk({name: value}, _REGIONS.get(name, _OTHER))
 
     def check_template_arguments(self, arguments: Any) -> None:
         """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
@@ -321,30 +307,22 @@ class UpstreamFields:
         """Whether the type is known. Those of Anthropic's and some of OpenAI's tools end in a date."""
         return kind in TOOL_TYPES or kind in self._added or re.fullmatch(r"[a-z_]+_\d[\d_]{7,9}", kind) is not None
 
-    def _walk(self, name: str, value: Any, region: _Region) -> None:
-        """Check all strings of the field `name`, in order, remembering only where it is."""
-        place = [_Level(region, "", iter([(name, value)]), named=True)]
-        while place:
-            level = place[-1]
-            region = level.region
-            for key, value in level.items:
-                level.key = key
-                nearest = key if level.named else level.nearest
-                if region.media and level.named and _TENSORS.fullmatch(key) and key not in self._added:
-                    raise _refused(_path(place))
-                kind = type(value)
-                if kind is str:
-                    if nearest not in region.text and key not in level.text:
-                        self._check_string(value, nearest, region, place)
-                elif kind is dict and key not in region.skipped:
-                    inner, text = region.inner.get(key, region), _text_of(value)
-                    place.append(_Level(inner, nearest, iter(value.items()), named=True, text=text))
-                    break
-                elif kind is list and key not in region.skipped:
-                    place.append(_Level(region.inner.get(key, region), nearest, enumerate(value), named=False))
-                    break
-            else:
-                place.pop()
+    def _walk(self, value: Any, region: _Region, nearest: str = "", at: _Place | None = None) -> None:
+        """Check all strings in an object or array, in order; `nearest` is the last name on the way to it.
+
+        It calls itself for each level: bodies have few.
+        """
+        named = type(value) is dict
+        text = _text_of(value) if named else frozenset()
+        for key, one in value.items() if named else enumerate(value):
+            name, place = key if named else nearest, (at, key)
+            if region.media and named and _TENSORS.fullmatch(key) and key not in self._added:
+                raise _refused(_path(place))
+            if type(one) is str:
+                if name not in region.text and key not in text:
+                    self._check_string(one, name, region, place)
+            elif type(one) in (dict, list) and key not in region.skipped:
+                self._walk(one, region.inner.get(key, region), name, place)
 
     def _check_string(self, text: str, nearest: str, region: _Region, place: _Place) -> None:
         media = region.media
@@ -377,10 +355,13 @@ def _refused(path: str, hint: str = "") -> InvalidRequestError:
     return InvalidRequestError(f"{path} is refused: {why}", param=path)
 
 
-def _path(place: _Place) -> str:
-    """The dotted path of the present field, of a deep one the last parts."""
-    parts = (f".{_shown(level.key)}" if level.named else f"[{level.key}]" for level in place[-16:])
-    return "".join(parts).removeprefix(".")
+def _path(place: _Place | None) -> str:
+    """The dotted path of a value, of a deep one the last parts."""
+    parts: list[str] = []
+    while place is not None and len(parts) < 16:
+        place, key = place
+        parts.append(f"[{key}]" if isinstance(key, int) else f".{_shown(key)}")
+    return "".join(reversed(parts)).removeprefix(".")
 
 
 def _shown(name: object) -> str:

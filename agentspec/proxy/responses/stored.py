@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from agentspec.backends.base import RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.responses import StoredResponse
-from agentspec.errors import AgentSpecError, CacheError, InvalidRequestError
+from agentspec.errors import CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.requests import MAX_MESSAGES
 from agentspec.protocol.validation import shown_name
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 THREADS = 8
-PATIENCE = 10.0  # seconds that a client waits for its answer to be stored
 MAX_STORED_ID = 128
 MAX_CHAIN = 512
 """Answers that one conversation may consist of."""
@@ -77,30 +76,12 @@ class Keeper:
         return self.runtime.settings.cache.store
 
     async def put(self, stored: StoredResponse) -> bool:
-        """Store an answer; False, with a warning in the log, if that cannot be done, or not in time.
-
-        What a slow store commits after that is deleted again: the client is told that nothing is stored.
-        """
-        reason = f"the store took more than {PATIENCE:.0f} seconds"
-        verdict: dict[str, bool] = {}  # set once: by the thread that has stored, or by who waits for it no longer
+        """Store an answer; False, with a warning in the log, if that cannot be done."""
         try:
-            with anyio.move_on_after(PATIENCE):
-                return await self._in_thread(lambda: self._put(replace(stored, id=_key(stored.id)), verdict))
-            if verdict.setdefault("kept", False):
-                return True
+            return await self._in_thread(lambda: self._store.put(replace(stored, id=_key(stored.id))))
         except CacheError as error:
-            reason = error.message
-        logger.warning("a response is not stored", error=reason)
-        return False
-
-    def _put(self, stored: StoredResponse, verdict: dict[str, bool]) -> bool:
-        kept = self._store.put(stored)
-        if kept and not verdict.setdefault("kept", True):
-            try:
-                self._store.delete(stored.tenant, stored.id)
-            except AgentSpecError as error:
-                logger.warning("a response stays stored, though its client was told otherwise", error=error.message)
-        return kept
+            logger.warning("a response is not stored", error=error.message)
+            return False
 
     async def get(self, tenant: str, id: str, param: str = "id") -> StoredResponse:
         """The tenant's answer. Raises `ResponseNotFoundError`."""

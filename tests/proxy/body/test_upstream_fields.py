@@ -9,6 +9,7 @@ import pytest
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
+from agentspec.proxy.body.reading import MAX_DEPTH
 from agentspec.proxy.body.upstream_fields import BY_API, UpstreamFields
 
 ROUTE = "/any"  # of the operator's list, where the fields of all APIs pass
@@ -294,7 +295,7 @@ def test_what_cannot_be_allowed(settings: dict[str, Any]) -> None:
 
 def test_nesting_is_no_way_around_and_no_way_to_fail() -> None:
     deep: Any = "http://x"
-    for _ in range(20_000):
+    for _ in range(MAX_DEPTH):
         deep = {"a": deep}
     with pytest.raises(InvalidRequestError) as caught:
         check({"reasoning": deep})
