@@ -3,78 +3,74 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from agentspec.protocol.deltas import clamped, speculation_object
+from agentspec.protocol.deltas import speculation_object
 from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
 from agentspec.protocol.openai_responses.tools import InputReader
 from agentspec.protocol.responses import ToolCalls, whole_arguments
-from agentspec.types import Delta, Speculation, TokenLogprob, Usage
+from agentspec.types import Delta, Speculation, Usage
 
 Event = dict[str, Any]
 
 
 @dataclass(slots=True)
-class MessageItem:
-    """The text of an answer."""
+class _TextItem:
+    """An item of one part with text, which its events call by `kind`; `more` is what they tell besides."""
 
-    logprobs: bool = False
-    id: str = field(default_factory=lambda: new_id("msg"))
-    text: list[str] = field(default_factory=list)
-    tokens: list[TokenLogprob] = field(default_factory=list)
-
-    def begin(self) -> Iterator[Event]:
-        yield {"type": "response.output_item.added", "item": self.item("in_progress") | {"content": []}}
-        yield {"type": "response.content_part.added", "content_index": 0, "part": self._part()}
-
-    def add(self, text: str, tokens: Sequence[TokenLogprob]) -> Iterator[Event]:
-        self.text.append(text)
-        self.tokens.extend(tokens)
-        logprobs = [_logprob(token, encoded=False) for token in tokens]
-        yield {"type": "response.output_text.delta", "content_index": 0, "delta": text, "logprobs": logprobs}
-
-    def end(self, status: str) -> Iterator[Event]:
-        logprobs = [_logprob(token, encoded=False) for token in self.tokens]
-        whole = {"text": "".join(self.text), "logprobs": logprobs}
-        yield {"type": "response.output_text.done", "content_index": 0, **whole}
-        yield {"type": "response.content_part.done", "content_index": 0, "part": self._part()}
-
-    def item(self, status: str) -> Item:
-        head = {"id": self.id, "type": "message", "role": "assistant", "status": status}
-        return {**head, "content": [self._part()]}
-
-    def _part(self) -> Item:
-        part: Item = {"type": "output_text", "text": "".join(self.text), "annotations": []}
-        return part | ({"logprobs": [_logprob(token, encoded=True) for token in self.tokens]} if self.logprobs else {})
-
-
-@dataclass(slots=True)
-class ThoughtItem:
-    """The model's thoughts, which come in full and not as a summary."""
-
-    id: str = field(default_factory=lambda: new_id("rs"))
+    kind: ClassVar[str]
+    more: ClassVar[Event] = {}
+    id: str
     text: list[str] = field(default_factory=list)
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "response.output_item.added", "item": self.item("in_progress") | {"content": []}}
-        yield {"type": "response.content_part.added", "content_index": 0, "part": self._part()}
+        yield {"type": "response.content_part.added", "content_index": 0, "part": self.part()}
 
     def add(self, text: str) -> Iterator[Event]:
         self.text.append(text)
-        yield {"type": "response.reasoning_text.delta", "content_index": 0, "delta": text}
+        yield {"type": f"response.{self.kind}.delta", "content_index": 0, "delta": text, **self.more}
 
     def end(self, status: str) -> Iterator[Event]:
-        yield {"type": "response.reasoning_text.done", "content_index": 0, "text": "".join(self.text)}
-        yield {"type": "response.content_part.done", "content_index": 0, "part": self._part()}
+        whole = {"text": "".join(self.text), **self.more}
+        yield {"type": f"response.{self.kind}.done", "content_index": 0, **whole}
+        yield {"type": "response.content_part.done", "content_index": 0, "part": self.part()}
 
     def item(self, status: str) -> Item:
-        return {"id": self.id, "type": "reasoning", "summary": [], "content": [self._part()], "status": status}
+        raise NotImplementedError
 
-    def _part(self) -> Item:
-        return {"type": "reasoning_text", "text": "".join(self.text)}
+    def part(self) -> Item:
+        return {"type": self.kind, "text": "".join(self.text)}
+
+
+@dataclass(slots=True)
+class MessageItem(_TextItem):
+    """The text of an answer."""
+
+    kind: ClassVar[str] = "output_text"
+    more: ClassVar[Event] = {"logprobs": []}
+    id: str = field(default_factory=lambda: new_id("msg"))
+
+    def item(self, status: str) -> Item:
+        head = {"id": self.id, "type": "message", "role": "assistant", "status": status}
+        return {**head, "content": [self.part()]}
+
+    def part(self) -> Item:
+        return {"type": self.kind, "text": "".join(self.text), "annotations": []}
+
+
+@dataclass(slots=True)
+class ThoughtItem(_TextItem):
+    """The model's thoughts, which come in full and not as a summary."""
+
+    kind: ClassVar[str] = "reasoning_text"
+    id: str = field(default_factory=lambda: new_id("rs"))
+
+    def item(self, status: str) -> Item:
+        return {"id": self.id, "type": "reasoning", "summary": [], "content": [self.part()], "status": status}
 
 
 @dataclass(slots=True)
@@ -133,16 +129,6 @@ class CustomCallItem(CallItem):
 OutputItem = MessageItem | ThoughtItem | CallItem
 
 
-def _logprob(token: TokenLogprob, *, encoded: bool) -> Item:
-    """A token with its alternatives; whole answers have the bytes of each (`encoded`), events have not."""
-    return {**_entry(token, encoded), "top_logprobs": [_entry(top, encoded) for top in token.top]}
-
-
-def _entry(token: TokenLogprob, encoded: bool) -> Item:
-    entry: Item = {"token": token.text, "logprob": clamped(token.logprob)}
-    return entry | ({"bytes": list(token.text.encode("utf-8", "replace"))} if encoded else {})
-
-
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "cancelled": None}
 
 
@@ -163,7 +149,6 @@ class EventWriter:
     _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
     _calls: dict[int, CallItem] = field(default_factory=dict)
     _said: ToolCalls = field(default_factory=ToolCalls)  # the calls as they came
-    _tokens: list[TokenLogprob] = field(default_factory=list)  # without text yet: they belong to what is written next
     _finish: str | None = None
     _usage: Usage | None = None
     _speculation: Speculation | None = None
@@ -179,7 +164,6 @@ class EventWriter:
         self._usage = delta.usage or self._usage
         self._speculation = delta.speculation or self._speculation
         self._finish = delta.finish_reason or self._finish
-        self._tokens += delta.logprobs if self.request.logprobs else ()
         thought = delta.extra.get("reasoning") or delta.extra.get("reasoning_content")
         calls = delta.extra.get("tool_calls") or ()
         if isinstance(thought, str) and thought:
@@ -189,15 +173,11 @@ class EventWriter:
         self._said.add(calls)
         for position, piece in enumerate(calls):
             yield from self._write_call(piece, position)
-        if thought or calls:
-            self._tokens.clear()
 
     def close(self) -> Iterator[Event]:
         """The events that end the items. An answer without any has one empty message."""
         if not self._items:
-            yield from self._next(MessageItem(self.request.logprobs))
-        if self._tokens and isinstance(self._text, MessageItem):
-            yield from self._write_text("")
+            yield from self._next(MessageItem())
         status = self.status
         self._completed = int(time.time()) if status == "completed" else None
         last = self._items[-1]
@@ -235,9 +215,8 @@ class EventWriter:
         if not isinstance(item, MessageItem):
             if not text.strip() and self._calls:
                 return  # blanks between calls are no message
-            yield from self._next(item := MessageItem(self.request.logprobs))
-        tokens, self._tokens = self._tokens, []
-        yield from self._place(item, item.add(text, tokens))
+            yield from self._next(item := MessageItem())
+        yield from self._place(item, item.add(text))
 
     def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
         index, function = piece.get("index", position), piece.get("function") or {}

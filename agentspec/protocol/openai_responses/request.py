@@ -160,8 +160,7 @@ def _text(part: Item) -> str:
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _STRONGEST = "high"
 _SUMMARIES = ("auto", "concise", "detailed")
-_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-_INCLUDABLE = (_LOGPROBS, _ENCRYPTED)
+_INCLUDABLE = ("reasoning.encrypted_content",)
 _WHOLE = " must be disabled: send a conversation that fits the model"
 # Of vLLM and of chats: they mean here what they mean there, and are checked there.
 _AS_IN_CHATS = (
@@ -176,7 +175,6 @@ _RENAMED = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "logprobs": "include",
 }
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function\b)?(.*)")
 
@@ -236,7 +234,7 @@ class _ResponsesBody(Body):
     max_tool_calls: Count | None = None  # of hosted tools, of which there are none
     metadata: dict[Text, Text] | None = None
     include: Annotated[list[Text], AfterValidator(_is_includable)] | None = None
-    top_logprobs: Count = 0
+    top_logprobs: Annotated[Count, must(lambda count: count == 0, " must be 0: chats tell probabilities")] = 0
     truncation: Annotated[Text, must(lambda one: one == "disabled", _WHOLE)] = "disabled"
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
@@ -278,7 +276,6 @@ class ResponsesRequest:
     stream: bool
     store: bool
     obfuscation: bool | None
-    logprobs: bool
     tools: Sequence[ClientTool] = ()
     names: ToolNames = field(default_factory=ToolNames)
 
@@ -341,10 +338,6 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
     items = parse_input([] if fields.input is None else fields.input, most=max_messages, media=not local)
     if fields.stream_options.model_fields_set and not fields.stream:
         raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
-    logprobs = _LOGPROBS in (fields.include or ())
-    if fields.top_logprobs and not logprobs:
-        message = f"top_logprobs needs include = [{_LOGPROBS!r}]"
-        raise InvalidRequestError(message, param="top_logprobs")
     chat = {name: body[name] for name in _AS_IN_CHATS if body.get(name) is not None} | _chat(fields, body, local)
     declared, own = client_tools(fields.tools or []), added_tools(items, "input[{}]")
     request = ResponsesRequest(
@@ -358,7 +351,6 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
         stream=fields.stream,
         store=fields.store,
         obfuscation=fields.stream_options.include_obfuscation,
-        logprobs=logprobs,
     )
     return request if request.previous else request.continuing(())
 
@@ -368,8 +360,6 @@ def _chat(fields: _ResponsesBody, body: Mapping[str, Any], local: bool) -> dict[
     chat: dict[str, Any] = {"model": fields.model}
     if fields.max_output_tokens is not None:
         chat["max_tokens"] = fields.max_output_tokens
-    if _LOGPROBS in (fields.include or ()):
-        chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
     chat |= _response_format(fields.text.format, body) | fields.text.given("verbosity")
     effort = fields.reasoning.effort
     if effort is not None:

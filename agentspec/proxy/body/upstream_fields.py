@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
@@ -314,7 +314,8 @@ class UpstreamFields:
         """
         named = type(value) is dict
         text = _text_of(value) if named else frozenset()
-        for key, one in value.items() if named else enumerate(value):
+        items: Iterable[tuple[Any, Any]] = value.items() if named else enumerate(value)
+        for key, one in items:
             name, place = key if named else nearest, (at, key)
             if region.media and named and _TENSORS.fullmatch(key) and key not in self._added:
                 raise _refused(_path(place))

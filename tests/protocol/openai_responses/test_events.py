@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter
 
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import parse_responses
-from agentspec.types import Delta, FinishReason, TokenLogprob, Usage
+from agentspec.types import Delta, FinishReason, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5)
@@ -106,35 +105,6 @@ def test_blanks_between_calls_are_no_message() -> None:
     deltas = [call(0, "{}", id="a", name="f"), Delta(text="\n"), call(1, "{}", id="b", name="f")]
     kinds = [item["type"] for item in events([*deltas, Delta(finish_reason="tool_calls")])[-1]["response"]["output"]]
     assert kinds == ["function_call", "function_call"]
-
-
-def test_log_probabilities_are_in_parts_and_events() -> None:
-    token = TokenLogprob(1, "a", -0.5, (TokenLogprob(2, "b", float("-inf")),))
-    wanted = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    found = events([Delta(text="a", logprobs=(token,)), Delta(finish_reason="stop")], **wanted)
-    [delta] = [event for event in found if event["type"] == "response.output_text.delta"]
-    assert delta["logprobs"] == [{"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "b", "logprob": -9999.0}]}]
-    part = found[-1]["response"]["output"][0]["content"][0]
-    assert part["logprobs"][0]["bytes"] == [97] and part["logprobs"][0]["top_logprobs"][0]["bytes"] == [98]
-
-
-def test_tokens_of_thoughts_and_calls_make_no_message() -> None:
-    """The engine tells the log-probabilities of all tokens, those without text among them."""
-    mark, thinks, end, first, second, calls, last = (TokenLogprob(number, "t", -0.5) for number in range(7))
-    deltas = [
-        Delta(logprobs=(mark,)),
-        replace(thought("a"), logprobs=(thinks,)),
-        replace(thought("b"), logprobs=(end,)),
-        Delta(logprobs=(first,)),
-        Delta(text="so", logprobs=(second,)),
-        replace(call(0, "{}", id="c", name="f"), logprobs=(calls,)),
-    ]
-    wanted = {"include": ["message.output_text.logprobs"]}
-    output = events([*deltas, Delta(finish_reason="tool_calls", logprobs=(last,))], **wanted)[-1]["response"]["output"]
-    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
-    assert output[0]["content"][0]["text"] == "ab" and len(output[1]["content"][0]["logprobs"]) == 2
-    [only] = events([replace(deltas[0], finish_reason="stop")], **wanted)[-1]["response"]["output"]
-    assert only["type"] == "message" and len(only["content"][0]["logprobs"]) == 1
 
 
 def test_a_failed_answer_has_what_was_written() -> None:
