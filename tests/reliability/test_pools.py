@@ -94,13 +94,6 @@ def test_u1_a_wait_beyond_the_clients_deadline_is_not_begun(gateway: Any, upstre
     assert response.status_code == 429 and response.headers["retry-after"] == "30" and len(server.requests) == 1
 
 
-def test_u1_another_server_is_asked_at_once_when_one_is_busy(gateway: Any, upstream: Any) -> None:
-    busy, free = upstream(refuses(429, retry_after="30")), upstream(says("free"))
-    running = gateway({}, pool(busy.url, free.url))
-    assert [post(running).json()["choices"][0]["message"]["content"] for _ in range(6)] == ["free"] * 6
-    assert len(busy.requests) == 1  # it asked to be left alone
-
-
 @pytest.mark.parametrize("status", [502, 503])
 def test_u2_an_error_before_the_first_byte_is_tried_at_another_server(gateway: Any, upstream: Any, status: int) -> None:
     failing, working = upstream(refuses(status)), upstream(says("hello"))

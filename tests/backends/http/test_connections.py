@@ -129,21 +129,6 @@ async def test_an_answer_that_was_not_read_to_its_end_ends_its_connection() -> N
         await until(lambda: server.open == 0)
 
 
-@pytest.mark.parametrize("streams", [100, pytest.param(1000, marks=pytest.mark.slow)])
-async def test_connections_are_used_again_beside_many_streams(streams: int) -> None:
-    """httpx's pool opens a new connection for every call once it holds more than its keep-alive limit."""
-
-    async def script(client: Client) -> None:
-        await (stream_for_ever if client.number < streams else answer_all)(client)
-
-    async with serving(script) as (server, endpoint), AsyncExitStack() as stack:
-        for _ in range(streams):
-            await stack.enter_async_context(endpoint.send("POST", "/x", headers={}, body=b"{}"))
-        for _ in range(100):
-            await endpoint.fetch("POST", "/x", body=b"{}")
-        assert len(server.clients) == streams + 1
-
-
 async def test_what_a_call_costs_does_not_grow_with_the_open_connections() -> None:
     """Counted in bytecode instructions of our HTTP client and of its library, without those of the event loop."""
 
@@ -177,18 +162,6 @@ async def test_idle_connections_are_closed_in_time_and_not_kept_for_the_next_cal
         await asyncio.gather(*(endpoint.fetch("GET", "/x") for _ in range(5)))
         await until(lambda: server.open == 0)
         assert await endpoint.fetch("GET", "/x") == b"{}"
-
-
-async def test_a_connection_that_its_server_has_left_is_not_used() -> None:
-    async def script(client: Client) -> None:
-        await client.request()
-        await client.send(ANSWER)
-
-    async with serving(script) as (server, endpoint):
-        for calls in range(1, 4):
-            await endpoint.fetch("POST", "/x", body=b"{}")
-            await until(lambda: server.open == 0)
-            assert server.requests == calls == len(server.clients)
 
 
 async def test_what_a_server_says_unasked_is_no_answer() -> None:
@@ -332,13 +305,6 @@ async def test_an_upstream_waits_while_its_answer_is_not_read() -> None:
             last = sent
             await asyncio.sleep(0.2)
         assert sent < 512, "32 MiB: what the kernel and the client hold"
-
-
-async def test_nobody_answers_and_nobody_knows_the_name() -> None:
-    for url in ("http://127.0.0.1:9/v1", "http://no-such-name.invalid/v1"):
-        endpoint = Endpoint(OpenAISettings(base_url=url))  # type: ignore[arg-type]
-        with pytest.raises(UpstreamError, match="ConnectError"):
-            await endpoint.fetch("GET", "/models")
 
 
 async def test_a_server_whose_certificate_nobody_trusts_and_one_that_is_trusted(

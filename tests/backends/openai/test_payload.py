@@ -45,50 +45,17 @@ def test_a_default_that_was_given_is_sent() -> None:
 
 
 def test_every_sampling_field_travels() -> None:
+    given: dict[str, Any] = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1}
+    given |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 0, "max_tokens": 9, "min_tokens": 4}
+    given |= {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0, "ignore_eos": True}
+    lists = {"stop": ["a", "b"], "stop_token_ids": [1, 2], "bad_words": ["x"]}
+    form = StructuredOutputs(regex="a")
     sampling = SamplingParams(
-        temperature=0.0,
-        top_p=0.5,
-        top_k=3,
-        min_p=0.1,
-        presence_penalty=1.0,
-        frequency_penalty=-1.0,
-        repetition_penalty=1.1,
-        logit_bias={7: 2.0},
-        seed=0,
-        stop=("a", "b"),
-        stop_token_ids=(1, 2),
-        max_tokens=9,
-        logprobs=True,
-        top_logprobs=2,
-        min_tokens=4,
-        ignore_eos=True,
-        bad_words=("x",),
-        prompt_logprobs=0,
-        structured_outputs=StructuredOutputs(regex="a"),
+        **given, **{name: tuple(one) for name, one in lists.items()}, logit_bias={7: 2.0}, structured_outputs=form
     )
     _, body = payload(request(sampling=sampling), "m")
     sent = {name: body[name] for name in SamplingParams.__dataclass_fields__ if name != "n"}
-    assert sent == {
-        "temperature": 0.0,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.1,
-        "presence_penalty": 1.0,
-        "frequency_penalty": -1.0,
-        "repetition_penalty": 1.1,
-        "logit_bias": {"7": 2.0},
-        "seed": 0,
-        "stop": ["a", "b"],
-        "stop_token_ids": [1, 2],
-        "max_tokens": 9,
-        "logprobs": True,
-        "top_logprobs": 2,
-        "min_tokens": 4,
-        "ignore_eos": True,
-        "bad_words": ["x"],
-        "prompt_logprobs": 0,
-        "structured_outputs": {"regex": "a"},
-    }
+    assert sent == {**given, **lists, "logit_bias": {"7": 2.0}, "structured_outputs": {"regex": "a"}}
     json.dumps(body)
     _, body = payload(request(messages=None, text="p", sampling=sampling), "m")
     assert body["logprobs"] == 2 and "top_logprobs" not in body

@@ -166,30 +166,20 @@ async def test_a_tokenizer_of_another_form_is_an_upstream_error() -> None:
             await asked
 
 
-async def test_an_upstream_that_refuses() -> None:
-    report = await backend(Upstream(status=400)).probe()
-    assert report.reachable and not report.answers and report.models == ("one", "two")
-    assert "broken" in (report.error or "")
+def refuse(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("refused")
 
 
-async def test_an_upstream_without_models() -> None:
-    report = await backend(Upstream(models=())).probe()
-    assert report.reachable and "lists no model" in (report.error or "")
-
-
-async def test_nobody_there() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    report = await backend(refuse).probe()
-    assert not report.reachable and "ConnectError" in (report.error or "")
-
-
-async def test_a_wrong_key_is_reachable() -> None:
-    report = await backend(lambda request: answer({}, 401)).probe()
-    assert report.reachable and not report.answers and "401" in (report.error or "")
-
-
-async def test_something_else_answers() -> None:
-    report = await backend(lambda request: answer("<html>")).probe()
-    assert not report.reachable and "not JSON" in (report.error or "")
+@pytest.mark.parametrize(
+    ("upstream", "reachable", "said"),
+    [
+        (Upstream(status=400), True, "broken"),
+        (Upstream(models=()), True, "lists no model"),
+        (lambda request: answer({}, 401), True, "401"),  # a wrong key
+        (refuse, False, "ConnectError"),
+        (lambda request: answer("<html>"), False, "not JSON"),
+    ],
+)
+async def test_what_does_not_answer_says_why(upstream: Any, reachable: bool, said: str) -> None:
+    report = await backend(upstream).probe()
+    assert not report.answers and report.reachable == reachable and said in (report.error or "")

@@ -104,25 +104,6 @@ def test_a_server_without_metrics_is_seldom_asked_for_them(in_virtual_time: Any,
     in_virtual_time(work())
 
 
-def test_servers_that_are_gone_leave_nothing_behind(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    """Pods come and go under new addresses for months."""
-
-    async def work() -> None:
-        made = make_pool(server("a", paths={"/metrics": lambda: answering(METRICS)}), kind="vllm", probe=True)
-        watch, [servers] = watching(made), made.servers
-        watch.ensure()
-        members = servers.members
-        for number in range(10):
-            copy = PoolMember(f"pod-{number}", "a", members[0].backend, made.pool.fleet)
-            servers.members = (copy,)
-            await asyncio.sleep(15)
-        assert watch._running.keys() <= {"pod-9"}
-        servers.members = members
-        await watch.aclose()
-
-    in_virtual_time(work())
-
-
 def test_hosted_apis_are_left_alone(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
     async def work() -> None:
         one = server("a")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from agentspec.backends.sglang.drafting import EMPTY_TREE, TokenTree, chain, to_arrays, within
+from agentspec.backends.sglang.drafting import EMPTY_TREE, TokenTree, to_arrays, within
 from agentspec.types import path_length
 from tests.backends.sglang.conftest import parents_of, verified
 
@@ -55,9 +55,3 @@ def test_tokens_that_the_model_does_not_know_go_with_all_below() -> None:
     assert within(tree, 50) == TokenTree([1, 3, 4], [-1, 0, 1])
     assert within(tree, 51) is tree
     assert within(EMPTY_TREE, 5) is EMPTY_TREE
-
-
-def test_a_chain() -> None:
-    assert chain([4, 5, 6]) == TokenTree([4, 5, 6], [-1, 0, 1])
-    assert chain([]) == EMPTY_TREE
-    assert path_length(*chain([4, 5, 6]), [4, 5, 7]) == 2

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin.request_state import RequestCache, RequestInfo, RequestState
 from agentspec.backends.vllm import drafting
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.cache import SuffixCache
 from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
-from agentspec.types import Labels
 from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client, tokens
 
 STEP = 0.01  # seconds that a step of the server takes: next to less no draft pays
@@ -95,12 +93,6 @@ def test_no_more_than_asked_and_nothing_the_model_does_not_know(drafter: ServerD
         assert len(chain) <= limit
 
 
-def test_sessions_are_recognised_by_their_prompts(drafter: ServerDrafter, cache: SuffixCache) -> None:
-    answer(drafter, TEXT, tokens(1, 2, 3, 4))
-    answer(drafter, np.concatenate((TEXT, tokens(1, 2, 3, 4, 9, 9))), tokens(5, 6, 7))
-    assert cache.stats().sessions == 1
-
-
 def test_requests_side_by_side(drafter: ServerDrafter) -> None:
     """Each gets what follows its own text, in the order asked, and those without a past get nothing."""
     others = [np.arange(200 + 50 * i, 240 + 50 * i, dtype=np.int32) for i in range(3)]
@@ -128,19 +120,6 @@ def test_a_text_that_does_not_repeat_is_soon_left_alone(
         drafter.flush()
         asked.append(client.state.asked)
     assert sum(asked[100:]) < 60
-
-
-def test_labels_reach_the_cache(cache: SuffixCache) -> None:
-    seen = []
-
-    def open_cache(state: RequestState, prompt: Tokens) -> RequestCache:
-        seen.append(state.request.labels)
-        return cache.request(prompt, session=state.request.labels.session)
-
-    drafter = ServerDrafter(open_cache, VOCABULARY)
-    drafter.end(drafter.begin(TEXT, RequestInfo(Labels("s", "w", "plan"))))
-    drafter.close()
-    assert seen == [Labels("s", "w", "plan")]
 
 
 def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from tests.vllm_server import SUFFIX, VllmServer
 
 ENVIRONMENT = find_environment(Path(__file__).parents[3])
 STOPPED = 20.0  # seconds
-TRICKLE = 200  # bytes a second of a slow server
 CHAT = "/v1/chat/completions"
 
 pytestmark = [
@@ -187,50 +185,3 @@ def test_a_server_that_is_stopped_for_a_while_loses_no_call(servers: list[VllmSe
         times = {"noticed": noticed - stopped, "ready": ready - goes_on, "waited": waited}
         flows = max(clients.flows_again(stopped), clients.flows_again(goes_on))
         record("stopped for 20 s", clients, **times, **{"flows again": flows})
-
-
-def test_a_server_that_trickles_keeps_only_its_own_calls_waiting(servers: list[VllmServer]) -> None:
-    before = served(servers)
-    with trickling(servers[0].port) as slow, asking(slow, servers[1].url) as clients, ThreadPoolExecutor(8) as threads:
-
-        def thrice(session: int) -> list[str]:
-            return [clients.say(8 * turn + session, 16, stream=True) for turn in range(3)]
-
-        [slow_one, quick] = [f"pair/{url.removeprefix('http://')}" for url in (slow, servers[1].url)]
-        members = [member for three in threads.map(thrice, range(8)) for member in three]
-        assert members.count(quick) > members.count(slow_one) > 0
-        assert served(servers) - before == len(members) == 24
-        longest = {one: max(end - begun for begun, end, member in clients.answered if member == one) for one in members}
-        record("trickles", clients, slow=longest[slow_one], quick=longest[quick])
-
-
-@contextmanager
-def trickling(port: int) -> Iterator[str]:
-    """The address of a server that passes on what the one at `port` sends, at `TRICKLE` bytes a second."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=_accept, args=(listening, port), daemon=True).start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-def _accept(listening: socket.socket, port: int) -> None:
-    with suppress(OSError):  # the test is over
-        while True:
-            near, _ = listening.accept()
-            threading.Thread(target=_connect, args=(near, port), daemon=True).start()
-
-
-def _connect(near: socket.socket, port: int) -> None:
-    with near, socket.create_connection(("127.0.0.1", port)) as far:
-        back = threading.Thread(target=_pass_on, args=(far, near, TRICKLE // 10), daemon=True)
-        back.start()
-        _pass_on(near, far, 1 << 16)
-        back.join()
-
-
-def _pass_on(source: socket.socket, sink: socket.socket, size: int) -> None:
-    with suppress(OSError):
-        while data := source.recv(size):
-            sink.sendall(data)
-            time.sleep(0.1 if size < 1 << 16 else 0)
-    with suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)

@@ -344,16 +344,6 @@ def test_what_was_said_in_steps_without_drafts_is_kept(bench: Bench) -> None:
     assert outputs(bench) == [[1, 2, 3, 4, 5]]
 
 
-def test_what_replaces_tokens_that_the_server_took_back_is_said(bench: Bench) -> None:
-    runner = Runner(bench)
-    runner.begin("a", TEXT)
-    runner.step(a=[1, 2, 3])
-    bench.server.num_tokens_no_spec[0] -= 2
-    runner.step(a=[6])
-    runner.finish("a")
-    assert outputs(bench) == [[1, 2, 3, 6]]
-
-
 def test_adapters_are_kept_apart(bench: Bench) -> None:
     runner = Runner(bench)
     for name, path in (("a", "/one"), ("b", "/two")):
@@ -405,14 +395,6 @@ def test_a_request_that_cannot_be_read_costs_its_own_drafts_only(
     assert drafts["a"] == drafts["b"] == [] and drafts["c"]
     runner.finish("a")
     assert caplog.text.count("goes without drafts") == 1
-
-
-def test_a_goal_that_no_server_keeps_costs_the_others_no_drafts(runner: Runner) -> None:
-    runner.begin("a", TEXT, agentspec_latency_ms_per_token=5e-324)
-    runner.begin("b", TEXT)
-    runner.step(a=TEXT[:4].tolist(), b=TEXT[:4].tolist())
-    drafts = runner.step(a=TEXT[4:6].tolist(), b=TEXT[4:6].tolist())
-    assert drafts["a"] and drafts["b"]
 
 
 def test_the_latency_goal_of_a_request(runner: Runner) -> None:

@@ -258,33 +258,6 @@ def test_a_gateway_in_front_and_the_doctor(launch: Launch, tmp_path: Path) -> No
     assert stored == {("s1", "edit", "fix"), ("s2", None, None)}
 
 
-@pytest.mark.parametrize(
-    ("speculative", "told"),
-    [
-        (SUFFIX, "agentspec "),
-        ({"method": "ngram", "num_speculative_tokens": 4}, "vLLM's ngram method"),
-        (None, "none: "),
-    ],
-    ids=["plug-in", "ngram", "none"],
-)
-def test_the_doctor_tells_the_drafter(launch: Launch, speculative: object, told: str) -> None:
-    server = launch("told", speculative)
-    _, drafter = doctor(server)
-    server.stop()
-    assert drafter.detail.startswith(told)
-
-
 def test_settings_that_cannot_work_end_the_start(launch: Launch) -> None:
     with pytest.raises(RuntimeError, match="AGENTSPEC_CACHE__MEMORY_BYTES"):
         launch("wrong", AGENTSPEC_CACHE__MEMORY_BYTES="much")
-
-
-def test_switched_off_vllm_goes_by_arctic(launch: Launch) -> None:
-    assert ENVIRONMENT is not None
-    if any(ENVIRONMENT.glob("lib/python*/site-packages/arctic_inference")):
-        server = launch("off", AGENTSPEC_VLLM="off")
-        assert "agentspec drafts" not in server.text()
-        server.stop()
-    else:
-        with pytest.raises(RuntimeError, match="Arctic Inference is required"):
-            launch("off", AGENTSPEC_VLLM="off")

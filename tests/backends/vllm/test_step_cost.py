@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from random import Random
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.vllm.step_cost import LIKELY, StepTimeModel, TrialSteps
-from agentspec.cache.drafting.chains import StepCurve
 from agentspec.speculation.governor import allocate_budget
 
 Costs = Callable[[np.ndarray], np.ndarray]
@@ -23,60 +21,6 @@ MACHINES: dict[str, Costs] = {  # seconds of a step by its tokens
     "token by token": lambda tokens: 0.01 + 0.002 * tokens,
     "flat up to 64": lambda tokens: 0.01 + 0.0003 * np.maximum(0, tokens - 64),
 }
-
-
-class Line(StepTimeModel):
-    """A step that costs `fixed` seconds and one more for each token."""
-
-    def __init__(self, fixed: float) -> None:
-        super().__init__()
-        self._use(StepCurve(np.array([0.0, 1e6]), np.array([fixed, fixed + 1e6])))
-
-    def of(self, requests: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Seconds by the number of drafted tokens."""
-        return lambda drafted: np.interp(requests + drafted, *self.curve)
-
-
-falling = st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda worth: np.array(sorted(worth, reverse=True)))
-
-
-@given(worths=st.lists(falling, max_size=3), others=st.integers(0, 3), fixed=st.floats(0.0, 50.0))
-def test_no_other_lengths_give_more_tokens_a_second(worths: list[np.ndarray], others: int, fixed: float) -> None:
-    requests = len(worths) + others
-    if requests == 0:
-        return
-    cost = Line(fixed)
-
-    def goodput(counts: tuple[int, ...]) -> float:
-        gain = requests + sum(float(worth[:count].sum()) for worth, count in zip(worths, counts, strict=True))
-        return gain / cost.seconds(requests + sum(counts))
-
-    chosen = tuple(allocate_budget(worths, requests, cost.of(requests)))
-    best = max(goodput(counts) for counts in product(*(range(len(worth) + 1) for worth in worths)))
-    assert goodput(chosen) >= best * (1 - 1e-9)
-
-
-def test_free_tokens_are_all_taken_and_dear_ones_left() -> None:
-    worths = [np.array([0.9, 0.5]), np.array([0.2])]
-    assert allocate_budget(worths, 2, Line(1e6).of(2)) == [2, 1]
-    assert allocate_budget(worths, 2, Line(0.0).of(2)) == [0, 0]
-    assert allocate_budget(worths, 2, Line(2.0).of(2)) == [1, 0]
-
-
-@given(worth=falling, requests=st.integers(1, 8), fixed=st.floats(0.1, 50.0))
-def test_what_is_worth_less_than_the_floor_is_never_taken(worth: np.ndarray, requests: int, fixed: float) -> None:
-    cost = Line(fixed)
-    (count,) = allocate_budget([worth], requests, cost.of(requests))
-    assert all(worth[:count] >= cost.least_acceptance(requests) * (1 - 1e-9))
-
-
-def test_the_cost_of_a_step_is_learned_from_steps() -> None:
-    cost = StepTimeModel()
-    for _ in range(200):
-        for tokens in (1, 2, 4, 8, 16, 32):
-            cost.observe(tokens, 0.02 + 0.003 * tokens)
-    for tokens in (1, 8, 32):
-        assert abs(cost.seconds(tokens) / (0.02 + 0.003 * tokens) - 1) < 0.15
 
 
 @pytest.mark.parametrize("seed", range(40))

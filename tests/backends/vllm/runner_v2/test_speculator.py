@@ -202,12 +202,6 @@ def test_a_dummy_run_touches_nothing(runner: Runner) -> None:
     assert found.shape == (3, DRAFTED) and torch.equal(runner.speculator.drafts, before)
 
 
-def test_failing_retrieval_costs_only_drafts(runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    learn(runner, late)
-    monkeypatch.setattr("agentspec.backends.engine_plugin.rounds.propose_batch", lambda *_: 1 / 0)
-    assert learn(runner, late) == len(ANSWER)
-
-
 def test_all_ranks_get_the_first_ranks_drafts(runner: Runner, ranks: SimpleNamespace) -> None:
     ranks.world_size = 2
     runner.begin("a", PROMPT, ANSWER)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.openai.fields import priority_fields, session_fields, session_headers
+from agentspec.backends.openai.fields import priority_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 
@@ -51,20 +51,3 @@ def test_hints_of_the_clients_own_stay() -> None:
     own = {"nvext": {"use_raw_prompt": True, "agent_hints": {"osl": 5}}, "priority": 2}
     told = priority_fields(settings(priority="auto", server_kind="dynamo"), "other", own)
     assert told["nvext"] == {"use_raw_prompt": True, "agent_hints": {"priority": -2, "osl": 5}}
-
-
-def test_servers_that_know_sessions_get_their_names() -> None:
-    assert session_fields("vllm", "s", {}) == session_fields("sglang", "s", {}) == {"session_id": "s"}
-    assert session_fields("other", "s", {}) == session_fields(None, "s", {}) == session_fields("vllm", None, {}) == {}
-
-
-def test_headers_of_routers() -> None:
-    plain, both = settings(), settings(server_kind="dynamo")
-    assert session_headers(plain, "vllm", "s", None, "") == session_headers(plain, "other", "s", None, "") == {}
-    assert session_headers(plain, "sglang", "s é", None, "") == {"x-smg-routing-key": "s %C3%A9"}
-    assert session_headers(both, "other", "s", "p", "true") == {
-        "x-dynamo-session-id": "s",
-        "x-dynamo-parent-session-id": "p",
-        "x-dynamo-session-final": "true",
-    }
-    assert session_headers(both, "other", None, "p", "true") == {}
