@@ -149,41 +149,28 @@ def import_files(
 
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False)],
-    model: Annotated[str | None, typer.Option(help="Add the text of sequences with this model's tokenizer")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's sequences")] = None,
     config: ConfigOption = None,
     path: PathOption = None,
 ) -> None:
     """Write the sequences of the cache to a file that only you can read, for `agentspec cache import`.
 
-    It holds what was said, as token ids at least: keep it as you keep the cache.
+    It holds what was said, as token ids: keep it as you keep the cache.
     """
+    from agentspec.cache.storage.export import write
     from agentspec.cache.storage.sequence_store import SequenceStore
 
-    settings = load(config)
-    folder = folder_of(settings, path)
-    text = _text(settings, model) if model is not None else None
-    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
+    store = SequenceStore.open(folder_of(load(config), path), disk_bytes=None, mode="follower")
     try:
         with progress() as (_, advance):
             rows = counted(store.records(), str(file), advance)
             mine = (row for row in rows if tenant is None or row.namespace.tenant == tenant)
-            written = _export(file, mine, text)
+            written = write(file, mine)
     finally:
         store.close()
     if store.damaged:
         typer.echo(f"left out: {store.damaged} that cannot be read; see `agentspec cache verify`", err=True)
     typer.echo(f"exported {plural(written, 'sequence')} to {file}")
-
-
-def _export(file: Path, rows: Iterable[SequenceRecord], text: ModelText | None) -> int:
-    from agentspec.cache.storage.export import write
-
-    def describe(row: SequenceRecord) -> str | None:
-        mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
-        return text.tokenizer.decode(row.tokens.tolist()) if text is not None and mine else None
-
-    return write(file, rows, describe)
 
 
 def _rows(
@@ -268,10 +255,7 @@ def _text(settings: Settings, model: str) -> ModelText:
 
 def replay(
     files: Files,
-    model: Annotated[str | None, typer.Option(help="The model that would answer; only its tokenizer is read")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="In place of --model: folder with a ChatML tokenizer.json", file_okay=False)
-    ] = None,
+    model: Annotated[str, typer.Option(help="The model that would answer; only its tokenizer is read")],
     format_: FormatOption = None,
     skip_bad: SkipOption = False,
     calls: Annotated[int | None, typer.Option(help="Only the first so many calls", min=1)] = None,
@@ -285,7 +269,7 @@ def replay(
     """
     from agentspec.recordings.replay import measure, print_savings, replay_cache
 
-    encode = _encoder(load(config), model, tokenizer)
+    encode = _encoder(load(config), model)
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         recorded = (
@@ -306,19 +290,12 @@ def replay(
         print_savings(savings)
 
 
-def _encoder(settings: Settings, model: str | None, tokenizer: Path | None) -> Callable[[RecordedCall], EncodedCall]:
-    """An encoder of recorded calls as token arrays; it raises `InvalidRequestError` or `BadLineError` for bad calls."""
-    if (model is None) == (tokenizer is None):
-        raise ConfigurationError("give either --model or --tokenizer: tokens are what is drafted")
-    from agentspec.recordings.traces import EncodedCall, chatml, load_encoder
-
-    if tokenizer is not None:
-        return chatml(load_encoder(tokenizer))
-    from agentspec.backends.torch.text.model_text import ModelText
+def _encoder(settings: Settings, model: str) -> Callable[[RecordedCall], EncodedCall]:
+    """An encoder of recorded calls as token arrays; it raises `InvalidRequestError` for bad calls."""
     from agentspec.cache.tokens import as_tokens
+    from agentspec.recordings.traces import EncodedCall
 
-    name = model or ""
-    text = ModelText.load(reference_of(settings, name))
+    text = _text(settings, model)
 
     def encode(recorded: RecordedCall) -> EncodedCall:
         tokens = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
@@ -334,8 +311,6 @@ def _encoded(
     for call in recorded:
         try:
             encoded = encode(call)
-        except BadLineError as error:
-            on_bad(error)
         except InvalidRequestError as error:
             on_bad(BadLineError(call.place, error.message))
         else:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from agentspec.backends.model_store.store import STORE_VARIABLE, store_folder
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
-from agentspec.cache.settings import CacheSettings
 from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError, install_advice
-from agentspec.reasoning.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.settings import IndexSettings
 from agentspec.settings.load import Settings
 from agentspec.version import __version__
 
@@ -50,8 +49,6 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     yield check_native()
     if isinstance(settings.cache.path, Path):
         yield check_folder("cache folder", settings.cache.path, "cache.path")
-    elif settings.cache.path is not None:
-        yield check_database(settings.cache)
     if local := _local(settings):
         yield check_folder("model store", store_folder(), STORE_VARIABLE, room=_ROOM)
     for name, run_here in local.items():
@@ -60,12 +57,9 @@ def all_checks(settings: Settings) -> Iterator[Check]:
         if isinstance(run_here, TorchSettings) and run_here.draft_model is not None and run_here.max_draft_tokens:
             drafting = run_here.model_copy(update={"model": run_here.draft_model})
             yield check_model(name, drafting, setting="draft_model")
-    yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
             yield from check_servers(name, backend)
-    for name, knowledge in settings.knowledge.items():
-        yield check_knowledge(name, knowledge)
 
 
 def check_extra(extra: str, *, needed: bool) -> Check:
@@ -110,29 +104,6 @@ def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Che
     return Check(name, "ok", detail)
 
 
-def check_database(settings: CacheSettings) -> Check:
-    """Whether the cache's database answers, and whether this version can use it."""
-    from sqlalchemy.exc import DBAPIError
-
-    from agentspec.cache.storage.database import reason
-    from agentspec.cache.storage.postgres import PostgresDatabase
-    from agentspec.cache.storage.tables import is_prepared
-
-    try:
-        database = PostgresDatabase(str(settings.location()))
-        try:
-            with database.engine.connect() as connection:
-                there = is_prepared(connection, database)
-        finally:
-            database.close()
-    except DBAPIError as error:
-        return Check("cache database", "fail", reason(error), "start it, or correct cache.path and cache.password")
-    except AgentSpecError as error:
-        return Check("cache database", "fail", str(error), "correct cache.path")
-    holds = "and holds a cache of this version" if there else "and is empty: its tables are made at first use"
-    return Check("cache database", "ok", f"{database.name} answers {holds}")
-
-
 def check_device(name: str, settings: TorchSettings | EncoderSettings) -> Check:
     """The device and the number format that the backend's model would use; an encoder's is always float32."""
     try:
@@ -160,19 +131,6 @@ def check_model(name: str, settings: TorchSettings | EncoderSettings, *, setting
     except AgentSpecError as error:
         return Check(label, "fail", str(error), f"correct backends.{name}.{setting}")
     return Check(label, "note", f"{ref} is fetched and prepared at first use", f"agentspec model fetch {ref}")
-
-
-def check_reachable(settings: Settings) -> Iterator[Check]:
-    """A note for each backend that clients cannot reach, because no model name leads to it."""
-    from agentspec.settings.models import unreachable
-
-    try:
-        found = unreachable(settings)
-    except AgentSpecError as error:
-        yield Check("model names", "fail", str(error))
-        return
-    for name, advice in found.items():
-        yield Check(f"{name}: clients", "note", "no model name leads to this backend", advice)
 
 
 def check_servers(name: str, settings: OpenAISettings) -> Iterator[Check]:
@@ -222,37 +180,6 @@ def check_upstream(name: str, settings: OpenAISettings, address: str | None = No
     yield Check(label, "ok", _described(report))
     if report.vllm is not None:
         yield check_drafter(name, report.vllm)
-
-
-def check_knowledge(name: str, settings: IndexSettings | RemoteSettings) -> Check:
-    """Whether a knowledge base's folder holds an index, or its service answers a search."""
-    from agentspec.reasoning.retrieval.knowledge.folder import read_manifest
-
-    label = f"{name}: knowledge"
-    try:
-        if isinstance(settings, IndexSettings):
-            manifest = read_manifest(settings.path)
-            by = f" and {manifest.model}" if manifest.model else ""
-            return Check(label, "ok", f"{settings.path} holds {manifest.documents} documents, by {manifest.kind}{by}")
-        return Check(label, "ok", f"{settings.url} answers, version {_searched(settings) or 'not told'}")
-    except (AgentSpecError, ImportError) as error:
-        return Check(label, "fail", str(error), f"correct knowledge.{name}")
-
-
-def _searched(settings: RemoteSettings) -> str:
-    """The knowledge base's version, which the service reports with the result of a search."""
-    import anyio
-
-    from agentspec.reasoning.retrieval.knowledge.folder import open_knowledge
-
-    async def search() -> str:
-        base = open_knowledge(settings)
-        try:
-            return (await base.search([await base.metric.encode("agentspec")], 1)).version
-        finally:
-            await base.aclose()
-
-    return anyio.run(search)
 
 
 def _described(report: ProbeReport) -> str:

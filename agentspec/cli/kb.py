@@ -63,7 +63,7 @@ def build(
         raise ConfigurationError("--kind bm25 searches by words: leave --model out", param="model")
     model = model or "minilm"
     import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is reported before the encoding
-    with progress(sized=True) as (console, advance):
+    with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         documents = list(counted(read_corpus(corpus, on_bad), str(corpus), advance))
         encoder = None if kind is KindName.bm25 else load_encoder(model)
@@ -124,6 +124,6 @@ def build_datastore(
         finally:
             await backend.aclose()
 
-    with progress(sized=True) as (_, advance):
+    with progress() as (_, advance):
         backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
         anyio.run(run)

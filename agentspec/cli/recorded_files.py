@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Advance(Protocol):
-    """Advances the progress bar of `what` by `count`."""
-
-    def __call__(self, what: str, count: int, *, total: int | None = None) -> None: ...
-
-
+Advance = Callable[..., None]
+"""`advance(what, count)` advances the progress bar of `what`, which then has `total=...` steps if it is given."""
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, help="Files, or folders of them")]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="What the files hold [default: found by looking]")
@@ -73,32 +69,17 @@ def counted(items: Iterator[T], what: str, advance: Advance) -> Iterator[T]:
 
 
 @contextmanager
-def progress(*, sized: bool = False) -> Iterator[tuple[Console, Advance]]:
-    """Show progress bars on stderr: `advance(what, count)` moves the bar of `what`, and creates it at the first call.
-
-    `sized` shows how much of `total` is done, and the time left.
-    """
+def progress() -> Iterator[tuple[Console, Advance]]:
+    """Show progress bars on stderr; `advance(what, count)` creates the bar of `what` at the first call."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
     console = Console(stderr=True)
-    done: ProgressColumn = MofNCompleteColumn() if sized else TextColumn("{task.completed:.0f}")
-    left = (TimeRemainingColumn(),) if sized else ()
-    # The counts stay whole beside a long path.
-    name = TextColumn(
-        "{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=console.width // 3)
-    )
-    bar = BarColumn(console.width // 4)
-    with Progress(name, bar, done, TimeElapsedColumn(), *left, console=console) as bars:
+    beside = Column(no_wrap=True, max_width=console.width // 3)  # the counts stay whole beside a long path
+    name = TextColumn("{task.description}", markup=False, table_column=beside)
+    columns = (BarColumn(console.width // 4), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(name, *columns, console=console) as bars:
         tasks: dict[str, Any] = {}
 
         def advance(what: str, count: int, *, total: int | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 if TYPE_CHECKING:
     from rich.text import Text
 
-COLOURS = {"small": "green", "base": "blue", "answer": "default"}
+COLOURS = {"small": "green", "base": "blue"}
 Record = Mapping[str, Any]
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tabs and line ends
 
@@ -50,18 +49,8 @@ def trace(
         console.print(line)
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A piece of the answer: its author, its text, a note on it, and whether it was dropped."""
-
-    author: str
-    text: str
-    note: str
-    dropped: bool = False
-
-
-def passages(records: Sequence[Record]) -> Iterator[Passage]:
-    """The passages of a trace in order, dropped drafts included, with score and time in their notes."""
+def passages(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
+    """(note, text, style) of the passages of a trace in order, dropped drafts included; a note has score and time."""
     proposed: Record | None = None
     noted = ""
     for record in records:
@@ -73,20 +62,20 @@ def passages(records: Sequence[Record]) -> Iterator[Passage]:
                 noted = f"score {record['value']:.3g} in {record['seconds']:.2f} s{reason}"
             case "triggered":
                 detail = f" ({record['detail']})" if record["detail"] else ""
-                yield Passage("rule", "", f"rule: {record['rule']}{detail}")
+                yield f"rule: {record['rule']}{detail}", "", ""
             case "failed":
-                yield Passage("rule", "", f"without {record['role']}: {record['reason']}")
+                yield f"without {record['role']}: {record['reason']}", "", ""
             case "accepted" | "rewritten":
-                if proposed is not None and proposed != record["step"]:
-                    note = f"{_beside(proposed, noted)}, dropped"
-                    yield Passage(proposed["author"], proposed["text"], note, dropped=True)
+                step = record["step"]
+                if proposed is not None and proposed != step:
+                    yield f"{_beside(proposed, noted)}, dropped", proposed["text"], "dim strike"
                     noted = ""
-                yield Passage(record["step"]["author"], record["step"]["text"], _beside(record["step"], noted))
+                yield _beside(step, noted), step["text"], COLOURS[step["author"]]
                 proposed, noted = None, ""
             case "ended":
-                yield Passage("rule", "", f"thinking over: {record['reason']}")
+                yield f"thinking over: {record['reason']}", "", ""
             case "answer":
-                yield Passage("answer", record["text"], f"answer, done after {record['at']:.2f} s")
+                yield f"answer, done after {record['at']:.2f} s", record["text"], "default"
 
 
 def lines(records: Sequence[Record]) -> Iterator[Text]:
@@ -96,11 +85,10 @@ def lines(records: Sequence[Record]) -> Iterator[Text]:
     yield Text(_title(records[0]), style="bold")
     for message in records[0]["messages"]:
         yield Text(_harmless(f"{message.get('role', '')}: {message.get('content', '')}"), style="italic")
-    for passage in passages(records):
-        yield Text(_harmless(passage.note), style="dim")
-        if passage.text:
-            style = "dim strike" if passage.dropped else COLOURS[passage.author]
-            yield Text(_harmless(passage.text.strip("\n")), style=style)
+    for note, text, style in passages(records):
+        yield Text(_harmless(note), style="dim")
+        if text:
+            yield Text(_harmless(text.strip("\n")), style=style)
 
 
 def _harmless(text: str) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,11 +29,8 @@ VERSION = 1
 HEADER = {"agentspec_export": VERSION}
 _WAITING = 1 << 20  # tokens put into the store before `add` waits until they are written
 
-Describe = Callable[[SequenceRecord], str | None]
-"""Returns the text to write beside a sequence, or None to write none."""
 
-
-def write(path: Path, rows: Iterable[SequenceRecord], describe: Describe = lambda row: None) -> int:
+def write(path: Path, rows: Iterable[SequenceRecord]) -> int:
     """Write sequences to `path`, readable by its owner only, whole or not at all; returns how many.
 
     Raises `ConfigurationError` if the file cannot be written, and passes on what `rows` raises.
@@ -42,7 +39,7 @@ def write(path: Path, rows: Iterable[SequenceRecord], describe: Describe = lambd
     with replacing(path) as file:
         file.write(_line(HEADER))
         for row in rows:
-            file.write(_line(_record(row, describe(row))))
+            file.write(_line(_record(row)))
             written += 1
     return written
 
@@ -107,15 +104,14 @@ def _line(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def _record(row: SequenceRecord, text: str | None) -> dict[str, Any]:
-    record = {
+def _record(row: SequenceRecord) -> dict[str, Any]:
+    return {
         "namespace": asdict(row.namespace),
         **asdict(row.labels),
         "created_at": row.created_at,
         "context": row.context.tolist(),
         "tokens": row.tokens.tolist(),
     }
-    return record if text is None else record | {"text": text}
 
 
 def _check_version(version: Any, place: str) -> None:

@@ -16,17 +16,12 @@ from agentspec.cli.doctor import (
     check_device,
     check_extra,
     check_folder,
-    check_knowledge,
     check_model,
     check_native,
-    check_reachable,
     check_upstream,
 )
 from agentspec.errors import install_advice
-from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.reasoning.retrieval.knowledge.folder import build
-from agentspec.reasoning.settings import IndexSettings, RemoteSettings
-from agentspec.settings.load import ModelSettings, Settings, load_settings
+from agentspec.settings.load import Settings, load_settings
 
 
 class Upstream(BaseHTTPRequestHandler):
@@ -197,46 +192,6 @@ def test_an_encoder_is_checked_like_other_local_models(tmp_path, monkeypatch):
     assert found["texts: device"].detail.startswith("cpu in float32")
     assert found["[torch]"].state == "fail" and "model store" in found
     assert "texts: drafters" not in found
-
-
-def test_a_backend_that_no_name_leads_to():
-    up = OpenAISettings(base_url="http://127.0.0.1:9/v1")
-    assert list(check_reachable(Settings())) == list(check_reachable(Settings(backends={"up": up}))) == []
-    [check] = check_reachable(Settings(backends={"up": up, "local": TorchSettings()}))
-    assert (check.name, check.state) == ("up: clients", "note") and "backends.up.model" in check.advice
-    models = {"fast": ModelSettings(backend="up")}
-    [check] = check_reachable(Settings(backends={"up": up, "local": TorchSettings()}, models=models))
-    assert check.name == "local: clients" and "backends.local.model" not in check.advice
-    [check] = check_reachable(Settings(backends={"a": TorchSettings(), "b": TorchSettings()}))
-    assert check.state == "fail" and "both serve" in check.detail
-
-
-def test_a_database_that_does_not_answer_is_told_without_its_password(monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD", "hunter2")
-    settings = load_settings(None, {"cache": {"path": "postgresql://me@127.0.0.1:1/db"}})
-    [check] = [check for check in all_checks(settings) if check.name == "cache database"]
-    assert check.state == "fail"
-    assert "127.0.0.1" in check.detail
-    assert "hunter2" not in check.detail + check.advice
-
-
-def test_knowledge_bases(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "models"))
-    build([Document("a", "the cat purrs")], tmp_path / "kb", "bm25")
-    found = check_knowledge("docs", IndexSettings(path=tmp_path / "kb"))
-    assert (found.state, found.name) == ("ok", "docs: knowledge") and "1 documents, by bm25" in found.detail
-    missing = check_knowledge("docs", IndexSettings(path=tmp_path / "elsewhere"))
-    assert missing.state == "fail" and "agentspec kb build makes one" in missing.detail
-    down = check_knowledge("docs", RemoteSettings.model_validate({"url": "http://127.0.0.1:9"}))
-    assert down.state == "fail" and "could not be asked" in down.detail and down.advice == "correct knowledge.docs"
-
-
-def test_a_knowledge_base_in_a_folder_needs_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "EXTRAS", {"retrieval": ("faiss", "bm25s"), "other": ("nowhere",)})
-    settings = Settings(backends={}, knowledge={"docs": IndexSettings(path=tmp_path)})
-    found = {check.name: check for check in all_checks(settings)}
-    assert found["[retrieval]"].state == "ok" and "faiss-cpu " in found["[retrieval]"].detail
-    assert found["[other]"].state == "note" and found["docs: knowledge"].state == "fail"
 
 
 def test_all_is_well(program, model_folder):

@@ -9,12 +9,11 @@ from typing import Annotated, Any, TypedDict, cast
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
-from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from agentspec.errors import (
@@ -103,12 +102,6 @@ def test_every_sampling_option_reaches_the_backend() -> None:
     assert (got.temperature, got.top_p, got.seed, got.stop) == (0.0, 0.9, 7, ("END",))
     assert (got.max_tokens, got.min_p, got.top_k, got.repetition_penalty) == (5, 0.1, 4, 1.1)
     assert got.logit_bias == {3: -1.0} and (got.logprobs, got.top_logprobs) == (True, 2)
-
-
-def test_logprobs_come_back() -> None:
-    model, _ = chat("one two", logprobs=True)
-    content = model.invoke("hi").response_metadata["logprobs"]["content"]
-    assert [item["token"] for item in content] == ["one", " two"]
 
 
 def test_request_switches() -> None:
@@ -453,21 +446,6 @@ def test_tool_calls_stream_in_pieces(server: Any) -> None:
     assert body["parallel_tool_calls"] is False
 
 
-def test_an_agent_of_langgraph_calls_tools(server: Any) -> None:
-    model = remote(server).bind_tools([lookup])
-    builder: Any = StateGraph(State)
-    builder.add_node("agent", lambda state: {"messages": [model.invoke(state["messages"])]})
-    builder.add_node("tools", ToolNode([lookup]))
-    builder.add_edge(START, "agent")
-    builder.add_conditional_edges("agent", tools_condition)
-    builder.add_edge("tools", "agent")
-    final = builder.compile().invoke({"messages": [("user", "the weather in 'Paris'?")]})
-    kinds = [type(message) for message in final["messages"]]
-    assert kinds == [HumanMessage, AIMessage, ToolMessage, AIMessage]
-    assert final["messages"][2].content == "sunny in Paris"
-    assert [message["role"] for message in server.bodies[1]["messages"]] == ["user", "assistant", "tool"]
-
-
 def test_unknown_tool_choice_and_method() -> None:
     model, _ = chat()
     with pytest.raises(InvalidRequestError, match="nobody"):
@@ -494,12 +472,6 @@ def test_structured_output_with_the_raw_message(server: Any, method: Any) -> Non
 def test_broken_structured_output_is_reported(server: Any) -> None:
     answer = remote(server).with_structured_output(City, method="json_mode", include_raw=True).invoke("a city")
     assert answer["parsed"] is None and answer["parsing_error"] is not None
-
-
-def test_time_to_first_token_is_not_held_back() -> None:
-    model, fake = chat(Answer(text="one two three", latency=0.02))
-    with closing(cast(Any, model.stream("hi"))) as chunks:
-        assert next(chunks).content == "one" and fake.active == 1
 
 
 def test_a_latency_target_is_the_models_or_the_calls(server: Any) -> None:

@@ -272,13 +272,6 @@ def test_a_model_that_an_early_tool_asks_streams_no_words() -> None:
     assert words == ["", "", "", "done"], "the words of the agent itself alone"
 
 
-def test_by_default_no_tool_starts_early() -> None:
-    middleware = AgentSpecMiddleware(early_tools=EarlyTools(ToolSpeculator()))
-    for number in range(4):
-        session(middleware, number)
-    assert ran == ["look", "buy", "look"] * 4
-
-
 def test_names_alone_start_tools_early() -> None:
     for names, started in ([], False), (["look"], True):
         middleware = AgentSpecMiddleware(early_tools=names)

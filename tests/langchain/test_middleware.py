@@ -313,16 +313,6 @@ def test_the_next_turn_is_read_ahead_unless_a_step_runs_again_or_it_is_switched_
     assert [request.prefill_next for request in fake.requests] == [wanted, wanted, False]
 
 
-def test_what_an_agent_did_is_the_same_with_and_without_the_middleware() -> None:
-    def transcript(*middleware: Any) -> list[tuple[str, Any]]:
-        call = {"name": "look", "args": {"city": "Rome"}, "id": "c1"}
-        model = plain(AIMessage("", tool_calls=[call]), AIMessage("sunny"))
-        messages = create_agent(model, [look], middleware=middleware).invoke(HI, THREAD)["messages"]
-        return [(message.type, message.content) for message in messages]
-
-    assert transcript(AgentSpecMiddleware()) == transcript()
-
-
 async def test_an_agents_tokens_stream_through() -> None:
     model, _ = own("one two three")
     agent = create_agent(model, [], middleware=[AgentSpecMiddleware()], name="a")

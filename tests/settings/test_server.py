@@ -7,7 +7,7 @@ from pydantic import SecretStr
 
 from agentspec.errors import ConfigurationError
 from agentspec.settings.load import load_settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, RateLimits, ServerSettings, read_keys
 
 SECRET = "canary-" * 5
 
@@ -35,3 +35,84 @@ def test_a_short_secret_and_one_in_the_configuration_file_are_refused(tmp_path: 
     with pytest.raises(ConfigurationError, match="secret_file") as caught:
         load_settings(file)
     assert SECRET not in str(caught.value)
+
+
+def test_api_keys_come_from_variables_and_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY", " abc\n")
+    file = tmp_path / "key"
+    file.write_text("def\n")
+    assert ApiKey(key_env="KEY").secret() == SecretStr("abc")
+    assert ApiKey(key_file=file).secret() == SecretStr("def")
+
+
+def test_a_missing_api_key_is_an_error(tmp_path):
+    with pytest.raises(ConfigurationError, match="'ABSENT'"):
+        ApiKey(key_env="ABSENT").secret()
+    with pytest.raises(ConfigurationError, match="cannot read the key file"):
+        ApiKey(key_file=tmp_path / "absent").secret()
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        ApiKey(key_file=tmp_path / "empty").secret()
+
+
+def test_a_key_that_no_client_can_send(tmp_path):
+    (tmp_path / "two").write_text("abc\ndef\n")
+    with pytest.raises(ConfigurationError, match="a single line") as refused:
+        ApiKey(key_file=tmp_path / "two").secret()
+    assert "abc" not in str(refused.value)
+
+
+def test_a_key_has_one_tenant(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY", "same")
+    (tmp_path / "key").write_text("same\n")
+    again = ApiKey(tenant="a", key_file=tmp_path / "key")
+    first = ApiKey(tenant="a", key_env="KEY")
+    assert [key.tenant for _, key in read_keys([first, again])] == ["a", "a"]
+    with pytest.raises(ConfigurationError, match="'a' and 'b' have the same API key") as caught:
+        read_keys([first, ApiKey(tenant="b", key_file=tmp_path / "key")])
+    assert "same\n" not in str(caught.value) and "'same'" not in str(caught.value)
+
+
+KEYS = """
+[[server.api_keys]]
+tenant = "a"
+key_env = "A"
+requests_per_minute = 5
+[[server.api_keys]]
+tenant = "b"
+key_env = "B"
+[[server.api_keys]]
+role = "operator"
+key_env = "METRICS"
+"""
+
+
+def settings(folder: Path, text: str) -> dict[tuple[str, str], RateLimits]:
+    file = folder / "agentspec.toml"
+    file.write_text(text)
+    return load_settings(file).server.limits_of_keys
+
+
+def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
+    assert settings(tmp_path, KEYS) == {("a", "A"): RateLimits(requests_per_minute=5)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (KEYS.replace("= 5", "= 0"), "requests_per_minute.*0"),
+        (KEYS.replace("requests_per", "request_per"), "did you mean 'requests_per_minute'"),
+        (KEYS + "tokens_per_minute = 5\n", "an operator's key uses no models"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        settings(tmp_path, text)
+
+
+def test_entries_with_the_same_key_and_other_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "canary")
+    monkeypatch.setenv("B", "canary")
+    with pytest.raises(ConfigurationError, match="leave one of them out") as caught:
+        read_keys([ApiKey(key_env="A", tokens_per_minute=5), ApiKey(key_env="B")])
+    assert "canary" not in str(caught.value)

@@ -320,22 +320,6 @@ def test_a_call_that_may_change_something_voids_what_was_read_before(expect: Any
     assert outcomes(events) == ["start", "stale"]
 
 
-def test_a_writing_agent_of_the_same_session_voids_too(expect: Any) -> None:
-    expect(CALL)
-    events: list[ToolEvent] = []
-    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
-    reader = speculator.session(AgentCaller(agent="reader", session="s"))
-    writer = speculator.session(AgentCaller(agent="writer", session="s"))
-    for session in (reader, writer):
-        session.offers([READ, WRITE])
-    world = World()
-    reader.begin_turn(world.run)
-    writer.run(ToolCall("write", {"id": "A1"}), world.run)
-    reader.end_turn([CALL])
-    assert '"value": 11' in reader.run(CALL, world.run)
-    assert outcomes(events) == ["start", "stale"]
-
-
 def test_a_writing_agent_of_the_same_session_voids_with_a_speculator_of_its_own_too(expect: Any) -> None:
     expect(CALL)
     reader, writer = (ToolSpeculator(ToolPolicy(READ_ONLY)).session(AgentCaller(session="order 7")) for _ in range(2))
@@ -646,26 +630,6 @@ def test_a_dropped_start_takes_no_later_one_along(expect: Any, monkeypatch: pyte
     waiting.join()
     assert session.run(CALL, pytest.fail) == world.run(CALL)
     assert sorted(outcomes(events)) == ["failed", "hit", "start", "start"]
-
-
-@pytest.mark.long
-def test_a_fifth_of_the_time_is_saved_at_a_hit_rate_of_60_percent(expect: Any) -> None:
-    """Tools of a second after turns of a second."""
-    expect(CALL)
-    session, events = opened()
-    took = {}
-    for early in (False, True):
-        began = time.monotonic()
-        for turn in range(10):
-            if early:
-                session.begin_turn(lambda _: time.sleep(1))
-            time.sleep(1)
-            call = CALL if turn % 5 < 3 else ToolCall("read", {"id": "A2"})
-            session.end_turn([call])
-            session.run(call, lambda _: time.sleep(1))
-        took[early] = time.monotonic() - began
-    assert outcomes(events).count("hit") == 6
-    assert took[True] <= 0.8 * took[False]
 
 
 @pytest.mark.parametrize("arguments", [{"id": ("A1",)}, {"id": {1: "A1"}}, {"id": {"A1"}}])

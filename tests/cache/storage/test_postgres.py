@@ -13,11 +13,9 @@ import pytest
 import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.settings import CacheSettings
 from agentspec.cache.storage.postgres import PostgresDatabase
 from agentspec.cache.storage.schema import sequences
 from agentspec.cache.storage.tables import prepare
-from agentspec.cli.doctor import check_database
 from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -103,17 +101,6 @@ def test_a_path_object_is_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="string"):
         SuffixCache.open(Path("postgresql://user@host/db"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_doctor_looks_and_changes_nothing(server: Server, postgres: str) -> None:
-    settings = CacheSettings(path=postgres)
-    assert "empty" in check_database(settings).detail
-    schema = postgres.rpartition("search_path%3D")[2]
-    assert server.execute(f"SELECT * FROM pg_tables WHERE schemaname = '{schema}'") == []
-    SuffixCache.open(postgres).close()
-    assert "a cache of this version" in check_database(settings).detail
-    server.execute(f"DROP TABLE {schema}.agentspec_meta")
-    assert (check_database(settings).state, "another program" in check_database(settings).detail) == ("fail", True)
 
 
 # The writer.
