@@ -122,20 +122,20 @@ from .settings.load import (
 from .settings.load import (
     load_settings as load_settings,
 )
-from .step.calls import (
-    async_httpx_hooks as async_httpx_hooks,
-)
-from .step.calls import (
-    headers as headers,
-)
-from .step.calls import (
-    httpx_hooks as httpx_hooks,
-)
-from .step.calls import (
-    report as report,
-)
 from .step.decorator import (
     step as step,
+)
+from .step.report import (
+    async_httpx_hooks as async_httpx_hooks,
+)
+from .step.report import (
+    headers as headers,
+)
+from .step.report import (
+    httpx_hooks as httpx_hooks,
+)
+from .step.report import (
+    report as report,
 )
 from .step.scope import (
     current_labels as current_labels,

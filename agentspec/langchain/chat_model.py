@@ -33,7 +33,7 @@ from agentspec.protocol.messages import parse_prediction
 from agentspec.protocol.requests import with_extra
 from agentspec.runtime import Runtime
 from agentspec.runtime.runtime import attempts
-from agentspec.step.calls import observe
+from agentspec.step.report import observe
 from agentspec.step.scope import current_policy
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 

@@ -22,7 +22,7 @@ from agentspec.langchain.early_tools import EarlyTools
 from agentspec.langchain.labels import is_replayed, labels_of_agent
 from agentspec.langchain.messages import usage_of
 from agentspec.protocol.headers import PREFILL_HEADER, StepPolicy
-from agentspec.step.calls import headers, model_call, unmetered
+from agentspec.step.report import headers, model_call, unmetered
 from agentspec.step.scope import current, current_model, entered
 from agentspec.tools import ToolSession
 from agentspec.types import Usage

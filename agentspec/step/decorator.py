@@ -9,7 +9,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from agentspec.protocol.headers import StepPolicy
-from agentspec.step.calls import statistics
+from agentspec.step.report import statistics
 from agentspec.step.scope import CallScope, current
 from agentspec.types import Labels
 
@@ -54,10 +54,8 @@ def step(
 
 
 def _decorated(function: Any, inner: Callable[[], CallScope], name: str) -> Any:
-    if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(_decorated(function.__func__, inner, name))
-    if not callable(function):
-        advice = f"not {function!r}; it stands below @tool"
+    if not callable(function) or isinstance(function, (staticmethod, classmethod)):
+        advice = f"not {function!r}; it stands below @tool, @staticmethod and @classmethod"
         raise TypeError(f"@step({name!r}) decorates functions and callable objects, {advice}")
     wrap = _wrapper_of(function)
     if wrap is _function and not inspect.isroutine(function) and not isinstance(function, (type, partial)):
@@ -106,40 +104,25 @@ Begin = Callable[[], _StepRun]
 def _function(function: Any, begin: Begin) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Any:
-        run, rest = begin(), None
+        run, later = begin(), False
         try:
             with run:
                 result = function(*args, **kwargs)
-            rest = _rest_of(result, run)
-            return result if rest is None else rest
+            later = inspect.iscoroutine(result)  # of a function below another decorator
+            return _awaited(result, run) if later else result
         finally:
-            if rest is None:
+            if not later:
                 run.record()
 
     return run_step
 
 
-def _rest_of(result: Any, run: _StepRun) -> Any:
-    """The rest of a run whose function returned what runs only later, as functions below another decorator do; None for
-    a run that is over.
-    """
-    if inspect.iscoroutine(result):
-        return _awaited(result, run)
-    if inspect.isgenerator(result):
-        return _generator(lambda: result, lambda: run)()
-    return _async_generator(lambda: result, lambda: run)() if inspect.isasyncgen(result) else None
-
-
 async def _awaited(body: Coroutine[Any, Any, Any], run: _StepRun) -> Any:
-    rest = None
     try:
         with run:
-            result = await body
-        rest = _rest_of(result, run)
-        return result if rest is None else rest
+            return await body
     finally:
-        if rest is None:
-            run.record()
+        run.record()
 
 
 def _coroutine(function: Any, begin: Begin) -> Any:

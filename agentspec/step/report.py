@@ -1,14 +1,19 @@
-"""Counts what each workflow step cost and what speculation saved, for `agentspec.report()`."""
+"""Counts model calls on the step that makes them, for `agentspec.report()`, and sends their labels to a gateway."""
 
 from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentspec.types import Speculation, Usage
+from agentspec.protocol.headers import StepPolicy, label_headers
+from agentspec.step.scope import current, current_labels, current_policy, entered
+from agentspec.types import Labels, Speculation, Usage
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
 
 Key = tuple[str | None, str | None]
 
+MAX_ROWS = 1024
 OTHER: Key = ("(other)", "(other)")
 NO_STEP = "(no step)"
 
@@ -59,10 +65,9 @@ class StepRow:
 
 
 class StepStatistics:
-    """Adds up runs and calls by (workflow, step). Thread-safe; after `max_rows` keys, further keys share one row."""
+    """Adds up runs and calls by (workflow, step). Thread-safe; after `MAX_ROWS` keys, further keys share one row."""
 
-    def __init__(self, max_rows: int = 1024) -> None:
-        self._max_rows = max_rows
+    def __init__(self) -> None:
         self._rows: dict[Key, StepRow] = {}
         self._lock = threading.Lock()
 
@@ -106,7 +111,7 @@ class StepStatistics:
             self._rows.clear()
 
     def _row(self, key: Key) -> StepRow:
-        if key not in self._rows and len(self._rows) >= self._max_rows:
+        if key not in self._rows and len(self._rows) >= MAX_ROWS:
             key = OTHER
         return self._rows.get(key, StepRow(*key))
 
@@ -185,3 +190,96 @@ def _cell(value: str | float | None, column: str) -> Text:
     if value is None:
         value = NO_STEP if column == "step" else "-"
     return Text((f"{value:.2f}" if isinstance(value, float) else str(value)).encode("utf-8", "replace").decode())
+
+
+@dataclass(slots=True)
+class CallMeter:
+    """What a model call cost: `usage` as its answer says, unless `observe` has counted it while it was made."""
+
+    usage: Usage | None = None
+    counted: bool = False
+
+
+statistics = StepStatistics()
+_meter: ContextVar[CallMeter | None] = ContextVar("agentspec_meter", default=None)
+
+
+@contextmanager
+def model_call(labels: Labels, policy: StepPolicy) -> Iterator[CallMeter]:
+    """Label the model call made inside, and count it once: by the meter unless the model's client counts it.
+
+    Labels that are None are inherited, and so is what `policy` leaves open.
+    """
+    meter, began, failed, outer = CallMeter(), time.perf_counter(), False, _meter.get()
+    scope = current.get().narrowed(labels, policy)
+    _meter.set(meter)
+    try:
+        with entered(scope):
+            yield meter
+    except Exception:
+        failed = True
+        raise
+    finally:
+        _meter.set(outer)
+        if not meter.counted:
+            observe(meter.usage, None, time.perf_counter() - began, labels=scope.labels, failed=failed)
+
+
+@contextmanager
+def unmetered() -> Iterator[None]:
+    """Calls made inside are counted apart from the model call that surrounds the block."""
+    outer = _meter.get()
+    _meter.set(None)
+    try:
+        yield
+    finally:
+        _meter.set(outer)
+
+
+def observe(
+    usage: Usage | None,
+    speculation: Speculation | None,
+    seconds: float,
+    *,
+    labels: Labels | None = None,
+    failed: bool = False,
+) -> None:
+    """Count one model call of `seconds` seconds on the current step, or on the step that `labels` names."""
+    labels = current_labels() if labels is None else labels
+    if (meter := _meter.get()) is not None:
+        meter.counted = True
+    statistics.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed=failed)
+
+
+def report() -> Report:
+    """What each step cost so far in this process, and what speculation did for it."""
+    return Report(tuple(statistics.rows()), statistics)
+
+
+def headers() -> dict[str, str]:
+    """The headers that send the current labels and policy to a gateway. What is not ASCII is percent-encoded."""
+    policy = current_policy()
+    speculation, store = policy.speculation is not False, policy.store is not False
+    return label_headers(current_labels(), speculation=speculation, store=store, keep=" ") | policy.headers()
+
+
+def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
+    """`event_hooks` for a synchronous httpx or httpx2 client, such as the one inside an OpenAI client.
+
+    Requests get the current labels and policy as headers.
+    """
+    return {"request": [_send_labels]}
+
+
+def async_httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
+    """`httpx_hooks` for an asynchronous client."""
+
+    async def label(request: Any) -> None:
+        _send_labels(request)
+
+    return {"request": [label]}
+
+
+def _send_labels(request: Any) -> None:
+    for name, value in headers().items():
+        request.headers.setdefault(name, value)

@@ -107,11 +107,6 @@ def current_policy() -> StepPolicy:
     return replace(scope.policy, deadline_s=max(SHORTEST_S, scope.deadline - time.monotonic()))
 
 
-def current_speculation() -> bool | None:
-    """Whether the surrounding steps request speculation; None if no step sets it."""
-    return current.get().policy.speculation
-
-
 def current_model() -> str | None:
     """The model that the surrounding steps request; None if no step names one."""
     return current.get().policy.model

@@ -22,7 +22,7 @@ from agentspec.langchain import AgentSpecMiddleware, EarlyTools
 from agentspec.langchain.early_tools import blocks
 from agentspec.protocol.headers import StepPolicy
 from agentspec.step import report
-from agentspec.step.calls import observe
+from agentspec.step.report import observe
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
 from agentspec.tools.session import epoch_of

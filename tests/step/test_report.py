@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import io
 import threading
+from importlib import import_module
 
+import pytest
 from rich.console import Console
 
 from agentspec.step.report import OTHER, Report, StepStatistics
 from agentspec.types import RetrievalSpeculation, Speculation, StepSpeculation, Usage
 
 
-def test_rows_are_bounded_and_nothing_is_lost() -> None:
-    ledger = StepStatistics(max_rows=3)
+def test_rows_are_bounded_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("agentspec.step.report"), "MAX_ROWS", 3)
+    ledger = StepStatistics()
     for number in range(10):
         ledger.add_call(("w", f"step {number}"), Usage(1, 1), None, 0.1)
         ledger.add_run(("w", f"step {number}"), 0.1, failed=False)

@@ -13,8 +13,8 @@ import pytest
 
 from agentspec.errors import InvalidRequestError
 from agentspec.step import scope
-from agentspec.step.calls import headers
 from agentspec.step.decorator import step
+from agentspec.step.report import headers
 from agentspec.step.scope import (
     StepPolicy,
     current_labels,
