@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentspec.backends.model_store.builtin import BUILTIN, Builtin, download
-from agentspec.backends.model_store.convert import is_prepared, prepare
-from agentspec.backends.model_store.store import compute_sha256, file_sha256, fingerprint, locked, store_folder
+from agentspec.backends.model_store.store import (
+    compute_sha256,
+    file_sha256,
+    fingerprint,
+    is_prepared,
+    locked,
+    prepare,
+    store_folder,
+)
 from agentspec.errors import ModelUnavailableError, install_advice, suggestion
 
 ALLOWED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # never pickles, and no code

@@ -24,16 +24,15 @@ from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.prefill import NextTurns
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, prompt_length
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
-from agentspec.backends.torch.grammars.matcher import CompiledGrammar
+from agentspec.backends.torch.grammars.grammar import CompiledGrammar
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.acceptance import JudgeHead
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, computed, require_one_answer, states_of
-from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.backends.torch.text.output_parser import AnswerReader, OutputParserSpec
 from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
-from agentspec.backends.torch.text.tokenizer import ModelTokens, TokenizerAdapter
+from agentspec.backends.torch.text.tokenizer import ModelTokens, TokenizerAdapter, ids_of_end
 from agentspec.cache.deletion import Reach, Scope
 from agentspec.errors import (
     ContextLengthError,

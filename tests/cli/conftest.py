@@ -13,10 +13,10 @@ Program = Callable[..., Result]
 @pytest.fixture(scope="package", autouse=True)
 def shared_tokenizers() -> Iterator[None]:
     """One tokenizer for all commands that read the same folder: to make it takes half a second."""
-    from agentspec.backends.torch.text import model_text
+    from agentspec.backends.torch.text import tokenizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_text, "read_tokenizer", functools.cache(model_text.read_tokenizer))
+        patch.setattr(tokenizer, "read_tokenizer", functools.cache(tokenizer.read_tokenizer))
         yield
 
 

@@ -216,19 +216,6 @@ def test_what_one_tenant_has_accepted_changes_nothing_for_another(step: str | No
     assert len(governor.tenants) == MOST_TENANTS
 
 
-@given(drafts())
-def test_chosen_nodes_are_closed_under_parents(draft: tuple[list[float], list[int]]) -> None:
-    chances, parents = draft
-    governor = Governor()
-    for source in (0, 1):
-        governor.calibration.observe([0.9] * 20, [source] * 20, [source == 1] * 20)
-    worth = governor.expectations(chances, parents, [node % 2 for node in range(len(chances))])
-    (nodes,) = governor.choose([worth])
-    assert nodes == sorted(set(nodes))
-    assert all(parents[node] < 0 or parents[node] in nodes for node in nodes)
-    assert all(worth[node] <= worth[parents[node]] for node in nodes if parents[node] >= 0)
-
-
 def learned(curve: list[float], rng: random.Random, *, rounds: int = 300, noise: float = 0.05) -> CostModel:
     """A cost model that saw a short calibration and many noisy rounds of a synthetic machine."""
     model = CostModel()
@@ -259,14 +246,6 @@ def choices(
             strict, cases = strict + within, cases + 1
             near += within or (1 + sum(worth[:count])) / curve[count] > 0.99 * rate
     return strict / cases, near / cases
-
-
-@pytest.mark.slow
-def test_chosen_size_is_within_one_of_the_best_on_synthetic_machines() -> None:
-    """cost = 1 + slope * (n - 1), learned with 5 % noise; drafts are paths of one acceptance rate."""
-    lines = [[0.02 * (1 + slope * n) for n in range(64)] for slope in (0.0, 0.005, 0.02, 0.1, 0.5, 1.0)]
-    strict, near = choices(lines, (0.2, 0.5, 0.9), seeds=(1, 2, 3), times=4)
-    assert strict >= 0.95 and near >= 0.99
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -397,13 +376,6 @@ def test_costly_drafting_that_gains_nothing_is_paused() -> None:
             asked += 1
             pace.observe(0.0, 0, 0.01, 0.0)
     assert asked < 20
-
-
-def test_free_drafting_is_never_paused() -> None:
-    pace = RequestStats()
-    for _ in range(50):
-        assert pace.ask()
-        pace.observe(0.0, 0, 0.0, 0.0)
 
 
 @given(

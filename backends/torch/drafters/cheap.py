@@ -16,7 +16,7 @@ from agentspec.backends.torch.drafters.base import (
     draft_alone,
     make_draft,
 )
-from agentspec.backends.torch.grammars.matcher import GrammarMatcher
+from agentspec.backends.torch.grammars.grammar import GrammarMatcher
 from agentspec.text import PredictedText
 from agentspec.types import Draft, Source
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.grammars.matcher import CompiledGrammar, GrammarMatcher
+from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarMatcher
 from agentspec.backends.torch.model.device import to_device
 
 _OPENING = 2  # tokens of an answer among which thinking must begin: blanks may come before

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentspec.backends.tenant_threads import TenantThreads
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
-from agentspec.backends.torch.grammars.matcher import CompiledGrammar
+from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler
 from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.output_parser import BEGIN, END, Expectation, OutputParserSpec, expectation

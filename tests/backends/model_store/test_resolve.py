@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentspec.backends.model_store import ModelFiles, convert, fetch, locate, resolve
+from agentspec.backends.model_store import ModelFiles, fetch, locate, resolve
+from agentspec.backends.model_store import store as store_module
 from agentspec.backends.model_store.builtin import Builtin, PackagePart
 from agentspec.backends.model_store.resolve import ALLOWED
 from agentspec.backends.model_store.store import compute_sha256
@@ -33,7 +34,7 @@ def loads(files: ModelFiles) -> int:
 @pytest.fixture
 def unpacked_here(monkeypatch) -> None:
     """Without the process of its own, which mostly imports what is here already."""
-    monkeypatch.setattr(convert, "_unpack", convert.unpack)
+    monkeypatch.setattr(store_module, "_unpack", store_module.unpack)
 
 
 def test_a_folder_is_taken_as_it_is(store, folder):

@@ -20,9 +20,8 @@ from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.backend import LONG_PROMPT
-from agentspec.backends.torch.grammars.compiler import GrammarTrial
-from agentspec.backends.torch.grammars.matcher import GrammarMatcher
-from agentspec.backends.torch.text.model_text import ids_of_end
+from agentspec.backends.torch.grammars.grammar import GrammarMatcher, GrammarTrial
+from agentspec.backends.torch.text.tokenizer import ids_of_end
 from agentspec.cache import SuffixCache
 from agentspec.errors import (
     AgentSpecError,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.errors import EngineError, InvalidRequestError
 from agentspec.types import SamplingParams

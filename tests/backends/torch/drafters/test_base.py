@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.drafters.base import DraftForward, chain_draft, draft_alone, draft_together, timed
 from agentspec.backends.torch.drafters.draft_model import CHUNK, ModelDrafter, SharedNoiseSampler
 from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
-from agentspec.backends.torch.engine.kv_budget import KVBudget
-from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import SamplingParams, Source
-
-
-def test_drafts_have_the_documented_types() -> None:
-    draft = chain_draft([5, 6], 0.5, Source.PREDICTION)
-    assert [array.dtype for array in (draft.tokens, draft.parents, draft.probabilities, draft.match_length)] == [
-        np.int32, np.int32, np.float32, np.int32,
-    ]  # fmt: skip
-    assert draft.source.dtype == np.uint8
-    assert draft.probabilities.tolist() == pytest.approx([0.5, 0.25])
 
 
 def test_a_chain_may_have_a_confidence_for_every_token() -> None:
@@ -134,14 +121,6 @@ def test_answers_with_a_draft_model_are_the_oracles_in_fewer_forwards(
         for ask, outcome in zip(chosen, outcomes, strict=True):
             assert outcome.tokens == lab.oracle(ask.prompt, ask.sampling, max_tokens=16, stop_ids=())
     assert counts[1] < 3 * counts[0]
-
-
-def test_the_draft_models_slots_are_in_the_budget(lab: Any) -> None:
-    context = EngineContext(lab.target, lab.tokenizer, drafters=with_model(lab))
-    scheduler = Scheduler(context, TorchSettings(kv_bytes=512 * 1000, draft_model="x"))
-    assert scheduler.kv_budget.slot_bytes == 2 * lab.target.slot_bytes() and scheduler.kv_budget.limit == 1000
-    scheduler.clear()
-    assert isinstance(scheduler.kv_budget, KVBudget) and context.bounded
 
 
 def test_a_token_takes_a_share_of_a_step_that_several_answers_have(lab: Any) -> None:

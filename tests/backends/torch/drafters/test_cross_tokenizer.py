@@ -58,10 +58,6 @@ def bridge(text: str, **options: Any) -> CrossTokenizerDrafter:
     return CrossTokenizerDrafter(Knowing(text, **options), OWN, OTHER)  # type: ignore[arg-type]
 
 
-def test_the_two_tokenizers_differ() -> None:
-    assert OWN.encode(TEXT) != OTHER.encode(TEXT) and len(OWN.special_ids) == 2
-
-
 def test_what_is_drafted_is_what_the_target_would_write() -> None:
     """At every token of the text: the draft is a piece of the target's own encoding, wherever both tokens end."""
     whole, drafted = OWN.encode(TEXT), 0

@@ -169,18 +169,6 @@ def test_a_draft_model_that_computes_nonsense_changes_nothing(
     lab.require_same(PROMPT, sampling, got.tokens, lab.oracle(PROMPT, sampling, max_tokens=20, stop_ids=()))
 
 
-def test_a_draft_model_without_memory_changes_nothing(
-    lab: Any, small_models: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(small_models["close"].model, "forward", fail)
-    drafting = DrafterFactory(("model",), small_models["close"])
-    got = lab.run(PROMPT, SAMPLINGS[0], max_tokens=20, stop_ids=(), drafters=drafting)
-    assert got.tokens == lab.oracle(PROMPT, SAMPLINGS[0], max_tokens=20, stop_ids=())
-
-
 def test_the_end_of_an_answer_frees_the_draft_models_rows(
     lab: Any, small_models: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from agentspec.backends.torch.engine import engine as step
 from agentspec.backends.torch.engine.scheduler import Schedule
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler

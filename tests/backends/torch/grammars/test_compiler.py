@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
-from agentspec.backends.torch.grammars.matcher import GrammarMatcher
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler, GrammarMatcher
 from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
 from agentspec.errors import InvalidRequestError
 

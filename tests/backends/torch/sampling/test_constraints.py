@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import Constraints, ThinkingLimit
 
 END = 256

@@ -16,7 +16,7 @@ import pytest
 import regex
 
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.types import Draft, SamplingParams
 

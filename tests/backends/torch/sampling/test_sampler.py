@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling import sampler as sampling
 from agentspec.backends.torch.sampling.acceptance import accept_path
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec

@@ -1,8 +1,10 @@
-"""Prompts in, text out; what a chat template refuses is the caller's mistake."""
+"""Prompts in, text out, held to what the engine computes; what a chat template refuses is the caller's mistake."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.text import tokenizer
-from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.errors import ContextLengthError, InvalidRequestError
+from agentspec.backends.torch.text.tokenizer import (
+    ModelText,
+    TokenizerAdapter,
+    ids_of_end,
+    render,
+    template_of,
+    tool_format,
+)
+from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL
+from agentspec.errors import ContextLengthError, InvalidRequestError, ModelUnavailableError
 from agentspec.types import GenerateRequest
 
 USER = {"role": "user", "content": "hi"}
@@ -96,12 +106,6 @@ def test_truncation_in_the_tokenizers_file_is_ignored(lab: Any) -> None:
     assert len(TokenizerAdapter(tokenizer).encode("abcdef")) == 6
 
 
-def test_several_threads_may_encode_and_decode(codec: TokenizerAdapter) -> None:
-    texts = [f"text number {n} " * 50 for n in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda text: codec.decode(codec.encode(text)), texts)) == texts
-
-
 @given(
     st.text(st.sampled_from("ab é\N{GRINNING FACE}<|>\n") | st.characters(codec="utf-8"), max_size=40), st.booleans()
 )
@@ -128,3 +132,167 @@ def test_a_text_that_cannot_fit_is_refused_unread(codec: TokenizerAdapter) -> No
     with pytest.raises(ContextLengthError) as caught:
         codec.read(GenerateRequest("m", messages=[{"role": "user", "content": text}]), 1000)
     assert caught.value.param == "messages"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "does f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "done"}]},
+]
+WITH_TOOLS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role }}:"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a[0] }}{% endfor %};"
+    "{% endfor %}"
+    "{% if thinking is defined %}{{ thinking }}{% endif %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def rendered(tokenizer: Any, messages: Any = TALK, start: bool = True, **fields: Any) -> str:
+    return render(tokenizer, GenerateRequest("m", messages=messages, **fields), start=start, continue_final=False)
+
+
+def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects(tokenizer_of: Any) -> None:
+    tokenizer = tokenizer_of(WITH_TOOLS)
+    said = rendered(tokenizer, tools=(TOOL,), template_arguments={"thinking": "no"})
+    assert said == "[f]user:hi;assistant:<tool_call>1;tool:done;no>"
+    assert rendered(tokenizer, start=False) == "user:hi;assistant:<tool_call>1;tool:done;"
+
+
+def test_one_that_does_not_has_them_described(byte_tokens: Any) -> None:
+    said = rendered(byte_tokens, tools=(TOOL,))
+    system, user, calls, result, end = said.split("<|")[1:]
+    assert json.dumps(TOOL["function"]) in system and "<tool_call>" in system
+    assert user == "user|>hi" and calls.endswith('<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>')
+    assert result == "user|><tool_response>\ndone\n</tool_response>" and end == "assistant|>"
+    told = rendered(byte_tokens, [{"role": "system", "content": "be kind"}, *TALK], tools=(TOOL,))
+    assert told.startswith("<|user|>be kind\n\n") and told.count("<tools>") == 1
+    assert "<tools>" not in rendered(byte_tokens)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"function": {"name": "f"}},
+        {"function": {"name": "f", "arguments": ["{}"]}},
+        {"function": {"name": "f", "arguments": "[" * 100_000}},
+        {"function": {"name": 3, "arguments": "{}"}},
+    ],
+)
+def test_calls_that_are_none_are_refused(byte_tokens: Any, call: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        rendered(byte_tokens, [{"role": "assistant", "tool_calls": [call]}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[]", "", "5"])
+def test_a_call_that_a_model_broke_off_ends_no_conversation(byte_tokens: Any, arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    said = rendered(byte_tokens, [{"role": "assistant", "tool_calls": [call]}])
+    assert '{"name": "f", "arguments": {}}' in said
+
+
+def test_the_format_follows_the_template(tokenizer_of: Any, byte_tokens: Any) -> None:
+    assert tool_format(byte_tokens) is HERMES
+    tokenizer = tokenizer_of(WITH_TOOLS)
+    assert tool_format(tokenizer) is HERMES
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "[TOOL_CALLS]{{ tools }}"}
+    assert tool_format(tokenizer) is MISTRAL and template_of(tokenizer) == "{{ messages }}"
+    tokenizer.chat_template = "{{ tools }} in a format of its own"
+    with pytest.raises(InvalidRequestError, match="not known here") as caught:
+        tool_format(tokenizer)
+    assert caught.value.param == "tools"
+
+
+def test_chats_and_prompts_have_a_largest_size(tokenizer_of: Any) -> None:
+    said = [{"role": "user", "content": "x" * 1000}]
+    assert len(rendered(tokenizer_of("{{ messages[0].content * 10000 }}"), said)) == 10_000_000
+    with pytest.raises(InvalidRequestError, match="the prompt is longer than 10,000,000 characters"):
+        rendered(tokenizer_of("{{ messages[0].content * 10000 }}x"), said)
+    with pytest.raises(InvalidRequestError, match="messages holds more than 10,000 messages"):
+        rendered(tokenizer_of("{{ messages|length }}"), [{"role": "user", "content": ""}] * 10_001)
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued(tokenizer_of: Any) -> None:
+    request = GenerateRequest("m", messages=[{"role": "assistant", "content": "so"}])
+    with pytest.raises(InvalidRequestError, match="refuses these messages") as caught:
+        render(tokenizer_of("{{ messages[0].role }}"), request, start=False, continue_final=True)
+    assert caught.value.param == "messages"
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+ANSWER = {"role": "assistant", "content": "General Kenobi"}
+
+
+@pytest.fixture(scope="module")
+def text(default_model: Any) -> ModelText:
+    return ModelText.load(str(default_model.folder))
+
+
+@pytest.mark.model
+def test_a_call_is_what_the_engine_sees_and_makes(text: ModelText) -> None:
+    prompt, answer = text.encode(MESSAGES, ANSWER)
+    assert prompt == text.tokenizer.encode_chat(MESSAGES)
+    assert answer[:-1] == text.tokenizer.encode("General Kenobi") and answer[-1] in text.end_ids
+    assert text.tokenizer.spell(answer[-1]) == "<|im_end|>"
+    assert text.encode(MESSAGES, ANSWER, finished=False)[1] == answer[:-1]
+
+
+@pytest.mark.model
+def test_plain_prompts_and_answers_by_themselves(text: ModelText) -> None:
+    prompt, answer = text.encode([], ANSWER, prompt="Once upon")
+    assert (
+        prompt == text.tokenizer.encode("Once upon", special=True) and text.tokenizer.decode(answer) == "General Kenobi"
+    )
+    assert text.encode([], ANSWER) == ([], answer) and answer[-1] in text.end_ids
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_namespaces_are_the_engines(default_model: Any, text: ModelText) -> None:
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch.loader import load
+
+    loaded = load(TorchSettings(model=str(default_model.folder)))
+    assert loaded.namespace("t") == text.namespace("t")
+    assert ids_of_end(loaded.target.module.generation_config, loaded.tokenizer) == text.end_ids
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("content", [None, "", [{"type": "image_url"}]])
+def test_an_answer_without_text_is_refused(text: ModelText, content: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        text.encode([], {"role": "assistant", "content": content})
+
+
+def test_a_template_that_rewrites_the_past_is_not_read_off() -> None:
+    class Tokenizer:
+        """Characters; an answer that is not the last message loses its thoughts, and so does a whole conversation."""
+
+        chat_template = "x"
+        eos_token_id = 0
+
+        def apply_chat_template(self, messages: Any, add_generation_prompt: bool, **_: Any) -> str:
+            return ("<open>" if add_generation_prompt else "") + "|".join(m["content"] for m in messages)
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            return [ord(c) for c in text]
+
+    text = ModelText(TokenizerAdapter(Tokenizer()), "", "", "", frozenset({0}))
+    prompt, answer = text.encode([{"role": "user", "content": "q"}], {"role": "assistant", "content": "a"})
+    assert ("".join(map(chr, prompt)), answer) == ("<open>q", [ord("a"), 0])
+
+
+def test_the_ids_that_end_an_answer() -> None:
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    assert ids_of_end(SimpleNamespace(eos_token_id=[1, 2]), tokenizer) == {1, 2}
+    assert ids_of_end(SimpleNamespace(eos_token_id=None), tokenizer) == {2}
+    assert ids_of_end(None, SimpleNamespace()) == frozenset()
+
+
+def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelUnavailableError):
+        ModelText.load(str(tmp_path))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.text.tool_parser import (
     HERMES,
     LLAMA,
