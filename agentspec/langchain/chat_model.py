@@ -7,14 +7,14 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import anyio
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, get_buffer_string
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -22,13 +22,16 @@ from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
 
+from agentspec.backends.base import Tokenization
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.openai.tokenization import ServerTokenization
+from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.background import call_sync, iterate_async, iterate_sync, remote_runtime, shared_runtime
-from agentspec.errors import ConfigurationError, InvalidRequestError, RequestTimeoutError
+from agentspec.errors import ConfigurationError, InvalidRequestError, RequestTimeoutError, UpstreamStatusError
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
-from agentspec.langchain.token_counting import prompt_length, token_ids
 from agentspec.protocol.messages import parse_prediction
 from agentspec.protocol.requests import with_extra
 from agentspec.runtime import Runtime
@@ -49,6 +52,8 @@ _OWN = (
 )  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
 _OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
+_NO_ROUTE = (404, 405, 501)
+_REFUSED = (400, 422)
 
 
 class ChatAgentSpec(BaseChatModel):
@@ -240,14 +245,14 @@ class ChatAgentSpec(BaseChatModel):
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         model = current_policy().model or self.model
-        return call_sync(token_ids, self._runtime(model), model, text) if text else []
+        return call_sync(_token_ids, self._runtime(model), model, text) if text else []
 
     def get_num_tokens_from_messages(
         self,
         messages: list[BaseMessage],
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
     ) -> int:
-        """How many tokens the prompt of `messages` and `tools` has, as `token_counting.prompt_length` says.
+        """How many tokens the prompt of `messages` and `tools` has, as `_prompt_length` says.
 
         With `custom_get_token_ids` it is LangChain's estimate. Raises as `get_token_ids`.
         """
@@ -258,7 +263,7 @@ class ChatAgentSpec(BaseChatModel):
         model = current_policy().model or self.model
         extra = {"tools": converted, **{name: self.extra_body[name] for name in _OF_PROMPT if name in self.extra_body}}
         request = with_extra(GenerateRequest(model, messages=to_openai(messages), extra=extra))
-        return call_sync(prompt_length, self._runtime(model), request, messages)
+        return call_sync(_prompt_length, self._runtime(model), request, messages)
 
     def _call(
         self,
@@ -387,3 +392,69 @@ def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
 def _predicted(prediction: Any) -> str | None:
     """The text of a prediction: a string, or OpenAI's `{"type": "content", "content": text or parts}`."""
     return prediction if isinstance(prediction, str | None) else parse_prediction(prediction)
+
+
+async def _token_ids(runtime: Runtime, model: str, text: str) -> list[int]:
+    """Token ids of `text` as a part of a prompt. Raises `ConfigurationError` for a server that has no tokenizer to ask,
+    and what the runtime and an upstream raise.
+    """
+    side = await _tokenization(runtime, model)
+    try:
+        return await side.tokenize(text)
+    except UpstreamStatusError as error:
+        raise _explained(error) from error
+
+
+async def _prompt_length(runtime: Runtime, request: GenerateRequest, messages: Sequence[BaseMessage]) -> int:
+    """How many tokens the prompt of `request`, a chat of `messages`, has, ready for the answer. Raises as `_token_ids`.
+
+    A chat template may refuse messages that are only a part of a chat, as those that LangChain's `trim_messages` asks
+    for are. Each then counts as a message of the user's, which is a little more than it is.
+    """
+    if not messages:
+        return 0
+    side = await _tokenization(runtime, request.model)
+    try:
+        return await _rendered_length(side, request)
+    except (InvalidRequestError, UpstreamStatusError) as error:
+        if isinstance(error, UpstreamStatusError) and error.status not in _REFUSED:
+            raise _explained(error) from error
+    whole = replace(request, messages=[_asked(get_buffer_string(messages))])
+    empty = replace(request, messages=[_asked("")], tools=())
+    return await _rendered_length(side, whole) + (len(messages) - 1) * await _rendered_length(side, empty)
+
+
+async def _tokenization(runtime: Runtime, model: str) -> Tokenization:
+    """The tokenizer of `model`; of a strategy, its base model's; of a pool, that of one of its servers."""
+    await runtime.start_for(model)
+    route = runtime.base_of(model)
+    backend, known = route.backend, route.upstream_model
+    if isinstance(backend, PoolBackend):
+        backend, named = await backend.any_server()
+        known = named or known
+    if isinstance(backend, OpenAIBackend):
+        return backend.tokenizer_of(known)
+    if not isinstance(backend, Tokenization):
+        raise ConfigurationError(f"the model {model!r} shows no tokenizer: set custom_get_token_ids")
+    return backend
+
+
+async def _rendered_length(side: Tokenization, request: GenerateRequest) -> int:
+    chat = (request.messages or (), request.tools, request.template_arguments)
+    if isinstance(side, ServerTokenization):
+        return len(await side.rendered_ids(*chat))
+    return len(await side.tokenize(await side.render(*chat)))
+
+
+def _asked(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _explained(error: UpstreamStatusError) -> Exception:
+    """`error`, or what to do about a server without the route."""
+    if error.status not in _NO_ROUTE:
+        return error
+    return ConfigurationError(
+        f"{error.message}: tokens are counted by the server's /tokenize, as vLLM and agentspec have it; for a server"
+        " without it set custom_get_token_ids to a function from a text to its token ids"
+    )

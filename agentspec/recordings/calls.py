@@ -108,14 +108,12 @@ def json_object(line: bytes, place: str) -> dict[str, Any]:
 class Turn:
     """A message and its place; `at` in seconds since 1970, if known.
 
-    `finished` tells that no limit cut it. `said` is false for an assistant's message that the model did not write, such
-    as a demonstration.
+    `said` is false for an assistant's message that the model did not write, such as a demonstration.
     """
 
     message: Message
     place: str
     at: float | None = None
-    finished: bool = True
     said: bool = True
 
 
@@ -125,7 +123,7 @@ def calls_of(turns: Iterable[Turn], labels: Labels) -> Iterator[RecordedCall]:
     for turn in turns:
         message = turn.message
         if message["role"] == "assistant" and turn.said and (message.get("content") or message.get("tool_calls")):
-            yield RecordedCall(turn.place, labels, list(before), message, finished=turn.finished, created_at=turn.at)
+            yield RecordedCall(turn.place, labels, list(before), message, created_at=turn.at)
         before.append(message)
 
 

@@ -121,22 +121,17 @@ def logged_response(request: Mapping[str, Any], response: Mapping[str, Any], pla
 
 
 def read_codex(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
-    """Every answer of a session. Older versions write the items by themselves, after a line about the session."""
+    """Every answer of a session."""
     session, contexts = path.stem, [list[Item]()]
     for place, record in records(path, on_bad):
-        at = moment(record.get("timestamp"))
-        kind, payload = record.get("type"), record.get("payload")
-        if not isinstance(payload, dict):
-            if kind is None and "id" in record:
-                session = str(record["id"])
-            kind, payload = ("session_meta" if kind is None and "id" in record else "response_item"), record
+        kind, payload = record.get("type"), record.get("payload") or {}
         if kind == "session_meta":
             session = str(payload.get("id") or session)
             contexts[-1] += _instructions(payload, place)
         elif kind == "compacted":
             contexts.append(_replacement(payload, place))
         elif kind == "response_item":
-            contexts[-1].append(Item(payload, place, at))
+            contexts[-1].append(Item(payload, place, moment(record.get("timestamp"))))
     for context in contexts:
         yield from calls_of(turns_of(context), Labels(session, "codex"))
 

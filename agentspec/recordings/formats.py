@@ -76,8 +76,7 @@ def _recognised(head: bytes, place: str) -> Format | None:
     for format_, keys in _SIGNS.items():
         if any(key in record for key in keys):
             return format_
-    untyped = "id" in record and "instructions" in record  # Codex before its lines had types
-    return Format.codex if untyped or record.get("type") in _CODEX else None
+    return Format.codex if record.get("type") in _CODEX else None
 
 
 def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:

@@ -6,7 +6,10 @@ import json
 from collections import deque
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import TypeAdapter
 
 from agentspec.errors import CacheFormatError
 from agentspec.tools.history import Selector
@@ -92,34 +95,14 @@ class TurnObservation:
             value = json.loads(text)
             if value["version"] != _VERSION:
                 raise ValueError
-            return cls._read(value)
+            return _reader().validate_python(value)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise CacheFormatError("what was learned from a turn cannot be read") from None
 
-    @classmethod
-    def _read(cls, value: dict[str, Any]) -> TurnObservation:
-        rules = ((_rule(rule), hit) for rule, hit in value["rules"])
-        return cls(
-            tuple(value["after"]),
-            value["first"],
-            tuple((tool, level) for tool, level in value["promise"]),
-            tuple((tool, tuple(names)) for tool, names in value["forms"]),
-            tuple(rules),
-            tuple((tool, argument, tuple(selector)) for tool, argument, selector in value["sources"]),
-            tuple(PredictionScore(*score) for score in value["scores"]),
-            tuple((tool, float(taken)) for tool, taken in value["seconds"]),
-            tuple(LaterScore(_outlook(outlook), *rest) for outlook, *rest in value.get("later", ())),
-        )
 
-
-def _rule(value: list[Any]) -> ArgumentRule:
-    tool, argument, selector, *rest = value
-    return ArgumentRule(tool, argument, tuple(selector), *rest)
-
-
-def _outlook(value: list[Any]) -> Outlook:
-    tool, after, again, rules = value
-    return Outlook(tool, after, again, tuple(map(_rule, rules)))
+@cache
+def _reader() -> TypeAdapter[TurnObservation]:
+    return TypeAdapter(TurnObservation)
 
 
 class OpenForecast(NamedTuple):

@@ -127,19 +127,6 @@ def test_after_a_compaction_the_history_is_the_summary(tmp_path: Path) -> None:
     assert [message["content"] for message in last.messages] == ["All was read."] and len(calls) == 3
 
 
-def test_codex_wrote_items_by_themselves_once(tmp_path: Path) -> None:
-    items = [
-        json.loads(line)["payload"] for line in codex(tmp_path).read_text().splitlines() if "response_item" in line
-    ]
-    path = jsonl(
-        tmp_path / "old.jsonl", {"id": "s1", "timestamp": "2025-05-01T00:00:00Z", "instructions": "Be brief."}, *items
-    )
-    assert detect(path) is Format.codex
-    first, last = read(path, Format.codex)
-    assert first.messages[0] == {"role": "system", "content": "Be brief."}
-    assert first.labels.session == "s1" and last.answer["content"] == LAST
-
-
 def test_a_folder_is_read_as_it_lies_there(tmp_path: Path) -> None:
     path = claude_code(tmp_path / "projects")
     (path.parent / "notes.txt").write_text("no session\n")
