@@ -31,19 +31,6 @@ async def test_events_arrive_in_order_and_wait_for_their_reader() -> None:
     assert seen == 3
 
 
-async def test_what_is_raised_comes_after_the_events() -> None:
-    sink, seen = EventSink(), list[Event]()
-
-    async def run() -> None:
-        await sink.emit(ONE)
-        raise ValueError("two")
-
-    with pytest.raises(ValueError, match="two"):
-        async for event in sink.stream(run):
-            seen.append(event)
-    assert seen == [ONE]
-
-
 @pytest.mark.parametrize("waits", ["for its reader", "for a model"])
 async def test_closing_the_iterator_cancels_the_work_and_waits_for_its_end(waits: str) -> None:
     sink, ended = EventSink(), list[str]()

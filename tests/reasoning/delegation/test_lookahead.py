@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
-from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Failed, Rewritten, Scored, ThinkingText
+from agentspec.reasoning.delegation.steps import Accepted, Event, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.testing import Answer, Script
@@ -60,57 +60,6 @@ def authors(events: list[Event]) -> list[tuple[str, str]]:
 
 def thought(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, ThinkingText))
-
-
-@MODES
-async def test_drafts_that_say_the_same_are_kept_in_their_own_words(abilities: Capabilities) -> None:
-    def same(draft: str, own: str) -> bool:
-        return draft[-1] == own[-1]
-
-    small = ThinkingModel(telling("draft 1", "Draft 2", "draft X", "draft 4 Answer: 4"), capabilities=abilities)
-    base = ThinkingModel(slowly("own 1", "draft  2", "own 3", "own Answer: 4"), same=same, capabilities=abilities)
-    events = await run(small, base)
-    assert authors(events) == [
-        ("small", "draft 1"),
-        ("small", "Draft 2"),  # the same but for case and space: no judge is asked
-        ("base", "own 3"),
-        ("small", "draft 4 Answer: 4"),
-    ]
-    assert [event.accepted for event in events if isinstance(event, Scored)] == [True, True, False, True]
-    assert len(base.asked) == 3 and events[-1] == Ended("answered")
-
-
-async def test_a_step_that_is_not_finished_may_be_kept() -> None:
-    """The base model's step behind the cut one finishes the paragraph; behind it drafts are kept again."""
-    small = ThinkingModel(lambda thinking: "the same words for ever " * 9)
-    base = ThinkingModel(slowly("the same words for ever", "Answer: 4"), same=lambda draft, own: True)
-    events = await run(small, base, knobs(step_tokens=6))
-    assert [author for author, _ in authors(events)][:4] == ["small", "base", "small", "base"]
-
-
-async def test_an_unclear_judge_rejects_and_one_that_fails_is_given_up() -> None:
-    class Judge(ThinkingModel):
-        def _respond(self, request: GenerateRequest) -> Script:
-            prompt = self.prompt_text(request)
-            return self.verdict if prompt.endswith("[") else super()._respond(request)
-
-        verdict: Script = "perhaps"
-
-    small, base = ThinkingModel(telling("a", "b", "c Answer: 4")), Judge(slowly("x", "y", "z Answer: 4"))
-    assert {author for author, _ in authors(await run(small, base))} == {"base"}
-    base.verdict = UpstreamError("judge is gone")
-    events = await run(ThinkingModel(telling("a", "b", "c Answer: 4")), base)
-    assert {author for author, _ in authors(events)} == {"base"}
-    assert [event for event in events if isinstance(event, Failed)] == [Failed("judge", "judge is gone")]
-
-
-async def test_the_small_model_down_leaves_the_base_model_alone() -> None:
-    def fails(thinking: str) -> Script:
-        return UpstreamError("gone") if thinking else "own 1\n\n"
-
-    events = await run(ThinkingModel(fails), ThinkingModel(telling("own 1", "own 2", "own Answer: 4")))
-    assert thought(events) == "own 1\n\nown 2\n\nown Answer: 4\n\n"
-    assert [event.role for event in events if isinstance(event, Failed)] == ["small"]
 
 
 async def test_the_base_model_down_ends_the_answer() -> None:

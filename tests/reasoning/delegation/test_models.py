@@ -70,13 +70,6 @@ async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -
 
 
 @LONG
-async def test_above_nine_is_the_base_model_alone(runtime: Runtime) -> None:
-    none = thought(await deltas(runtime, ask("none", problems()[2])))
-    alone = thought(await deltas(runtime, replace(ask("none", problems()[2]), speculation=False)))
-    assert none == alone
-
-
-@LONG
 async def test_steps_are_kept_as_ids_and_reuse_the_rows_of_their_prefix(runtime: Runtime) -> None:
     """The scoring call shares its prompt with the step before it: all but the question is not computed again."""
     small = runtime.backends()["small"]

@@ -22,9 +22,7 @@ from agentspec.reasoning.delegation.steps import (
     Ended,
     Event,
     Failed,
-    Proposed,
     Rewritten,
-    Scored,
     Step,
     ThinkingText,
 )
@@ -88,21 +86,6 @@ def thought(events: list[Event]) -> str:
 
 def kept(events: list[Event]) -> list[Step]:
     return [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
-
-
-@MODES
-async def test_steps_are_kept_or_rewritten_by_their_score(abilities: Capabilities) -> None:
-    small = ThinkingModel(numbered("small"), capabilities=abilities)
-    base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
-    events = await events_of(delegating(knobs(), base=base, small=small))
-    assert thought(events) == "small 1.\n\nbase 2.\n\nsmall 3. Answer: 4\n\n"
-    assert kinds(events) == [
-        *("Proposed", "Scored", "Accepted"),
-        *("Proposed", "Scored", "Rewritten"),
-        *("Proposed", "Scored", "Accepted", "Ended"),
-    ]
-    assert [event.value for event in events if isinstance(event, Scored)] == [8, 3, 8]
-    assert events[-1] == Ended("answered")
 
 
 @MODES
@@ -179,18 +162,6 @@ def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
         assert anyio.run(alone, base) == stepwise(base, 512)
 
 
-@pytest.mark.parametrize(("method", "accepted"), [("greedy", True), ("average", False)])
-async def test_scores_are_read_from_the_digits_probabilities(method: str, accepted: bool) -> None:
-    """As published a digit behind a space is none."""
-    said = Answer("8", top={"8": 0.4, "1": 0.3, " 2": 0.1, "good": 0.2})
-    base, small = ThinkingModel(numbered("base"), score=lambda step: said), ThinkingModel(numbered("small"))
-    settings = knobs(score=method, threshold=6)
-    events = await events_of(delegating(settings, base=base, small=small))
-    value = next(event.value for event in events if isinstance(event, Scored))
-    assert value == pytest.approx(8.0 if method == "greedy" else (8 * 0.4 + 0.3) / 0.7)
-    assert isinstance(kept(events)[0], Step) and (kept(events)[0].author == "small") is accepted
-
-
 async def test_a_step_and_the_question_about_it_are_tokenized_once() -> None:
     """By a server that costs a round trip each: once for each step of another model, once for the question."""
 
@@ -243,31 +214,6 @@ async def test_a_step_opens_no_turn_in_the_answers_prompt(abilities: Capabilitie
     await deltas_of(backend.generate(ask()))
     prompt = base.prompt_text(base.requests[-1])
     assert "Say 5." in prompt and prompt.count("<|user|>") == prompt.count("<|end|>") == 1
-
-
-async def test_the_judge_down_leaves_the_base_model_alone() -> None:
-    judge = ThinkingModel(numbered("judge"), score=lambda step: UpstreamError("judge is gone"))
-    base, small = ThinkingModel(numbered("base")), ThinkingModel(numbered("small"))
-    backend = delegating(knobs(), base=base, small=small, judge=judge)
-    deltas = await deltas_of(backend.generate(ask()))
-    assert (
-        "".join(delta.extra.get("reasoning", "") for delta in deltas) == "base 1.\n\nbase 2.\n\nbase 3. Answer: 4\n\n"
-    )
-    told = deltas[-1].speculation
-    assert isinstance(told, StepSpeculation) and told.degraded == {"judge": "judge is gone"}
-    assert len(judge.requests) == 1 and told.proposed_steps == 1
-
-
-@MODES
-async def test_the_small_model_down_leaves_the_base_model_alone(abilities: Capabilities) -> None:
-    def fails_at_second(thinking: str) -> Script:
-        return UpstreamError("small is gone") if thinking else "small 1.\n\n"
-
-    base = ThinkingModel(numbered("base"), capabilities=abilities)
-    small = ThinkingModel(fails_at_second, capabilities=abilities)
-    events = await events_of(delegating(knobs(), base=base, small=small))
-    assert thought(events) == "small 1.\n\nbase 2.\n\nbase 3. Answer: 4\n\n"
-    assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "small is gone")]
 
 
 async def test_the_base_model_down_ends_the_answer() -> None:
@@ -332,15 +278,6 @@ def test_what_is_saved_is_told_at_the_base_models_own_pace(
     assert (by_the_loops_clock(told()).estimated_seconds_saved > 0) is saves
     assert (backend.throughput.tokens, backend.throughput.seconds) == (2, pytest.approx(0.1))
     assert by_the_loops_clock(told(speculation=False)).estimated_seconds_saved == 0
-
-
-@MODES
-async def test_empty_steps_end_the_thinking_where_the_base_model_has_none_either(abilities: Capabilities) -> None:
-    small = ThinkingModel(lambda thinking: "", capabilities=abilities)
-    base = ThinkingModel(lambda thinking: "" if thinking else "one thing\n\n", capabilities=abilities)
-    events = await events_of(delegating(knobs(), base=base, small=small))
-    assert thought(events) == "one thing\n\n" and events[-1] == Ended("silent")
-    assert base.asked == []  # nothing to be judged
 
 
 async def test_endless_steps_are_cut_and_both_budgets_hold() -> None:
@@ -464,20 +401,6 @@ async def test_pipelining_drafts_while_it_scores_and_cancels_what_is_rejected() 
     assert len(small.requests) == 5  # four that were decided, and the one behind the rejected step
 
 
-async def test_a_client_that_goes_away_cancels_all_models() -> None:
-    def slow(thinking: str) -> Script:
-        return Answer(f"step {len(thinking)}\n\n", first_latency=3600.0 if thinking else 0.0)
-
-    small, base = ThinkingModel(slow), ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3600.0))
-    answer = delegating(knobs(), base=base, small=small).generate(ask())
-    task = asyncio.create_task(deltas_of(answer))
-    while not (base.active and small.active == 1 and len(small.requests) == 2):
-        await asyncio.sleep(0.005)
-    task.cancel()
-    await asyncio.wait([task])
-    assert small.active == base.active == 0 and len(small.cancelled) == len(base.cancelled) == 1
-
-
 async def test_prompts_only_grow_in_token_ids() -> None:
     """Prefix caches stay warm: each model's next step begins with all of its last prompt, id for id."""
     small = ThinkingModel(numbered("small", 6))
@@ -547,10 +470,3 @@ async def test_token_level_speculation_goes_on_inside_steps() -> None:
     base.requests.clear()
     await deltas_of(backend.generate(replace(ask(), speculation=False)))
     assert base.requests and not any(request.speculation for request in base.requests)
-
-
-async def test_the_first_steps_are_the_base_models() -> None:
-    base, small = ThinkingModel(numbered("base", 4)), ThinkingModel(numbered("small", 4))
-    events = await events_of(delegating(knobs(first_steps=2), base=base, small=small))
-    assert [step.author for step in kept(events)] == ["base", "base", "small", "small"]
-    assert [type(event) for event in events if isinstance(event, Proposed)] == [Proposed, Proposed]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
 from agentspec.reasoning.delegation.speculative_thinking import Overload
-from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Failed, Rewritten, ThinkingText, Triggered
+from agentspec.reasoning.delegation.steps import Accepted, Event, Failed, Rewritten, ThinkingText, Triggered
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, Script
@@ -79,40 +79,6 @@ async def test_doubt_hands_the_next_words_to_the_base_model(abilities: Capabilit
     assert authors(events)[1] == ("base", "BASE writes here")
     assert thought(events) == "so\n\nBASE writes here this much\n\nso it is Answer: 4\n\n"
     assert [(e.rule, e.detail) for e in events if isinstance(e, Triggered)] == [("reflection", "doubt")]
-
-
-@MODES
-async def test_a_verification_is_the_base_models(abilities: Capabilities) -> None:
-    small = Speaker("so\n\nlet me check x x x x x end\n\nAnswer: 4\n\n", capabilities=abilities)
-    base = Speaker("x\n\nI check it b1 b2 b3 b4 b5 b6", capabilities=abilities)
-    events = await run(small, base, knobs())
-    assert rules(events) == ["reflection", "verification"]
-    assert thought(events) == "so\n\nI check it b1 b2 b3 b4 b5 end\n\nAnswer: 4\n\n"
-
-
-@MODES
-async def test_too_many_doubts_make_the_base_model_check(abilities: Capabilities) -> None:
-    text = "so\n\nwait a b\n\nwait c d\n\n"
-    small = Speaker(f"{text}e f g h i j k l m n o p q r s t u v w x y z Answer: 4\n\n", capabilities=abilities)
-    base = Speaker(text + "B " * 40, capabilities=abilities)
-    events = await run(small, base, knobs(overload=2, rescue_tokens=4))
-    assert rules(events) == ["reflection", "reflection", "overload"]
-    assert thought(events).startswith(f"{text}Let me check whether there are some wrong steps:")
-
-
-async def test_a_model_that_does_not_reason_is_led() -> None:
-    small = Speaker("s1 s2 s3 s4 s5 s6\n\ns8 s9 s10 Answer: 4\n\n")
-    base = Speaker("b1 b2 b3 b4 b5 b6\n\nb8 b9 b10 b11\n\n")
-    events = await run(small, base, knobs(small_reasons=False, begin_tokens=2))
-    assert rules(events) == ["begin", "reflection"]
-    assert thought(events) == "b1 b2 s3 s4 s5 s6\n\nb8 b9 b10 Answer: 4\n\n"
-
-
-async def test_the_small_model_down_leaves_the_base_model() -> None:
-    small = ThinkingModel(lambda thinking: UpstreamError("gone") if thinking else "one two three four\n\n")
-    events = await run(small, Speaker("x x x x\n\nbase goes on. Answer: 4\n\n"), knobs())
-    assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "gone")]
-    assert events[-1] == Ended("answered") and authors(events)[-1][0] == "base"
 
 
 @MODES

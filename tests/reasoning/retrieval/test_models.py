@@ -99,20 +99,3 @@ def test_a_cache_gets_whole_answers(tiny_model: Path) -> None:
 
     with SuffixCache.open() as cache, loaded(str(tiny_model), cache=cache) as backend:
         asyncio.run(check(backend, cache))
-
-
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
-@pytest.mark.model
-@pytest.mark.usefixtures("few_found")
-def test_questions_to_a_real_model(default_model: object, count: int) -> None:
-    knobs = RetrievalSettings(document_tokens=24, stride=2)
-
-    async def check(backend: Any) -> None:
-        for number, passage in enumerate(PASSAGES[:count]):
-            request = asking(passage["question"], number if number % 2 else None, 8)
-            found = await said(ralmspec, request, backend=backend, settings=knobs, asynchronous=number % 4 < 2)
-            assert found == await said(sequential, request, backend=backend, settings=knobs)
-            assert len(found[1]) > 0
-
-    with loaded("smollm2-135m", max_draft_tokens=0) as backend:
-        asyncio.run(check(backend))

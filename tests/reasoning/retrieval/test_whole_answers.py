@@ -236,26 +236,3 @@ async def test_fields_that_are_not_read_here_are_refused(backend: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await said(ralmspec(request, backend=backend, knowledge=OneDocument()))
     assert caught.value.param == "functions"
-
-
-@pytest.mark.model
-@pytest.mark.parametrize(
-    "questions",
-    [pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
-)
-async def test_the_default_model_calls_and_keeps_forms(default_model: Any, questions: int) -> None:
-    from agentspec.backends.settings import TorchSettings
-    from agentspec.backends.torch import TorchBackend
-
-    documents = sorted((Document(p["id"], p["text"], p["title"]) for p in PASSAGES), key=lambda one: one.id)
-    knowledge = IndexKnowledge(Bm25Index.build(documents))
-    backend = TorchBackend.load(TorchSettings())
-    try:
-        for number in range(questions):
-            rule = ("a call", "a schema", "penalties", "a call if it wants")[number % 4]
-            request = asking(rule, PASSAGES[number % len(PASSAGES)]["question"])
-            request = replace(request, sampling=replace(request.sampling, max_tokens=20))
-            plain = await said(sequential(request, backend=backend, knowledge=knowledge))
-            assert await said(ralmspec(request, backend=backend, knowledge=knowledge)) == plain
-    finally:
-        await backend.aclose()

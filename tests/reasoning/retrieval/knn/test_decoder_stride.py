@@ -24,13 +24,6 @@ def test_it_begins_with_one_by_one() -> None:
     assert stride.choose() == 1
 
 
-def test_slow_searches_and_good_guesses_lengthen_it() -> None:
-    assert learned(1.0, 0.01, 4, 4).choose() == 1
-    assert learned(1.0, 1.0, 40, 4).choose() > learned(1.0, 1.0, 4, 4).choose()
-    assert learned(1.0, 30.0, 40, 4).choose() > learned(1.0, 1.0, 40, 4).choose()
-    assert learned(1.0, 1e4, 400, 1).choose() == MOST
-
-
 @pytest.mark.parametrize(("guess", "search", "gamma"), [(1, 1, 0.5), (1, 5, 0.8), (2, 1, 0.9)])
 def test_it_is_the_best_of_all(guess: float, search: float, gamma: float) -> None:
     stride = learned(guess, search, 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from agentspec.reasoning.retrieval.knn.datastore import Corpus, build
 from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.runtime import Runtime
-from agentspec.settings.load import Settings, load_settings
+from agentspec.settings.load import Settings
 from agentspec.testing import FakeBackend
 from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
 
@@ -78,32 +77,3 @@ async def test_the_base_must_be_local(tmp_path: Path) -> None:
         await strategy.prepare()
     with pytest.raises(NotReadyError):
         await anext(strategy.generate(GenerateRequest("facts", text="x")))
-
-
-def test_the_table_is_checked_when_it_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "agentspec.toml"
-    file.write_text('[models.facts]\nstrategy = "knnlm"\nbase = "local"\ndatastore = "store"\nweight = 2\n')
-    with pytest.raises(ConfigurationError, match=r"models\.facts\.weight"):
-        load_settings(file)
-    file.write_text('[models.facts]\nstrategy = "knnlm"\nbase = "none"\ndatastore = "store"\n')
-    with pytest.raises(ConfigurationError, match=r"models\.facts\.base"):
-        load_settings(file)
-
-
-@pytest.mark.long
-@pytest.mark.model
-async def test_the_default_model_says_the_same_with_and_without_speculation(default_model: Any, tmp_path: Path) -> None:
-    backend = TorchBackend.load(TorchSettings(model="smollm2-135m", max_draft_tokens=0))
-    try:
-        settings = KnnLmSettings(base="m", datastore=await make_store(backend, tmp_path), weight=0.5)
-        model = KnnBackend("facts", settings, ModelRef(backend, "m"))
-        await model.prepare()
-        for prompt in ("The river Elbe rises in the", "Photosynthesis turns"):
-            for chosen in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
-                sampling = SamplingParams(max_tokens=16, **chosen)
-                request = GenerateRequest("m", text=prompt, sampling=sampling)
-                on, took = await text_of(model, request)
-                assert on == (await text_of(model, replace(request, speculation=False)))[0]
-                assert took.decided + took.queries >= 16
-    finally:
-        await backend.aclose()
