@@ -40,30 +40,13 @@ class TorchSettings(SettingsModel):
         description="Key/value memory; unset takes 80 % of a GPU's free memory, or half of a CPU's but at most 4 GiB",
     )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
-    drafters: tuple[DrafterName, ...] | None = Field(
-        default=None,
-        description="Of suffix, prediction, ngram and model; unset takes all that are of use here",
-    )
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
     prefill_next_turn: bool = Field(
         default=True, description="While a caller's tools run, read what is known of its next prompt in idle time"
     )
 
-    @model_validator(mode="after")
-    def _draft_model_is_used(self) -> Self:
-        names = self.drafters
-        if names is not None and len(set(names)) < len(names):
-            raise ValueError(f"drafters names one twice: {list(names)}")
-        if names is not None and "model" in names and self.draft_model is None:
-            raise ValueError("drafters holds 'model': set draft_model to the model that shall draft")
-        if names is not None and "model" not in names and self.draft_model is not None:
-            raise ValueError("draft_model is set but drafters does not hold 'model': add it, or unset draft_model")
-        return self
-
     def drafter_names(self, *, cache: bool) -> tuple[DrafterName, ...]:
-        """The drafters to use. By default, without a token cache, "ngram" over the request's text replaces "suffix"."""
-        if self.drafters is not None:
-            return self.drafters
+        """The drafters to use: without a token cache, "ngram" over the request's text replaces "suffix"."""
         own: tuple[DrafterName, ...] = ("suffix" if cache else "ngram", "prediction")
         return own if self.draft_model is None else (*own, "model")
 

@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = load_settings(asked.config).backends.get(asked.backend)
     if not isinstance(settings, TorchSettings):
         raise ConfigurationError(f'the configuration has no [backends.{asked.backend}] with kind = "torch"')
-    without_drafts = {"max_draft_tokens": 0, "draft_model": None, "drafters": None}
+    without_drafts = {"max_draft_tokens": 0, "draft_model": None}
     asyncio.run(_train(settings.model_copy(update=without_drafts), read_pairs(asked.pairs), asked.out))
 
 

@@ -30,21 +30,11 @@ def expected(stride: int, gamma: float) -> float:
     return sum(gamma**i for i in range(stride))
 
 
-def latency(stride: int, generation: float, retrieval: float, gamma: float, *, asynchronous: bool) -> float:
-    """Seconds of a stride by the paper's formula: a round takes `generation` seconds, verifying `retrieval` seconds."""
-    whole = stride * generation + retrieval
-    if not asynchronous:
-        return whole
-    right = gamma**stride
-    return right * ((stride - 1) * generation + max(generation, retrieval)) + (1 - right) * whole
-
-
-def os3(generation: float, retrieval: float, gamma: float, *, asynchronous: bool, most: int = MOST) -> int:
-    """The stride with the most verified rounds per second."""
-    strides = range(1, most + 1)
-    return max(
-        strides, key=lambda s: expected(s, gamma) / latency(s, generation, retrieval, gamma, asynchronous=asynchronous)
-    )
+def os3(generation: float, retrieval: float, gamma: float) -> int:
+    """The stride with the most verified rounds per second by the paper's formula, where the answer waits for each
+    verification: a round takes `generation` seconds, verifying `retrieval` seconds.
+    """
+    return max(range(1, MOST + 1), key=lambda s: expected(s, gamma) / (s * generation + retrieval))
 
 
 def one_by_one(generation: float, retrieval: float) -> float:
@@ -55,7 +45,7 @@ def one_by_one(generation: float, retrieval: float) -> float:
 def synchronous_seconds(stride: int, generation: float, retrieval: float, gamma: float) -> float:
     """Seconds per kept round if a stride is generated and then verified: OS3's formula plus redoing the wrong round."""
     again = (1 - gamma**stride) * generation
-    return (latency(stride, generation, retrieval, gamma, asynchronous=False) + again) / expected(stride, gamma)
+    return (stride * generation + retrieval + again) / expected(stride, gamma)
 
 
 def asynchronous_seconds(
@@ -179,7 +169,7 @@ class StrideGovernor:
         if self._window and generation is not None and retrieval is not None:
             right, wrong = (sum(seen) for seen in zip(*self._window, strict=True))
             hit_rate = min(CAP, right / (right + wrong)) if right + wrong else CAP
-            self._last = os3(generation, retrieval, hit_rate, asynchronous=False)
+            self._last = os3(generation, retrieval, hit_rate)
         return self._last
 
     def choose(self) -> StridePlan:

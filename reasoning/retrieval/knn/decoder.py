@@ -187,7 +187,7 @@ class KnnStride:
     def choose(self) -> int:
         if self._guess.value is None or self._search.value is None:
             return 1
-        return os3(self._guess.value, self._search.value, self.gamma, asynchronous=False)
+        return os3(self._guess.value, self._search.value, self.gamma)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
