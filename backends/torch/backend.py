@@ -150,8 +150,6 @@ class TorchBackend(ModelTokens):
         The text is not parsed. Rules of the whole answer hold: penalties, bad words, its form. Raises as `generate`.
         """
         self._engine.require_running()
-        if request.sampling.n != 1:
-            raise InvalidRequestError("an answer is continued alone", param="n")
         (first,), _ = await self._prepared(request, prompt=prompt, answer=answer)
         async with aclosing(self._answers([first])) as deltas:
             async for delta in deltas:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ STALL_SECONDS = 2.0  # a call that takes longer means that the cache hangs, on i
 PAUSE_SECONDS = 10.0  # nobody asks the cache for so long after that
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class CacheHealth:
@@ -108,14 +109,10 @@ class CacheSession:
         if self._request is None or self._health.paused:
             return None
         self._drafted = True
-        started, behind = perf_counter(), np.asarray(self._held, dtype=np.int32)
-        try:
-            return self._request.draft(max_tokens, min_probability, behind=behind, patience=DRAFT_SECONDS)
-        except Exception as error:
-            self._give_up(error)
-            return None
-        finally:
-            self._health.called(started)
+        behind = np.asarray(self._held, dtype=np.int32)
+        return self._call(
+            lambda request: request.draft(max_tokens, min_probability, behind=behind, patience=DRAFT_SECONDS)
+        )
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add committed tokens. In rounds without a draft they are held back and reach the cache in batches."""
@@ -140,11 +137,7 @@ class CacheSession:
 
     def record(self, answer: Sequence[int]) -> None:
         """Close the session of an answer whose parts were answers of requests before, so that the cache has learned."""
-        if self._request is not None:
-            try:
-                self._request.extend(np.asarray(answer, dtype=np.int32), learn=False)
-            except Exception as error:
-                self._give_up(error)
+        self._call(lambda request: request.extend(np.asarray(answer, dtype=np.int32), learn=False))
         self._end(clean=True)
 
     def _release(self) -> None:
@@ -152,15 +145,8 @@ class CacheSession:
         if self._health.paused:
             return
         held, self._held, self._drafted = self._held, [], False
-        if self._request is None or not held:
-            return
-        started = perf_counter()
-        try:
-            self._request.extend(np.asarray(held, dtype=np.int32))
-        except Exception as error:
-            self._give_up(error)
-        finally:
-            self._health.called(started)
+        if held:
+            self._call(lambda request: request.extend(np.asarray(held, dtype=np.int32)))
 
     def _end(self, *, clean: bool, ended: bool = True) -> None:
         request, self._request = self._request, None
@@ -177,6 +163,16 @@ class CacheSession:
         finally:
             self._health.called(started)
 
-    def _give_up(self, error: Exception) -> None:
-        logger.warning("going on without the token cache: %s", safe_message(error))
-        self._end(clean=False)
+    def _call(self, function: Callable[[CacheRequest], T]) -> T | None:
+        """What `function` of the open request returns; None without one, and if it fails, which closes the session."""
+        if self._request is None:
+            return None
+        started = perf_counter()
+        try:
+            return function(self._request)
+        except Exception as error:
+            logger.warning("going on without the token cache: %s", safe_message(error))
+            self._end(clean=False)
+            return None
+        finally:
+            self._health.called(started)

@@ -165,7 +165,7 @@ class Engine:
             try:
                 self._finish(sequence, outcome)
             except Exception as error:
-                self.scheduler.drop(sequence)
+                self.scheduler.remove(sequence, clean=False)
                 self._fail(sequence.request, error)
                 if is_device_error(error):
                     raise
@@ -194,7 +194,7 @@ class Engine:
             if session is not None:
                 session.close(clean=False)
             if preempted is not None:
-                self.scheduler.drop(preempted)
+                self.scheduler.remove(preempted, clean=False)
             self._fail(request, error)
             return None
 

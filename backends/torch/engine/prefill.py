@@ -162,18 +162,13 @@ class PrefillJob:
     read: int = 0
     settled: int = -1
 
-    def begins(self, prompt: Tokens) -> bool:
-        """Whether `prompt` is the one that was expected."""
-        known = max(SHORTEST, len(self.tokens) - BOUNDARY)
-        return common_prefix(self.tokens, prompt) >= min(known, len(self.tokens))
-
 
 class PrefillQueue:
     """The prompts that one engine expects, oldest first. Each is looked at again after other work, which may have
     dropped its slots. Thread-safe.
 
     `counts` has the jobs for which tokens were computed ("launched"), those of them whose prompt came ("used") or did
-    not come ("cancelled"), and the "tokens". `deletions` counts calls of `forget`.
+    not come ("cancelled"), and the "tokens". `deletions` counts calls of `forget`, `period` other work.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -181,7 +176,7 @@ class PrefillQueue:
         self.jobs: list[PrefillJob] = []
         self.deletions = 0
         self._clock = clock
-        self._period = 0
+        self.period = 0
         self._lock = threading.Lock()
 
     def add(self, tenant: str, tokens: Sequence[int], deletions: int | None = None) -> bool:
@@ -204,13 +199,14 @@ class PrefillQueue:
 
     def arrived(self, tenant: str, prompt: Sequence[int]) -> None:
         """A request has come: what it was expected to ask is expected no more, and all else is looked at again."""
-        self._period += 1
+        self.period += 1
         if not self.jobs:
             return
         tokens = np.asarray(prompt, dtype=np.int64)
         with self._lock:
-            for job in [one for one in self.jobs if one.tenant == tenant and one.begins(tokens)]:
-                self._end(job, "used")
+            for job in [one for one in self.jobs if one.tenant == tenant]:
+                if common_prefix(job.tokens, tokens) >= max(SHORTEST, len(job.tokens) - BOUNDARY):
+                    self._end(job, "used")
 
     def due(self) -> PrefillJob | None:
         """The job to go on with; None if nothing is left to do until other work comes."""
@@ -220,11 +216,7 @@ class PrefillQueue:
         with self._lock:
             for job in [one for one in self.jobs if one.expires <= now or one.read >= READINGS * len(one.tokens)]:
                 self._end(job)
-            return next((job for job in self.jobs if job.settled != self._period), None)
-
-    def settle(self, job: PrefillJob) -> None:
-        """Leave a job alone until other work comes."""
-        job.settled = self._period
+            return next((job for job in self.jobs if job.settled != self.period), None)
 
     def computed(self, job: PrefillJob, tokens: int) -> None:
         """Count tokens that were computed for a job."""
@@ -309,13 +301,13 @@ class PrefillReader:
         if job is not self._job:
             self.pause()
             if not self._begin(job):
-                self.queue.settle(job)
+                job.settled = self.queue.period
                 return
         assert self._cache is not None
         if self._cache.length < len(job.tokens):
             self._read_chunk(job, self._cache)
         if self._cache.length == len(job.tokens):
-            self.queue.settle(job)
+            job.settled = self.queue.period
             self.pause()
 
     def _begin(self, job: PrefillJob) -> bool:
@@ -333,16 +325,14 @@ class PrefillReader:
         return True
 
     def _read_chunk(self, job: PrefillJob, cache: SequenceCache) -> None:
-        chunk = job.tokens[cache.length : cache.length + self._chunk(cache.length)].tolist()
+        """Read as many tokens as others may wait for: the more at once the cheaper."""
+        seconds = self._context.governor.cost.seconds
+        size = next((size for size in CHUNKS if seconds(size, cache.length) <= CHUNK_SECONDS), CHUNKS[-1])
+        chunk = job.tokens[cache.length : cache.length + size].tolist()
         self._context.target.forward_batch([BatchItem(cache, chunk, needs_logits=False)])
         cache.commit(len(chunk), ())
         synchronize(self._context.target.device)  # else a device could be given chunks ahead of other work
         self.queue.computed(job, len(chunk))
-
-    def _chunk(self, context: int) -> int:
-        """How many tokens to read at once: the more the cheaper, unless others would wait for long."""
-        seconds = self._context.governor.cost.seconds
-        return next((size for size in CHUNKS if seconds(size, context) <= CHUNK_SECONDS), CHUNKS[-1])
 
     def _drop(self) -> None:
         """Stop reading, and give the slots back."""

@@ -241,26 +241,19 @@ class Scheduler:
                 insort_left(self._waiting, sequence.request, key=priority_of)
 
     def remove(self, sequence: Sequence, *, clean: bool) -> None:
-        """Remove a sequence. If it finished cleanly (`clean`), its KV slots are kept for later requests; else they are
-        free, since the KV budget counts those of active sequences.
+        """Remove a sequence, whatever state it is in. If it finished cleanly (`clean`), its KV slots are kept for later
+        requests; else they are free, since the KV budget counts those of active sequences.
         """
-        if self._preempted.pop(sequence.request, None) is None:
-            self.active.remove(sequence)
-        self.forget(sequence.request)
-        sequence.close(clean=clean)
-        if clean:
-            self._keep(sequence)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence that failed, whatever state it is in."""
         self._preempted.pop(sequence.request, None)
         if sequence in self.active:
             self.active.remove(sequence)
         self.forget(sequence.request)
         try:
-            sequence.close(clean=False)
+            sequence.close(clean=clean)
         except Exception as error:
-            logger.error("a failed answer was not closed: %s", error_location(error))
+            logger.error("an answer was not closed: %s", error_location(error))
+        if clean:
+            self._keep(sequence)
 
     def drop_running(self) -> list[EngineRequest]:
         """Drop all sequences of a step that failed as a whole, and return their requests. If none ran, drop those that
@@ -273,7 +266,7 @@ class Scheduler:
                 self._waiting.clear()
         sequences = [*self.active, *(self._preempted[request] for request in running if request in self._preempted)]
         for sequence in sequences:
-            self.drop(sequence)
+            self.remove(sequence, clean=False)
         return [request for request in running if not request.cancelled]
 
     def remove_cancelled(self) -> None:
@@ -337,7 +330,7 @@ class Scheduler:
             self._waiting.clear()
             self._unfinished.clear()
         for sequence in [*self.active, *self._preempted.values()]:
-            self.drop(sequence)
+            self.remove(sequence, clean=False)
         self.prefix_cache.clear()
         release(self.kv_budget)
         return unfinished

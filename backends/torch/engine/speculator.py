@@ -10,7 +10,7 @@ from traceback import clear_frames
 
 import numpy as np
 
-from agentspec.backends.torch.drafters.base import Drafter, Drafting, draft_alone, timed
+from agentspec.backends.torch.drafters.base import Drafter, Drafting, timed
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.speculation.governor import Governor
@@ -80,16 +80,13 @@ class Speculator:
         self._saved = 0.0
         self._failed = False
 
-    def propose(self, context: Sequence[int], budget: int) -> Proposal:
-        """Propose at most `budget` draft nodes after `context`, from which the governor chooses.
+    def proposing(self, context: Sequence[int], budget: int) -> Drafting[Proposal]:
+        """Propose at most `budget` draft nodes after `context`, from which the governor chooses; yields the forwards of
+        a draft model.
 
         A drafter that fails is not asked again for this answer, which goes on without drafts. Raises errors of the
         device only: after one nothing more can be computed.
         """
-        return draft_alone(self.proposing(context, budget))
-
-    def proposing(self, context: Sequence[int], budget: int) -> Drafting[Proposal]:
-        """`propose` as a generator that yields the forwards of a draft model."""
         if self._drafter is None or self._failed or budget <= 0 or not self._stats.ask():
             return NOTHING
         try:

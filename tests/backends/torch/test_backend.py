@@ -21,7 +21,6 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.backend import LONG_PROMPT
 from agentspec.backends.torch.grammars.grammar import GrammarMatcher, GrammarTrial
-from agentspec.backends.torch.text.tokenizer import ids_of_end
 from agentspec.cache import SuffixCache
 from agentspec.errors import (
     AgentSpecError,
@@ -62,13 +61,6 @@ async def answer(backend: Backend, request: GenerateRequest) -> tuple[list[int],
         tokens += last.token_ids
         text += last.text
     return tokens, text, last
-
-
-async def test_it_is_a_backend_and_says_what_it_can(backend_of: Any) -> None:
-    backend = backend_of()
-    assert isinstance(backend, Backend)
-    assert backend.capabilities.speculation and backend.capabilities.context_length == 512
-    assert not backend_of(max_draft_tokens=0).capabilities.speculation
 
 
 async def test_the_same_prompt_in_three_forms(backend_of: Any, lab: Any) -> None:
@@ -208,12 +200,6 @@ async def test_default_length_of_an_answer(backend_of: Any, monkeypatch: pytest.
     assert len((await answer(backend, ask(replace(sampling, min_tokens=12))))[0]) == 12
 
 
-async def test_without_a_seed_answers_differ(backend_of: Any) -> None:
-    backend = backend_of()
-    sampling = SamplingParams(temperature=2.0, max_tokens=30)
-    assert (await answer(backend, ask(sampling)))[0] != (await answer(backend, ask(sampling)))[0]
-
-
 async def test_closing_the_iterator_frees_the_place(backend_of: Any) -> None:
     backend = backend_of(max_active=1)
     endless = SamplingParams(temperature=0, max_tokens=480, logit_bias={256: -100.0})
@@ -236,15 +222,6 @@ async def test_a_cancelled_task_frees_the_place(backend_of: Any) -> None:
     with anyio.fail_after(60):
         while backend.stats().active:
             await asyncio.sleep(0.005)
-
-
-async def test_twenty_at_once(backend_of: Any, lab: Any) -> None:
-    backend = backend_of(max_active=4)
-    streams = [
-        backend.generate(ask(SamplingParams(temperature=0, max_tokens=12, logit_bias={256: -100.0}))) for _ in range(20)
-    ]
-    results = await asyncio.gather(*(drained(stream) for stream in streams), return_exceptions=True)
-    assert all(isinstance(result, list) and len(result) == 12 for result in results)
 
 
 async def drained(stream: AsyncIterator[Delta]) -> list[int]:
@@ -339,10 +316,6 @@ async def test_loading_a_folder(tmp_path: Path, saved_model: Path) -> None:
     await backend.aclose()
     with pytest.raises(ModelUnavailableError):
         TorchBackend.load(TorchSettings(model=str(tmp_path)))
-
-
-def test_end_ids_come_from_model_and_tokenizer(lab: Any) -> None:
-    assert ids_of_end(lab.loaded.target.module.generation_config, lab.loaded.tokenizer) == {256}
 
 
 async def test_what_a_pattern_refuses_is_answered_and_not_shared(backend_of: Any) -> None:

@@ -63,11 +63,6 @@ async def test_it_learns_a_planted_rule(backend: TorchBackend, tmp_path: Path) -
     assert sum(taken[: len(right)]) > 0.8 * len(right) and sum(taken[len(right) :]) < 0.2 * len(wrong)
 
 
-async def test_the_same_pairs_give_the_same_head(backend: TorchBackend) -> None:
-    first, second = [(await train_judge(backend, planted(6, seed=3)))[0] for _ in range(2)]
-    assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
-
-
 async def test_what_both_answers_begin_with_is_right(backend: TorchBackend) -> None:
     states, labels = await labelled_states(backend, JudgePair("q", "same right", "same wrong"))
     assert labels.tolist() == [1.0] * len("same right") + [0.0] * len("wrong")
@@ -121,13 +116,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(f"{good}\n\n{line}\n", "utf-8")
     with pytest.raises(ConfigurationError, match=r"pairs.jsonl:3"):
         read_pairs(path)
-
-
-def test_texts_may_hold_any_characters(tmp_path: Path) -> None:
-    path, text = tmp_path / "pairs.jsonl", "a\u2028b\u0085c"
-    line = json.dumps({"prompt": text, "accepted": "b", "rejected": "c"}, ensure_ascii=False)
-    path.write_bytes(f"{line}\r\n{line}\n".encode())
-    assert read_pairs(path) == [JudgePair(text, "b", "c")] * 2
 
 
 def test_a_head_of_another_model_or_no_head_is_refused(tmp_path: Path) -> None:

@@ -128,18 +128,6 @@ PERSON = {
     },
     "required": ["name", "age", "city", "married"],
 }
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer"}},
-            "required": ["city", "days"],
-        },
-    },
-}
 
 
 @pytest.mark.slow
@@ -158,23 +146,3 @@ async def test_a_json_schema_holds_on_and_off(backend: TorchBackend, temperature
     person = json.loads(on[1])
     assert list(person) == list(PERSON["properties"]) and 0 <= person["age"] <= 150
     assert on[2].speculation.steps < len(on[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", ["required", "get_weather"])
-async def test_a_tool_is_called(backend: TorchBackend, choice: str) -> None:
-    request = GenerateRequest(
-        "m",
-        messages=[{"role": "user", "content": "What will the weather be in Paris in the next 3 days?"}],
-        tools=(WEATHER,),
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        sampling=SamplingParams(temperature=0, max_tokens=80),
-    )
-    calls: list[Any] = []
-    async for delta in backend.generate(request):
-        calls += delta.extra.get("tool_calls", [])
-        assert delta.text == ""
-    assert calls[0]["function"]["name"] == "get_weather"
-    given = json.loads("".join(call["function"]["arguments"] for call in calls))
-    assert given["city"] == "Paris" and isinstance(given["days"], int)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,25 +136,11 @@ async def test_stop_strings_and_ends_cut_what_is_told(backend: TorchBackend) -> 
     assert backend.decode(delta.token_ids) == "Hello"
 
 
-async def test_the_prompt_is_told_once_where_asked_for(backend: TorchBackend) -> None:
-    session = await backend.open_steps(replace(asked(), return_prompt=True))
-    told = [session.tell([token]).prompt for token in (72, 101)]
-    assert told[0] is not None and told[0].token_ids == tuple(backend.encode("Hello you"))
-    assert told[0].text == "Hello you" and told[1] is None
-
-
 async def test_failures_are_the_callers_alone(backend: TorchBackend) -> None:
     session = await backend.open_steps(asked())
     with pytest.raises(EngineError):
         await session.run(lambda steps: 1 // 0)
     assert (await session.run(drawn))[0] >= 0
-
-
-async def test_a_closed_backend_takes_no_steps(backend: TorchBackend) -> None:
-    session = await backend.open_steps(asked())
-    await backend.aclose()
-    with pytest.raises(ShuttingDownError):
-        await session.run(drawn)
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"logprobs": True}, {"prompt_logprobs": 0}])

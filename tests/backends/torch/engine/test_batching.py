@@ -95,20 +95,6 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(family: Any, ask_of: Any, tr
     assert [outcome.usage.completion_tokens for outcome in outcomes] == [len(want) for want in wants]
 
 
-def test_forwards_are_shared(lab: Any, ask_of: Any, tree_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    forward = TargetModel.forward_batch
-
-    def counted(target: TargetModel, items: Sequence[BatchItem]) -> Any:
-        sizes.append(len(items))
-        return forward(target, items)
-
-    monkeypatch.setattr(TargetModel, "forward_batch", counted)
-    asks, _ = asks_of(lab, ask_of, tree_of, 8)
-    outcomes = lab.run_batch(asks)
-    assert sizes[0] == 8 and len(sizes) == max(outcome.rounds for outcome in outcomes)
-
-
 @given(data=st.data())
 def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(
     lab: Any, ask_of: Any, tree_of: Any, data: st.DataObject
@@ -217,26 +203,3 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model:
     assert not TargetModel(module).batched
     module.config.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
     assert not TargetModel(module).batched
-
-
-@pytest.mark.parametrize(
-    ("sampling", "count"),
-    [
-        (SamplingParams(temperature=0), 32),
-        (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 16),
-        pytest.param(SamplingParams(temperature=0), 1000, marks=pytest.mark.long),
-        pytest.param(SamplingParams(temperature=0.3, top_p=0.9, seed=1), 300, marks=pytest.mark.slow),
-        pytest.param(SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300, marks=pytest.mark.long),
-    ],
-)
-def test_many_prompts(lab: Any, ask_of: Any, tree_of: Any, sampling: SamplingParams, count: int) -> None:
-    """All of them identical to the oracle, in batches of 16, end tokens and padding tokens in the prompts included."""
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(0, 259, size=int(rng.integers(1, 20))).tolist() for _ in range(count)]
-    for start in range(0, count, 16):
-        wants = [lab.oracle(prompt, sampling, max_tokens=4) for prompt in prompts[start : start + 16]]
-        asks = [
-            ask_of(prompt, sampling, winding([*prompt, *want], tree_of, rng), max_tokens=4)
-            for prompt, want in zip(prompts[start : start + 16], wants, strict=True)
-        ]
-        assert [outcome.tokens for outcome in lab.run_batch(asks)] == wants

@@ -74,29 +74,6 @@ def test_a_part_of_an_answer_is_its_sessions_and_the_whole_is_shared(cache: Suff
     opened(None).record(ANSWER)
 
 
-def test_without_a_cache_nothing_happens() -> None:
-    assert drafted(opened(None), ANSWER) == []
-
-
-def test_closing_twice_is_fine(cache: SuffixCache) -> None:
-    memory = opened(cache)
-    memory.close(clean=True)
-    memory.close(clean=False)
-    memory.extend([1])
-    assert memory.draft(3) is None
-
-
-def test_a_cache_that_fails_costs_only_speed(cache: SuffixCache, caplog: pytest.LogCaptureFixture) -> None:
-    before, drafting, extending = opened(cache), opened(cache), opened(cache)
-    cache.close()
-    assert drafting.draft(4) is None
-    extending.extend([1, 2])
-    before.close(clean=True)
-    after = opened(cache)
-    assert after.draft(4) is None
-    assert "without the token cache" in caplog.text
-
-
 class Failing:
     """A cache request whose disk is gone."""
 
@@ -148,32 +125,6 @@ class Recording:
         self.calls.append(("close", []))
 
 
-def test_rounds_without_a_draft_are_learned_together() -> None:
-    request = Recording()
-    memory = CacheSession(request)
-    memory.extend([1])
-    memory.extend([2, 3])
-    memory.draft(4)
-    memory.extend([4, 5])
-    memory.extend([6])
-    memory.close(clean=True)
-    assert request.calls == [
-        ("extend", [1, 2, 3]),
-        ("draft", []),
-        ("extend", [4, 5]),
-        ("extend", [6]),
-        ("close", []),
-    ]
-
-
-def test_no_more_than_a_few_tokens_wait() -> None:
-    request = Recording()
-    memory = CacheSession(request)
-    for token in range(2 * HELD):
-        memory.extend([token])
-    assert [len(tokens) for _, tokens in request.calls] == [HELD, HELD]
-
-
 def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
     request = Recording()
     memory = CacheSession(request, late=True)
@@ -194,17 +145,6 @@ def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
         ("extend", [2, *[3, 4] * HELD]),
         ("close", []),
     ]
-
-
-def test_what_is_learned_at_once_waits_for_no_forward() -> None:
-    request = Recording()
-    memory = CacheSession(request)
-    memory.extend([1])
-    memory.flush_to_cache()
-    assert request.calls == []
-    memory.draft(4)
-    memory.extend([2])
-    assert request.calls == [("extend", [1]), ("draft", []), ("extend", [2])]
 
 
 @pytest.mark.parametrize("clean", [True, False])

@@ -173,12 +173,6 @@ def test_text_ends_in_front_of_its_first_stop_string(text: str, stop: str) -> No
     assert (shown, finish) == (text.partition(stop)[0], "stop")
 
 
-def test_an_answer_ends_by_its_end_token_or_by_its_length() -> None:
-    assert streamed([0x61, END, 0x62]) == ("a", "stop", 2)
-    assert streamed(b"abc", max_tokens=2) == ("ab", "length", 2)
-    assert streamed(b"abc") == ("abc", None, 3)
-
-
 def test_a_stop_string_inside_the_shortest_length_does_not_count() -> None:
     assert streamed(b"xaya", stop=("a",), min_tokens=3)[:2] == ("xay", "stop")
     assert streamed(b"xaya", stop=("a",), min_tokens=4)[:2] == ("xaya", None)
@@ -211,8 +205,3 @@ def test_the_totals_stand_on_the_last_end_and_count_the_prompt_once() -> None:
     last = choices.add(end(Usage(9, 4, 8, 2, 2), Speculation(1, 1, 1, 0.25)), 0)
     assert choices.done and last.usage == Usage(9, 6, 0, 3, 5)
     assert last.speculation == Speculation(6, 3, 4, 0.75)
-
-
-def test_one_choice_passes_as_it_is() -> None:
-    delta = end(Usage(3, 1))
-    assert Choices(1).add(delta, 0) == delta

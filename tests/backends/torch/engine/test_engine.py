@@ -15,11 +15,10 @@ import torch
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.model.device import is_out_of_memory
 from agentspec.cache import SuffixCache
-from agentspec.errors import ContextLengthError, EngineError, EngineStoppedError, ShuttingDownError
+from agentspec.errors import EngineError, EngineStoppedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import Delta, GenerateRequest, Labels, Namespace, SamplingParams
 from tests.backends.torch.engine.conftest import tighten
@@ -109,17 +108,6 @@ def test_twenty_requests_at_once_get_their_own_answers(lab: Any, engine_of: Any)
         want = lab.oracle(prompts[n], SamplingParams(temperature=1.0, seed=n), max_tokens=8, stop_ids=())
         assert client.result()[0] == want
     assert (engine.context.counters.requests, len(engine.scheduler.active), engine.scheduler.num_waiting) == (20, 0, 0)
-
-
-def test_active_requests_take_turns(engine_of: Any) -> None:
-    gate = Gate()
-    engine = engine_of(lambda request: gate, max_active=2)
-    first, second = Client(engine, max_tokens=20).submit(), Client(engine, max_tokens=20).submit()
-    assert gate.reached.wait(WAIT)
-    wait_until(lambda: engine.scheduler.num_waiting <= 1)
-    gate.opened.set()
-    first.result()
-    assert second.items.qsize() >= 15
 
 
 def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) -> None:
@@ -220,43 +208,6 @@ def late_session(cache: SuffixCache, request: EngineRequest) -> CacheSession:
     return CacheSession.open(cache, request.original, request.prompt, Namespace("t", "model"), late=True)
 
 
-def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(engine_of: Any) -> None:
-    with SuffixCache.open() as cache:
-        engine = engine_of(lambda request: late_session(cache, request))
-        client = Client(engine, max_tokens=400).submit()
-        said = [token for _ in range(5) for token in client.items.get(timeout=WAIT).token_ids]
-        engine.cancel(client.request)
-        wait_until(lambda: cache.stats().partial == 1)
-        assert cache.stats().tokens == 0 and len(said) >= 5
-
-
-def test_a_cache_that_breaks_beside_a_forward_costs_only_speed(
-    lab: Any, engine_of: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=30, stop_ids=())
-    with SuffixCache.open() as cache:
-        broken = Breaking(cache.request(PROMPT))
-        engine = engine_of(lambda request: CacheSession(broken, late=True))  # type: ignore[arg-type]
-        assert Client(engine, max_tokens=30).submit().result()[0] == want
-        assert broken.told == 3 and caplog.text.count("the disk is gone") == 1
-
-
-class Breaking:
-    """A cache request whose database goes away the third time that it is told something."""
-
-    def __init__(self, request: Any) -> None:
-        self._request, self.told = request, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-    def extend(self, tokens: Any) -> None:
-        self.told += 1
-        if self.told > 2:
-            raise OSError("the disk is gone")
-        self._request.extend(tokens)
-
-
 def test_closing_ends_everything_and_refuses_more(engine_of: Any) -> None:
     gate = Gate()
     engine = engine_of(lambda request: gate, max_active=1)
@@ -315,19 +266,6 @@ def test_where_no_prefixes_are_kept_there_are_none(engine_of: Any) -> None:
     assert engine.scheduler.prefix_cache.nbytes == 0
 
 
-def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
-    engine = engine_of()
-    Client(engine).submit().result()
-
-    class Full(PrefixCache):
-        def keep(self, *args: Any, **options: Any) -> None:
-            raise torch.OutOfMemoryError("full")
-
-    engine.scheduler.prefix_cache = Full()
-    assert len(Client(engine).submit().result()[0]) == 8
-    assert len(Client(engine).submit().result()[0]) == 8
-
-
 ROW_BYTES = 256  # of the tiny model
 
 
@@ -346,37 +284,6 @@ def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stoo
         ))  # fmt: skip
     assert engine.context.counters.preempted >= 1
     assert engine.scheduler.kv_slots == 0
-
-
-def test_reserved_rows_stay_within_the_limit(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=8)
-    forward = type(engine.context.target).forward_batch
-
-    def watched(target: Any, items: Any) -> Any:
-        seen.append(sum(item.kv_cache.capacity for item in items))
-        return forward(target, items)
-
-    monkeypatch.setattr(type(engine.context.target), "forward_batch", watched)
-    for client in [Client(engine, [n, *PROMPT], max_tokens=40 + n).submit() for n in range(8)]:
-        client.result()
-    assert max(seen) <= 400 and len(seen) > 0
-    with pytest.raises(ContextLengthError):
-        Client(engine, PROMPT, max_tokens=4000).submit()
-
-
-def test_a_lower_priority_is_served_first_and_takes_no_slot_of_another(engine_of: Any) -> None:
-    gate = Gate()
-    engine = engine_of(lambda request: gate, max_active=1)
-    slow = Client(engine, max_tokens=20, priority=5).submit()
-    assert gate.reached.wait(WAIT)
-    waiting = Client(engine, [1, *PROMPT], max_tokens=20, priority=5).submit()
-    urgent = Client(engine, [2, *PROMPT], max_tokens=4, priority=-1).submit()
-    gate.opened.set()
-    slow.result()
-    urgent.result()
-    assert engine.context.counters.preempted == 0 and waiting.items.empty()
-    waiting.result()
 
 
 def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:

@@ -43,16 +43,6 @@ def shared(left: list[int], right: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-@given(st.lists(TEXT, max_size=12), st.integers(0, 600))
-def test_stays_within_its_bytes(texts: list[list[int]], limit: int) -> None:
-    store = PrefixCache()
-    for tokens in texts:
-        store.keep("t", tokens, slots_of(tokens), limit)
-        assert store.nbytes <= limit
-    store.clear()
-    assert (store.nbytes, len(store)) == (0, 0)
-
-
 def test_the_least_recently_used_goes_first() -> None:
     store, limit = PrefixCache(), 2 * 10 * BYTES
     one, two, three = ([value] * 10 for value in (1, 2, 3))
@@ -62,17 +52,6 @@ def test_the_least_recently_used_goes_first() -> None:
     store.keep("t", three, slots_of(three), limit)
     assert store.find("t", one, 10) and store.find("t", three, 10)
     assert store.find("t", two, 10) is None
-
-
-def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> None:
-    store = PrefixCache()
-    short, long = list(range(10)), list(range(20))
-    store.keep("t", short, slots_of(short))
-    store.keep("t", long, slots_of(long))
-    assert len(store) == 1
-    store.keep("t", short, slots_of(short))
-    store.keep("u", short, slots_of(short))
-    assert len(store) == 2
 
 
 def test_a_common_beginning_is_kept_once() -> None:
@@ -125,13 +104,6 @@ def test_a_conversation_that_goes_on_adds_only_what_is_new() -> None:
         assert (store.nbytes, len(store)) == (length * BYTES, 1)
     store.keep("t", list(range(101)), slots_of(list(range(101))), 100 * BYTES)  # more than there may be
     assert store.find("t", tokens, 1).length == 100
-
-
-def test_slots_taken_out_of_a_cache_are_freed_there() -> None:
-    store, tokens = PrefixCache(), list(range(30))
-    cache = slots_of(tokens)
-    store.keep("t", tokens, cache, copy=False)
-    assert cache.nbytes == 0 and content(store.find("t", tokens, 30)) == tokens
 
 
 def test_what_is_handed_out_can_be_written_to() -> None:

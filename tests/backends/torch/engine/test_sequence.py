@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.speculation.governor import CHUNKS, Governor
+from agentspec.speculation.governor import Governor
 from agentspec.types import SamplingParams
 
 PROMPT = list(b"Once upon a time")
@@ -23,18 +23,6 @@ def knowing(whole: list[int], tree_of: Any, size: int = 5) -> Any:
         return tree_of(rest, range(-1, len(rest) - 1))
 
     return script
-
-
-def with_stop(*stop: str) -> SamplingParams:
-    return SamplingParams(temperature=1.0, seed=3, logit_bias=PLAIN.logit_bias, stop=stop)
-
-
-def test_text_is_the_decoded_answer(lab: Any, tree_of: Any) -> None:
-    tokens = lab.oracle(PROMPT, PLAIN)
-    for script in (None, knowing([*PROMPT, *tokens], tree_of)):
-        outcome = lab.run(PROMPT, PLAIN, script)
-        assert outcome.text == lab.tokenizer.decode(tokens)
-        assert outcome.finish == "length"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
@@ -57,20 +45,6 @@ def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(
         assert outcome.tokens == tokens[:end]  # one byte, one token: nothing past the stop string
 
 
-def test_held_back_text_comes_when_the_answer_ends(lab: Any) -> None:
-    tokens = lab.oracle(PROMPT, PLAIN)
-    text = lab.tokenizer.decode(tokens)
-    outcome = lab.run(PROMPT, with_stop(text[-3:] + "never"))
-    assert outcome.text == text and outcome.finish == "length"
-
-
-def test_a_stop_id_is_a_token_without_text(lab: Any) -> None:
-    tokens = lab.oracle(PROMPT, PLAIN)
-    outcome = lab.run(PROMPT, PLAIN, stop_ids=[tokens[4]])
-    assert outcome.tokens == tokens[: tokens.index(tokens[4]) + 1]
-    assert outcome.text == lab.tokenizer.decode(outcome.tokens[:-1])
-
-
 def test_logprobs_are_of_the_raw_distribution(family: Any, tree_of: Any) -> None:
     sampling = SamplingParams(temperature=0.3, top_k=2, seed=9, logprobs=True, top_logprobs=3)
     tokens = family.oracle(PROMPT, sampling)
@@ -83,18 +57,6 @@ def test_logprobs_are_of_the_raw_distribution(family: Any, tree_of: Any) -> None
             assert entry.logprob == pytest.approx(float(want[entry.token_id]), abs=1e-3)
             assert [other.token_id for other in entry.top] == np.argsort(-want)[:3].tolist()
             assert entry.top[0].logprob == pytest.approx(float(want.max()), abs=1e-3)
-
-
-def test_logprobs_without_alternatives(lab: Any) -> None:
-    outcome = lab.run(PROMPT, SamplingParams(temperature=0, logprobs=True), max_tokens=3)
-    assert [len(entry.top) for entry in outcome.logprobs] == [0, 0, 0]
-    assert all(entry.text == lab.tokenizer.spell(entry.token_id) for entry in outcome.logprobs)
-
-
-def test_usage_counts_tokens(lab: Any) -> None:
-    usage = lab.run(PROMPT, PLAIN, max_tokens=7).usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (len(PROMPT), 7, 0)
-    assert usage.accepted_prediction_tokens is None and usage.rejected_prediction_tokens is None
 
 
 @pytest.mark.parametrize("max_draft", [0, 48])
@@ -113,33 +75,10 @@ def test_prediction_counts_are_those_of_the_text_and_not_of_the_schedule(lab: An
     assert (outcome.rounds < len(tokens)) == (max_draft > 0)
 
 
-def test_a_wrong_prediction_changes_nothing(lab: Any) -> None:
-    outcome = lab.run(PROMPT, PLAIN, prediction=[1, 2, 3, 4])
-    assert outcome.tokens == lab.oracle(PROMPT, PLAIN)
-    assert outcome.usage.accepted_prediction_tokens <= 1
-
-
-def test_a_long_prompt_is_read_in_chunks_and_its_last_one_carries_a_draft(
-    lab: Any, tree_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentspec.speculation.governor.LARGE_CHUNKS", ())
-    prompt = (PROMPT * 40)[: CHUNKS[0] + 50]
-    tokens = lab.oracle(prompt, PLAIN, max_tokens=6)
-    outcome = lab.run(prompt, PLAIN, knowing([*prompt, *tokens], tree_of), max_tokens=6)
-    lab.require_same(prompt, PLAIN, outcome.tokens, tokens)
-    assert outcome.rounds == 1
-
-
 def test_an_answer_without_a_seed_can_be_had_again(lab: Any) -> None:
     free = lab.run(PROMPT, SamplingParams(temperature=1.5))
     again = SamplingParams(temperature=1.5, seed=free.sequence.seed)
     assert lab.run(PROMPT, again).tokens == free.tokens == lab.oracle(PROMPT, again)
-
-
-def test_speculation_is_reported_only_where_there_was_any(lab: Any) -> None:
-    assert lab.run(PROMPT, PLAIN, max_tokens=3).speculation is None
-    assert lab.run(PROMPT, PLAIN, lambda text, budget: None, max_tokens=3).speculation.steps == 3
-    assert lab.run(PROMPT, PLAIN, lambda text, budget: None, max_tokens=3, max_draft=0).speculation is None
 
 
 def test_the_real_governor_changes_no_token(family: Any, tree_of: Any) -> None:

@@ -79,24 +79,6 @@ def test_an_interrupted_forward_changes_nothing() -> None:
     assert held(cache) == [1, 2, 3]
 
 
-def test_bytes_are_those_allocated() -> None:
-    cache = SequenceCache(10)
-    assert cache.nbytes == 0
-    write(cache, [1])
-    assert cache.nbytes == LAYERS * 2 * (2 * 10 * 3) * 4
-
-
-@pytest.mark.parametrize("length", [-1, 4])
-def test_rewinding_beyond_what_there_is_is_a_bug(length: int) -> None:
-    cache = SequenceCache(4)
-    write(cache, [1, 2, 3])
-    cache.commit(3, ())
-    with pytest.raises(AssertionError):
-        cache.truncate(length)
-    with pytest.raises(AssertionError):
-        cache.copy(length, 8)
-
-
 def test_the_places_of_moved_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, made, tensor = SequenceCache(), [0], torch.tensor
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,17 +64,3 @@ def test_on_a_gpu(dtype: torch.dtype, bias: bool) -> None:
     for rows in (1, 2, 7, 32, 130):
         check(layer, torch.randn(1, rows, 96, device="cuda").to(dtype))
     check(layer, torch.randn(1, 3, 96, device="cuda"))
-
-
-def test_a_pytorch_without_such_a_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnCuda:
-        device, dtype = torch.device("cuda"), torch.bfloat16
-
-        def __getitem__(self, rows: Any) -> Tensor:
-            return torch.ones(8, 8)
-
-    def refuse(*_: Any, **__: Any) -> Tensor:
-        raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
-
-    monkeypatch.setattr(torch, "mm", refuse)
-    assert not adds_in_float32(OnCuda())  # type: ignore[arg-type]

@@ -50,12 +50,3 @@ def test_unpacking_gives_the_same_weights(bias: bool) -> None:
     assert type(model[0]) is nn.Linear and model[0] is not linear
     assert torch.equal(model[0].weight, linear.weight)
     assert not bias or torch.equal(model[0].bias, linear.bias)
-
-
-def test_the_weight_still_tells_its_kind() -> None:
-    packed = PackedLinear(nn.Linear(8, 6))
-    assert (packed.weight.dtype, packed.weight.device.type, tuple(packed.weight.shape)) == (
-        torch.float32,
-        "cpu",
-        (6, 8),
-    )

@@ -5,35 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from agentspec.backends.torch.model.target import layer_windows
 
 TOLERANCE = 2e-4
-
-
-def path(tokens: list[int], parents: list[int], node: int) -> list[int]:
-    return [] if node < 0 else [*path(tokens, parents, parents[node]), tokens[node]]
-
-
-@given(data=st.data())
-def test_tree_logits_are_path_logits(family: Any, data: st.DataObject) -> None:
-    token = st.integers(0, 258)
-    before = data.draw(st.lists(token, max_size=12))
-    chain = data.draw(st.lists(token, min_size=1, max_size=9))
-    tokens = data.draw(st.lists(token, max_size=9))
-    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
-    rows = family.target.new_cache(1)
-    if before:
-        family.target.prefill(rows, before)
-    logits = family.target.forward(rows, chain, tokens, parents)
-    assert logits.shape == (1 + len(tokens), 259) and logits.dtype == torch.float32
-    for node in range(-1, len(tokens)):
-        want = family.logits([*before, *chain, *path(tokens, parents, node)])
-        assert np.abs(logits[node + 1].cpu().numpy() - want).max() < TOLERANCE
 
 
 def test_rows_after_a_commit_are_as_if_computed_in_a_row(family: Any) -> None:

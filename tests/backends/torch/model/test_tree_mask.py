@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,20 +27,3 @@ def ancestry(row: int, chain: int, parents: list[int]) -> list[int]:
     if row < chain:
         return list(range(row + 1))
     return [*ancestry(chain + parents[row - chain], chain, parents), row]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_repeat_the_rows_in_blocks(dtype: torch.dtype) -> None:
-    layout = tree_layout(1, [-1, -1])
-    one = attention_mask(layout, 2, window=None, groups=1, dtype=dtype)
-    three = attention_mask(layout, 2, window=None, groups=3, dtype=dtype)
-    assert three.shape == (1, 1, 9, 5) and three.dtype == dtype
-    assert torch.equal(three, torch.cat([one] * 3, dim=2))
-    assert torch.isfinite(three).all()
-
-
-def test_a_layout_counts_chain_and_tree() -> None:
-    layout = tree_layout(2, [-1, 0, -1])
-    assert len(layout) == 5
-    assert layout.depths.tolist() == [0, 1, 2, 3, 2]
-    assert np.array_equal(layout.sees[4], [True, True, False, False, True])

@@ -80,11 +80,6 @@ def test_noise_is_finite_over_the_whole_range_of_the_hash_and_clamped_only_where
     assert clamped == 128  # of 2^32: the hashes that round to 1
 
 
-def test_the_last_hashes_give_the_least_noise() -> None:
-    noise = sampling._gumbel(torch.arange((1 << 32) - 1024, 1 << 32))
-    assert noise.isfinite().all() and (noise.diff() <= 0).all() and noise[-1] == sampling._gumbel(torch.tensor(2**32))
-
-
 @pytest.mark.parametrize("ahead", [True, False])
 def test_the_only_token_left_is_drawn_whatever_its_noise(ahead: bool) -> None:
     """Its hash is one of those that round to 1: as -inf it would lose to token 0, which is forbidden."""
@@ -123,16 +118,6 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     assert draw(sampler(3, temperature=1e-8, seed=0), [1.0, 3.0, 2.0]) == 1
 
 
-def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
-    logits = np.zeros(1000)
-    first, again, other = ([draw(sampler(1000, prompt=[0] * n, seed=s), logits) for n in range(20)] for s in (7, 7, 8))
-    assert first == again != other
-
-
-def test_without_a_seed_every_answer_gets_its_own() -> None:
-    assert sampler(4).seed != sampler(4).seed
-
-
 def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
     subject = sampler(
         4, prompt=[0], temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0
@@ -143,15 +128,6 @@ def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
     assert scores[0].tolist() == pytest.approx([1.0, 2.0 - 0.5 - 0.5, 1.0, -1.0])
     subject.observe(3)
     assert subject._penalties(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])[0, 3] == pytest.approx(-2.0 - 0.75)
-
-
-def test_bias_is_added_before_everything_else() -> None:
-    counts = frequencies([0.0, 0.0, 0.0], 200, temperature=1.0, logit_bias={2: 100.0})
-    assert counts.tolist() == [0, 0, 200]
-
-
-def test_the_tokens_that_lead_to_each_row_of_a_tree() -> None:
-    assert ancestor_tokens([7, 8, 9, 7], [-1, 0, -1, 2]) == [(), (7,), (7, 8), (9,), (9, 7)]
 
 
 @st.composite
@@ -249,16 +225,3 @@ def test_a_round_of_many_answers_waits_once_for_the_device(waits: Any) -> None:
         for subject in subjects:
             accept_path(tokens, parents, subject.choose, lambda token, row, s=subject: s.observe(token))
     assert seen == {"tolist": 1}
-
-
-@pytest.mark.parametrize(("params", "want"), [({"temperature": 0.0}, 1), ({}, 8), ({"top_p": 0.9}, 16)])
-def test_a_round_on_the_cpu_processes_a_row_when_it_is_drawn_from(
-    waits: Any, params: dict[str, Any], want: int
-) -> None:
-    """Best tokens excepted, which come together. In a truncated row the survivors are looked for first."""
-    subject = sampler(64, seed=1, **params)
-    with waits(seen := Counter[str]()):
-        subject.begin(torch.randn(8, 64))
-        for row in range(8):
-            subject.observe(subject.choose(row))
-    assert sum(seen.values()) == want

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.sampler import apply_top_k_top_p, has_top_k_top_p
+from agentspec.backends.torch.sampling.sampler import apply_top_k_top_p
 from agentspec.types import SamplingParams
 
 
@@ -59,16 +58,3 @@ def test_top_p_counts_all_that_equal_the_last_of_top_k() -> None:
 def test_top_k_may_be_more_than_min_p_leaves() -> None:
     assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.11, top_k=3, top_p=0.95) == [0, 1, 2]
     assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.4, top_k=3, top_p=0.95) == [0, 1]
-
-
-@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_k": 9}, {"top_p": 0.9}])
-def test_rows_do_not_touch_each_other(params: dict[str, Any]) -> None:
-    rows, sampling = torch.randn(6, 50) * torch.arange(1, 7)[:, None], SamplingParams(**params)
-    together = apply_top_k_top_p(rows, sampling, may_sync=False)
-    for row, alone in zip(together, rows, strict=True):
-        assert torch.equal(row, apply_top_k_top_p(alone[None], sampling, may_sync=False)[0])
-
-
-def test_what_leaves_everything_is_no_truncation() -> None:
-    assert not has_top_k_top_p(SamplingParams(top_k=50), 50) and has_top_k_top_p(SamplingParams(top_k=49), 50)
-    assert has_top_k_top_p(SamplingParams(min_p=0.1), 50) and has_top_k_top_p(SamplingParams(top_p=0.9), 50)
