@@ -183,12 +183,6 @@ async def test_requests_that_no_strategy_can_honour_are_refused() -> None:
                 pass
 
 
-async def test_the_small_model_may_answer() -> None:
-    small, base = ThinkingModel(step, answer="small says four"), ThinkingModel(step)
-    backend = strategy(base, small, answer_by="small")
-    assert "".join([delta.text async for delta in backend.generate(ASK)]) == "small says four"
-
-
 @pytest.mark.parametrize("settings", STRATEGIES.values(), ids=STRATEGIES)
 def test_every_listed_strategy_is_there(settings: type[StrategySettings]) -> None:
     module, _, kind = settings.implementation.partition(":")

@@ -135,26 +135,6 @@ def test_an_end_that_names_no_stop_string_is_the_models_own() -> None:
         assert len(base.requests) == calls
 
 
-@MODES
-@STRATEGIES
-def test_once_so_much_is_generated_the_base_model_thinks_on_alone(
-    settings: DelegationSettings, abilities: Capabilities
-) -> None:
-    """Up to what may be kept: dropped drafts do not shorten the thinking."""
-    settings = settings.model_copy(update={"budget_tokens": 300, "spend_tokens": 150})
-    base = Answering(Answer("Wait one two three\n\n" * 40), abilities, most=200)
-    small = Answering(Answer("Wait four five six\n\n" * 40), abilities, most=200)
-    backend = delegating(settings, base=base, small=small)
-    thinking = Thinking(ASKED, settings, backend.roles)
-
-    async def events() -> list[Event]:
-        return [event async for event in backend.think(thinking)]
-
-    assert anyio.run(events)[-1] == Ended("budget")
-    assert thinking.counts.all_kept >= 300 and thinking.counts.spent["small"] <= 150
-    assert {step.author for step in thinking.steps[-20:]} == {"base"}
-
-
 class Bytes:
     """A model whose tokens are bytes, and that writes `text` whatever it is asked."""
 

@@ -4,7 +4,7 @@ Where we differ it is on purpose (docs/reasoning.md gives the reasons), and thes
 are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. `</think>` ends the thinking:
 `test_thinking_that_closes_itself`. The base model writes the answer: `test_the_answer_follows_and_says_what_it_is`.
 What is dropped has a budget too, and no step runs over its end: `test_endless_steps_are_cut_and_both_budgets_hold` and
-below. An empty step is not scored: `test_empty_steps_end_the_thinking_where_the_base_model_has_none_either`.
+below. An empty step is not scored: `test_each_case_goes_as_published`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,19 +143,6 @@ async def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, co
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigurationError, match=rf"{name} cannot be read"):
         await built(Corpus((tmp_path / name,)), tmp_path / "store", Countable())
-
-
-def test_one_file_is_open_at_a_time(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[IO[str]] = []
-    really = module.open_lines
-
-    def open_lines(file: Path) -> IO[str]:
-        assert all(before.closed for before in opened)
-        opened.append(really(file))
-        return opened[-1]
-
-    monkeypatch.setattr(module, "open_lines", open_lines)
-    assert corpus.count() == 25 and len(opened) == len(corpus.files)
 
 
 async def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
