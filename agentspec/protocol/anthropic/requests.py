@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.requests import MAX_TOOLS
+from agentspec.protocol.requests import MAX_MESSAGES, MAX_TOOLS
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import (
     REQUIRED,
@@ -81,21 +81,8 @@ class _MessagesBody(Body):
     output_format: dict[str, Any] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    top_k: Annotated[int, Field()] | None = None
+    top_k: int | None = None
     stream: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MessagesLimits:
-    """What one request may hold, and whether the model may be sent images.
-
-    `templated`: a chat template writes the prompt, which may know earlier thoughts and whether to think, and takes any
-    name of a tool.
-    """
-
-    max_messages: int
-    images: bool = False
-    templated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +107,25 @@ class MessagesRequest:
         return replace(self, chat={})
 
 
-def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bool = False) -> MessagesRequest:
-    """Read a request, or with `count` one to count the tokens of.
+def parse_messages(
+    body: Mapping[str, Any], *, images: bool = False, templated: bool = True, count: bool = False
+) -> MessagesRequest:
+    """Read a request, or with `count` one to count the tokens of. `images`: whether the model may be sent images.
+
+    `templated`: a chat template writes the prompt, which may know earlier thoughts and whether to think, and takes any
+    name of a tool.
 
     Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured.
     """
     fields = _MessagesBody.parse(body)
     if fields.max_tokens is None and not count:
         raise InvalidRequestError("max_tokens is missing: the Messages API requires it", param="max_tokens")
-    messages = chat_messages(fields.messages, images=limits.images, most=limits.max_messages)
+    messages = chat_messages(fields.messages, images=images)
     prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     if fields.system is not None:
         system = system_text(fields.system, "system")
         messages = [{"role": "system", "content": system}, *messages] if system else messages
-    if not limits.templated:
+    if not templated:
         messages = [{name: one[name] for name in one if name != "reasoning_content"} for one in messages]
     thinking = _thinking(fields.thinking)
     chat = {name: body[name] for name in PASSED if body.get(name) is not None}
@@ -141,13 +133,13 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
     chat |= {} if fields.max_tokens is None else {"max_tokens": fields.max_tokens}
     chat |= {"stop": list(fields.stop_sequences)} if fields.stop_sequences else {}
     chat |= {"continue_final_message": True, "add_generation_prompt": False} if prefilled else {}
-    chat |= _tools(fields, MAX_TOOLS)
+    chat |= _tools(fields)
     chat |= _output(fields)
     told = _template_arguments(body, thinking)
-    chat |= told if limits.templated else {}
+    chat |= told if templated else {}
     return MessagesRequest(
         chat,
-        names=ToolNames() if limits.templated else limited_names(chat),
+        names=ToolNames() if templated else limited_names(chat),
         stream=fields.stream,
         thoughts=thinking.get("type") != "disabled",
         omitted=thinking.get("display") == "omitted",
@@ -156,8 +148,8 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
     )
 
 
-def _tools(fields: _MessagesBody, most: int) -> dict[str, Any]:
-    tools = chat_tools(fields.tools, most) if fields.tools is not None else []
+def _tools(fields: _MessagesBody) -> dict[str, Any]:
+    tools = chat_tools(fields.tools) if fields.tools is not None else []
     choice = _tool_choice(fields.tool_choice) if fields.tool_choice is not None else {}
     if not tools and choice.get("tool_choice") not in (None, "auto", "none"):
         raise InvalidRequestError("tool_choice asks for a tool, and tools has none", param="tool_choice")
@@ -239,12 +231,12 @@ class _MessagesTool(Closed):
     allowed_callers: list[Any] | None = None
 
 
-def chat_tools(value: Any, most: int) -> list[dict[str, Any]]:
+def chat_tools(value: Any) -> list[dict[str, Any]]:
     """`tools` as functions. Raises `InvalidRequestError` for a tool of Anthropic's servers, named by its type."""
     if not isinstance(value, list):
         raise wrong_type("tools", "an array", value)
-    if len(value) > most:
-        raise InvalidRequestError(f"tools has {len(value)} entries; {most} are allowed", param="tools")
+    if len(value) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools has {len(value)} entries; {MAX_TOOLS} are allowed", param="tools")
     check_json(value, "tools")
     return [_function(tool, f"tools[{index}]") for index, tool in enumerate(value)]
 
@@ -367,7 +359,7 @@ def system_text(value: Any, name: str) -> str:
     return _BETWEEN.join(block["text"] for block in _blocks(value, name, _OF_ROLE["system"]))
 
 
-def chat_messages(value: Any, *, images: bool, most: int) -> list[dict[str, Any]]:
+def chat_messages(value: Any, *, images: bool) -> list[dict[str, Any]]:
     """The field `messages` as the messages of a chat. `images` says whether the model may be sent any.
 
     A message with tool results becomes several, one that only sets the effort (`output_config`) none. Raises
@@ -377,8 +369,8 @@ def chat_messages(value: Any, *, images: bool, most: int) -> list[dict[str, Any]
         raise wrong_type("messages", "an array", value)
     if not value:
         raise InvalidRequestError("messages must hold at least one message", param="messages")
-    if len(value) > most:
-        raise InvalidRequestError(f"messages has {len(value)} entries; {most} are allowed", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequestError(f"messages has {len(value)} entries; {MAX_MESSAGES} are allowed", param="messages")
     chats = [chat for index, one in enumerate(value) for chat in _message(one, f"messages[{index}]", images)]
     if not chats:
         raise InvalidRequestError("messages must hold at least one message with content", param="messages")

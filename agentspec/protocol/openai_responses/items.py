@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeGuard
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.requests import MAX_MESSAGES
 from agentspec.protocol.validation import (
     REQUIRED,
     Closed,
@@ -148,18 +149,18 @@ _KINDS: dict[str, tuple[type[_InputItem], str]] = {  # with the beginning of the
 }
 
 
-def parse_input(value: Any, *, most: int, media: bool) -> list[Item]:
+def parse_input(value: Any, *, media: bool) -> list[Item]:
     """The items of a request's `input`, a string or an array. `media`: whether images may be among them.
 
-    Raises `InvalidRequestError` with `param` for an item that is wrong, of an unknown kind, or beyond `most` items.
+    Raises `InvalidRequestError` with `param` for an item that is wrong or of an unknown kind, and for too many.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         expected = "a string or an array of items"
         raise wrong_type("input", expected, value)
-    if len(value) > most:
-        raise InvalidRequestError(f"input has {len(value)} entries; {most} are allowed", param="input")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequestError(f"input has {len(value)} entries; {MAX_MESSAGES} are allowed", param="input")
     return [_item(item, f"input[{index}]", media) for index, item in enumerate(value)]
 
 

@@ -326,7 +326,7 @@ class ResponsesRequest:
         return _RENAMED.get(head, head) + dot + rest
 
 
-def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) -> ResponsesRequest:
+def parse_responses(body: Mapping[str, Any], *, local: bool) -> ResponsesRequest:
     """Parse a request. `local`: for a model that reads text alone and takes the effort as a template's argument.
 
     One that continues an earlier response offers tools only after `continuing`.
@@ -335,7 +335,7 @@ def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) 
     fields = _ResponsesBody.parse(body)
     if fields.input is None and fields.previous_response_id is None:
         raise InvalidRequestError("input is missing", param="input")
-    items = parse_input([] if fields.input is None else fields.input, most=max_messages, media=not local)
+    items = parse_input([] if fields.input is None else fields.input, media=not local)
     if fields.stream_options.model_fields_set and not fields.stream:
         raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
     chat = {name: body[name] for name in _AS_IN_CHATS if body.get(name) is not None} | _chat(fields, body, local)

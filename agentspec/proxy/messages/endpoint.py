@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.exceptions import HTTPException
@@ -11,9 +12,9 @@ from starlette.exceptions import HTTPException
 from agentspec.backends.base import CHAT, MESSAGES, AddsHeaders, Backend, Tokenization
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError, UpstreamStatusError
-from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
+from agentspec.protocol.anthropic.requests import MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
-from agentspec.protocol.requests import MAX_MESSAGES, parse_chat
+from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import ResponseWriter
 from agentspec.protocol.wire import encode
 from agentspec.proxy.auth import Caller
@@ -65,8 +66,8 @@ class MessagesEndpoint(GenerationEndpoint):
     async def _chat(self, exchange: Exchange, backend: OpenAIBackend, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""
         templated = await backend.server_kind() in TEMPLATED
-        limits = MessagesLimits(MAX_MESSAGES, images=True, templated=templated)
-        request = await self._run(exchange, lambda: parse_messages(exchange.fields, limits, count=count))
+        read = partial(parse_messages, exchange.fields, images=True, templated=templated, count=count)
+        request = await self._run(exchange, read)
         if request.prefilled and not (templated or count):
             message = "the last message must not be the assistant's: this upstream continues no message"
             raise InvalidRequestError(message, param="messages")
@@ -92,7 +93,7 @@ class MessagesEndpoint(GenerationEndpoint):
         if CHAT not in backend.capabilities.routes:
             raise InvalidRequestError(f"the model {record.model!r} does not answer {MESSAGES}", param="model")
         self._check_roles(fields, backend)
-        return parse_messages(fields, MessagesLimits(MAX_MESSAGES), count=count)
+        return parse_messages(fields, count=count)
 
 
 @dataclass(slots=True)

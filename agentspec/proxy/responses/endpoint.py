@@ -146,7 +146,7 @@ class ResponsesEndpoint(GenerationEndpoint):
 
     async def _read(self, exchange: Exchange, *, local: bool) -> tuple[ResponsesRequest, History]:
         """The request, with the tools of the whole conversation, and the items that it continues."""
-        read = partial(parse_responses, exchange.fields, max_messages=MAX_MESSAGES, local=local)
+        read = partial(parse_responses, exchange.fields, local=local)
         request = await self._run(exchange, read)
         if request.previous is None:
             return request, History([], 0)

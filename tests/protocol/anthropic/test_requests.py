@@ -10,21 +10,21 @@ from anthropic import types
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic import requests
-from agentspec.protocol.anthropic.requests import INERT, PASSED, MessagesLimits, _MessagesBody, parse_messages
+from agentspec.protocol.anthropic.requests import INERT, PASSED, _MessagesBody, parse_messages
 
-LOCAL = MessagesLimits(max_messages=100)
-UPSTREAM = MessagesLimits(max_messages=100, images=True, templated=False)
+LOCAL: dict[str, bool] = {}
+UPSTREAM = {"images": True, "templated": False}
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 REFUSED = {"container"}  # code that runs on Anthropic's servers
 
 
-def parsed(limits: MessagesLimits = LOCAL, **fields: Any) -> Any:
-    return parse_messages({"model": "m", "max_tokens": 5, "messages": [USER], **fields}, limits)
+def parsed(limits: dict[str, bool] = LOCAL, **fields: Any) -> Any:
+    return parse_messages({"model": "m", "max_tokens": 5, "messages": [USER], **fields}, **limits)
 
 
-def chat(limits: MessagesLimits = LOCAL, **fields: Any) -> dict[str, Any]:
+def chat(limits: dict[str, bool] = LOCAL, **fields: Any) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", parsed(limits, **fields).chat)
 
 
@@ -148,7 +148,7 @@ def test_output_and_thinking() -> None:
 @pytest.mark.parametrize("limits", [LOCAL, UPSTREAM], ids=["local", "upstream"])
 @pytest.mark.parametrize("thinking", [{}, {"thinking": {"type": "disabled"}}], ids=["", "thinking"])
 @pytest.mark.parametrize("wrong", [[], [["a", "b"]], "", "x", 0, 1, False], ids=str)
-def test_arguments_of_a_template_are_an_object(limits: MessagesLimits, thinking: Any, wrong: Any) -> None:
+def test_arguments_of_a_template_are_an_object(limits: dict[str, bool], thinking: Any, wrong: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(limits, chat_template_kwargs=wrong, **thinking)
     assert caught.value.param == "chat_template_kwargs"
@@ -174,7 +174,7 @@ def test_what_changes_nothing_is_left_out() -> None:
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [USER] * 101}, "messages"),
+        ({"messages": [USER] * 2049}, "messages"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{**USER, "x": 1}]}, "messages[0].x"),

@@ -22,7 +22,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 def messages(value: Any, *, media: bool = False) -> list[dict[str, Any]]:
     made = Conversation()
-    made.add_all(parse_input(value, most=100, media=media))
+    made.add_all(parse_input(value, media=media))
     return made.finish()
 
 
@@ -81,10 +81,10 @@ def test_calls_of_custom_tools_are_calls_of_functions(written: str, result: str)
         {"type": "custom_tool_call", **head, "input": written},
         {"type": "custom_tool_call_output", "call_id": "a", "output": result, "name": "edit"},
     ]
-    items = parse_input(value, most=9, media=False)
+    items = parse_input(value, media=False)
     for item in items:
         ITEM.validate_python(item)
-    assert parse_input(items, most=9, media=False) == items
+    assert parse_input(items, media=False) == items
     [call], output = messages(value)[0]["tool_calls"], messages(value)[1]
     assert call["function"]["name"] == "disk__edit" and json.loads(call["function"]["arguments"]) == {"input": written}
     assert output == {"role": "tool", "tool_call_id": "a", "content": result}
@@ -94,7 +94,7 @@ def test_system_messages_at_the_beginning_are_one() -> None:
     made = Conversation()
     made.instruct("be brief")
     made.add_all(parse_input([{"role": "developer", "content": "and kind"}, {"role": "user", "content": "x"},
-                              {"role": "system", "content": "now loud"}], most=9, media=False))  # fmt: skip
+                              {"role": "system", "content": "now loud"}], media=False))  # fmt: skip
     assert [(one["role"], one["content"]) for one in made.finish()] == [
         ("system", "be brief\n\nand kind"), ("user", "x"), ("system", "now loud"),
     ]  # fmt: skip
@@ -134,10 +134,10 @@ def conversations(draw: st.DrawFn) -> list[Item]:
 
 @given(conversations())
 def test_every_text_arrives_once_and_in_order(given_items: list[Item]) -> None:
-    parsed = parse_input(given_items, most=100, media=False)
+    parsed = parse_input(given_items, media=False)
     for item in parsed:
         ITEM.validate_python(item)
-    assert parse_input(parsed, most=100, media=False) == parsed, "the normal form stays as it is"
+    assert parse_input(parsed, media=False) == parsed, "the normal form stays as it is"
     made = Conversation()
     made.add_all(parsed)
     found = [parse_message(message, "m") for message in made.finish()]
@@ -195,7 +195,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}], "input[0].encrypted_content"),
     ([{"type": "reasoning", "summary": "x"}], "input[0].summary"),
     ([{"role": "user", "content": "\ud800"}], "input[0].content[0].text"),
-    ([{"role": "user", "content": "x"}] * 101, "input"),
+    ([{"role": "user", "content": "x"}] * 2049, "input"),
     ([{"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {}}], "input[0].type"),
     ([{"type": "additional_tools", "role": "user", "tools": []}], "input[0].role"),
     ([{"type": "additional_tools", "role": "developer", "tools": 5}], "input[0].tools"),
@@ -251,5 +251,5 @@ def test_the_names_of_a_chats_fields(chat: str, own: str) -> None:
     function = {"type": "function", "name": "f"}
     space = {"type": "namespace", "name": "n", "description": "", "tools": [function, {**function, "name": "g"}]}
     body = {"input": "hi", "tools": [function, space, {"type": "custom", "name": "c"}]}
-    request = parse_responses(body, max_messages=9, local=True)
+    request = parse_responses(body, local=True)
     assert request.own_name(chat) == own

@@ -122,9 +122,7 @@ def test_tools_of_namespaces_are_counted() -> None:
 
 @pytest.mark.parametrize(("format", "enforced"), [(GRAMMAR, False), ({"type": "text"}, True), (None, True)])
 def test_a_grammar_is_told_and_not_enforced(format: Any, enforced: bool) -> None:
-    request = parse_responses(
-        {"model": "m", "input": "hi", "tools": [{**CUSTOM, "format": format}]}, max_messages=9, local=True
-    )
+    request = parse_responses({"model": "m", "input": "hi", "tools": [{**CUSTOM, "format": format}]}, local=True)
     assert request.unenforced == ([] if enforced else ["tools[0].format"])
     function = request.chat["tools"][0]["function"]
     assert (GRAMMAR["definition"] in function["parameters"]["properties"]["input"]["description"]) is not enforced
@@ -134,7 +132,7 @@ def test_a_grammar_is_told_and_not_enforced(format: Any, enforced: bool) -> None
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
 def test_a_chat_without_tools_says_nothing_about_their_calls(fields: dict[str, Any]) -> None:
     body = {"model": "m", "input": "hi", "parallel_tool_calls": False, **fields}
-    request = parse_responses(body, max_messages=9, local=False)
+    request = parse_responses(body, local=False)
     assert request.chat == {"model": "m"} and request.fields["parallel_tool_calls"] is False
 
 
