@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.tool_names import CHOICES
 from agentspec.protocol.validation import (
     REQUIRED,
     Closed,
@@ -25,7 +26,6 @@ from agentspec.protocol.validation import (
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ROLE: TypeAdapter[str] = TypeAdapter(Text)
-_CHOICES = ("none", "auto", "required")
 _ROLE_FIELD = frozenset({"role"})
 
 
@@ -109,7 +109,7 @@ class _NamedTool(Model):
 
 
 def _may_be_called(name: str) -> bool:
-    return _TOOL_NAME.fullmatch(name) is not None and name not in _CHOICES
+    return _TOOL_NAME.fullmatch(name) is not None and name not in CHOICES
 
 
 class _Described(Model):
@@ -136,7 +136,7 @@ def parse_tool_choice(value: Any) -> str:
     """The tool choice: "none", "auto", "required" or the name of a tool."""
     if not isinstance(value, str):
         return _NamedTool.parse(value, "tool_choice").function.name
-    if value not in _CHOICES:
+    if value not in CHOICES:
         message = "tool_choice must be none, auto, required or an object that names a tool"
         raise InvalidRequestError(message, param="tool_choice")
     return value

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +38,7 @@ from agentspec.protocol.headers import (
     read_switch,
     refuse_misspelt,
 )
+from agentspec.protocol.wire import object_in
 from agentspec.settings.server import ApiKey, ServerSettings, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
 
@@ -65,11 +65,7 @@ class NamedBy:
 def _session_of_user(user: str) -> str:
     """The session in Claude Code's `metadata.user_id`: JSON, or words joined by underscores; else the user itself."""
     if user.startswith("{"):
-        try:
-            value = json.loads(user)
-        except (ValueError, RecursionError):
-            value = None
-        session = value.get("session_id") if isinstance(value, dict) else None
+        session = object_in(user).get("session_id")
         return session if isinstance(session, str) else user
     return user.rpartition("_session_")[2] or user
 

@@ -6,7 +6,6 @@ events that can tell something are, and they are found by a search for names."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from abc import ABC, abstractmethod
@@ -26,7 +25,7 @@ from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import read_speculation, read_usage
 from agentspec.protocol.errors import anthropic_error, error_object, reported, without_account
 from agentspec.protocol.headers import PREFIX, label_headers
-from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder
+from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, object_in
 from agentspec.proxy.admission import Deadline
 from agentspec.proxy.auth import Caller
 from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
@@ -136,7 +135,7 @@ class EventInspector(Inspector):
             return
         with suppress(UpstreamError):
             for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
-                self.read_event(_object(data))
+                self.read_event(object_in(data))
 
     @abstractmethod
     def read_event(self, event: Mapping[str, Any]) -> None:
@@ -200,7 +199,7 @@ class StreamInspector(Inspector):
                     self._read_chunk(data)
 
     def _read_chunk(self, data: str) -> None:
-        chunk = _object(data)
+        chunk = object_in(data)
         self.error = self.error or reported(chunk)
         self._counts |= {name: chunk[name] for name in _COUNTS if chunk.get(name)}
         choices = chunk.get("choices")
@@ -213,7 +212,7 @@ class StreamInspector(Inspector):
 def read_answer(content: bytes) -> tuple[Delta, Any]:
     """The counts of a whole answer, and the error that it reports, if any. What cannot be read is left out."""
     if len(content) <= PARSED_BYTES:
-        answer = _object(content)
+        answer = object_in(content)
         return read_counts(answer), reported(answer)
     return read_counts(_last_members(content)), None
 
@@ -223,15 +222,8 @@ def _last_members(content: bytes) -> dict[str, Any]:
     tail = content[-TAIL_BYTES:]
     for name in _COUNTS:
         start = tail.rfind(b'"%s"' % name.encode())
-        if start >= 0 and (members := _object(b"{" + tail[start:])):
+        if start >= 0 and (members := object_in(b"{" + tail[start:])):
             return members
-    return {}
-
-
-def _object(data: str | bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        value = json.loads(data)
-        return value if isinstance(value, dict) else {}
     return {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 from agentspec.backends.http.connections import NothingAnsweredError, RawAnswer, httpcore, httpx
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.errors import MAX_ERROR_BYTES, error_message
+from agentspec.protocol.wire import loads
 
 MAX_ANSWER_BYTES = 64 << 20
 SMALL_ANSWER_BYTES = 64 << 10
@@ -148,6 +148,6 @@ def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]
 
 def decode_json(body: bytes, name: str) -> Any:
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
+        return loads(body)
+    except ValueError:
         raise UpstreamError(f"upstream {name} answered with something that is not JSON") from None

@@ -14,7 +14,7 @@ from agentspec.backends.openai.server_kind import configured_kind, list_models, 
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
-from agentspec.protocol.wire import SseDecoder
+from agentspec.protocol.wire import SseDecoder, object_in
 
 logger = logging.getLogger(__name__)
 TRIES = 2  # tries of a request that gets no answer in time
@@ -108,7 +108,7 @@ class _Prober:
             events = [*decoder.feed(await self._post(_QUESTION, fields)), *decoder.finish()]
         except UpstreamError:
             return False
-        return any(_prompt_tokens(_object(event)) is not None for event in events)
+        return any(_prompt_tokens(object_in(event)) is not None for event in events)
 
     async def returns_token_ids(self) -> bool:
         return bool(_choice(await self._try(_QUESTION, return_token_ids=True)).get("token_ids"))
@@ -196,14 +196,6 @@ def _context_length(listed: list[dict[str, Any]], model: str) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _object(event: str) -> dict[str, Any]:
-    try:
-        value = json.loads(event)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _choice(answer: dict[str, Any]) -> dict[str, Any]:
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else {}
@@ -219,8 +211,8 @@ def _prompt_tokens(answer: dict[str, Any]) -> int | None:
 async def read_version(endpoint: Endpoint, timeout: float) -> str | None:
     """The server's vLLM version; None if the server does not tell it."""
     try:
-        answer = json.loads(await endpoint.fetch("GET", "/version", above=True, timeout=timeout))
-    except (UpstreamError, ValueError, RecursionError):
+        answer = await endpoint.fetch("GET", "/version", above=True, timeout=timeout)
+    except UpstreamError:
         return None
-    version = answer.get("version") if isinstance(answer, dict) else None
+    version = object_in(answer).get("version")
     return version if isinstance(version, str) else None

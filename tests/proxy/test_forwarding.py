@@ -113,7 +113,7 @@ def test_what_makes_no_sense_is_passed_over(data: bytes) -> None:
 
 def test_events_that_tell_nothing_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[Any] = []
-    monkeypatch.setattr(forwarding, "_object", lambda data: parsed.append(data) or {})
+    monkeypatch.setattr(forwarding, "object_in", lambda data: parsed.append(data) or {})
     read(chunk("hello", usage=None), chunk('"usage": {'), b": ping\n\n", chunk(index=3))
     assert not parsed
     read(chunk("x") + chunk("", "stop") + chunk("y"))

@@ -26,23 +26,19 @@ from agentspec.backends.base import (
 )
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
+from agentspec.sampling_params import SAMPLED
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_COMMON: Final = _names("""
-    model stream stream_options temperature top_p user metadata service_tier safety_identifier prompt_cache_key
-    prompt_cache_options prompt_cache_retention
-""")
-_TOOL_FIELDS: Final = _names("tools tool_choice parallel_tool_calls")
-_SAMPLED: Final = _names("""
-    frequency_penalty presence_penalty logit_bias logprobs max_tokens n seed stop prediction response_format
-""")
-# Of vLLM, SGLang, TGI, llama.cpp, Ollama and hosted models with their parameters.
-_OPEN: Final = _names("""
-    top_k min_p top_a typical_p repetition_penalty length_penalty early_stopping use_beam_search beam_width num_beams
+_TOOLS_OFFERED: Final = _names("tools tool_choice parallel_tool_calls")
+# Of all APIs that generate: OpenAI's; and of vLLM, SGLang, TGI, llama.cpp, Ollama and hosted models with their own.
+_GENERATING: Final = frozenset(SAMPLED) | _names("""
+    model stream stream_options user metadata service_tier safety_identifier prompt_cache_key
+    prompt_cache_options prompt_cache_retention logprobs max_tokens n prediction response_format
+    top_a typical_p length_penalty early_stopping use_beam_search beam_width num_beams
     best_of n_choices n_probs n_predict num_predict max_new_tokens min_new_tokens min_tokens ignore_eos stop_token_ids
     stop_regex no_stop_trim include_stop_str_in_output bad_words allowed_token_ids logprob_token_ids prompt_logprobs
     skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens add_special_tokens
@@ -54,23 +50,23 @@ _OPEN: Final = _names("""
 """)
 
 BY_API: Final[Mapping[str, frozenset[str]]] = {
-    CHAT: _COMMON | _TOOL_FIELDS | _SAMPLED | _OPEN | _names("""
+    CHAT: _GENERATING | _TOOLS_OFFERED | _names("""
         messages max_completion_tokens top_logprobs reasoning_effort verbosity modalities audio moderation
         web_search_options functions function_call store
     """),
-    COMPLETIONS: _COMMON | _SAMPLED | _OPEN | _names("prompt suffix echo"),
+    COMPLETIONS: _GENERATING | _names("prompt suffix echo"),
     EMBEDDINGS: _names("""
         model input encoding_format dimensions user messages input_type truncate truncate_prompt_tokens
         add_special_tokens normalize
     """),
-    RESPONSES: _COMMON | _TOOL_FIELDS | _SAMPLED | _OPEN | _names("""
-        input instructions max_output_tokens max_tool_calls top_logprobs reasoning text truncation include image
+    RESPONSES: _GENERATING | _TOOLS_OFFERED | _names("""
+        input instructions max_output_tokens max_tool_calls top_logprobs text truncation include image
         previous_response_id conversation prompt store background context_management moderation client_metadata
     """),
-    MESSAGES: _COMMON | _names("""
-        messages max_tokens system stop_sequences tools tool_choice top_k thinking output_config output_format
+    MESSAGES: _GENERATING | _names("""
+        messages system stop_sequences tools tool_choice output_config output_format
         cache_control container context_management compaction inference_geo speed diagnostics
-    """) | _OPEN | _SAMPLED,
+    """),
 }  # fmt: skip
 _OTHER_ROUTES: Final = frozenset[str]().union(*BY_API.values()) | _names("""
     query queries text_1 text_2 top_n return_documents max_tokens_per_doc tokens return_token_strs

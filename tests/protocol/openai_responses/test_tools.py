@@ -169,22 +169,6 @@ def test_a_late_beginning_counts_alike_however_it_comes(blanks: int, at: list[in
     assert read(cut(written, at)) == read([written]) == ("abc" if blanks <= 189 else written)
 
 
-class Piece(str):
-    """Counts what is copied to append it to a text."""
-
-    copied = 0
-
-    def __radd__(self, before: str) -> str:
-        Piece.copied += len(before)
-        return f"{before}{self}"
-
-
-def test_another_form_is_held_without_copying_it_for_each_piece() -> None:
-    written = json.dumps({"patch": "x" * 10_000})
-    assert read([Piece(one) for one in written]) == "x" * 10_000
-    assert Piece.copied < 200 * 200
-
-
 def test_it_comes_while_it_is_written() -> None:
     reader = InputReader()
     pieces = ['{"in', 'put": "a', "b\\", "nc", "\\ud83d", "\\ude00", '"', "}"]
