@@ -161,8 +161,7 @@ def _without_path(settings: Settings) -> list[str]:
 
 def _read_secrets(settings: Settings) -> None:
     """Read every key once, so that a missing key is found now and not at the first request."""
-    from agentspec.backends.key_files import read_secret, sendable
-    from agentspec.backends.settings import OpenAISettings
+    from agentspec.backends.settings import OpenAISettings, read_secret, sendable
     from agentspec.reasoning.settings import RemoteSettings
     from agentspec.settings.server import read_keys
 

@@ -19,8 +19,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentspec.backends.heap import share_heaps
 from agentspec.backends.model_store import store
+from agentspec.backends.threads import share_heaps
 from agentspec.errors import (
     AgentSpecError,
     HeadersTooLargeError,

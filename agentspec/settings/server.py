@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
-from agentspec.backends.key_files import read_secret
+from agentspec.backends.settings import read_secret
 from agentspec.errors import ConfigurationError
 from agentspec.settings_model import SettingsModel
 from agentspec.types import DEFAULT_TENANT

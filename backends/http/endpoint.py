@@ -22,8 +22,7 @@ from agentspec.backends.http.response import (
     mapped_errors,
     status_error,
 )
-from agentspec.backends.key_files import read_secret, sendable
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import OpenAISettings, read_secret, sendable
 from agentspec.errors import UpstreamError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.tenant_threads import TenantThreads
+from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread

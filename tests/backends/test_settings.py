@@ -1,12 +1,14 @@
-"""Which drafters the settings mean."""
+"""Which drafters the settings mean, and how files of keys are read."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentspec.backends.settings import TorchSettings
+from agentspec.backends.settings import TorchSettings, read_secret, sendable
+from agentspec.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,27 @@ from agentspec.backends.settings import TorchSettings
 )
 def test_what_is_of_use_drafts(given: dict[str, Any], cache: bool, want: tuple[str, ...]) -> None:
     assert TorchSettings(**given).drafter_names(cache=cache) == want
+
+
+def test_a_key_file_of_another_editor(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"\xef\xbb\xbfsk-1\r\n")
+    assert sendable(read_secret(tmp_path / "key"), "api_key") == "sk-1"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes("sk-1".encode("utf-16"))
+    for path, reason in ((tmp_path / "key", "not UTF-8"), ("~no-such-user/key", "home"), ("a\0b", "null")):
+        with pytest.raises(ConfigurationError, match=f"cannot read the key file .*{reason}"):
+            read_secret(path)
+
+
+@pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-…", "sk\t1"])
+def test_keys_that_no_header_can_hold(key: str) -> None:
+    with pytest.raises(ConfigurationError, match="api_key must be a single line") as refused:
+        sendable(key, "api_key")
+    assert key not in refused.value.message
+
+
+def test_an_empty_key() -> None:
+    with pytest.raises(ConfigurationError, match="api_key is empty: leave it out"):
+        sendable("", "api_key")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive
 
-from agentspec.backends.tenant_threads import TenantThreads
+from agentspec.backends.threads import TenantThreads
 from agentspec.errors import AnswerMemoryError, OverloadedError
 
 T = TypeVar("T")

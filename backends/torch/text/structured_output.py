@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentspec.backends.tenant_threads import TenantThreads
+from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler
 from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
