@@ -1,4 +1,4 @@
-"""A retriever that goes ahead on guesses: the result is that of the true documents."""
+"""LangChain's retrievers: of knowledge bases and back, and ahead on guesses, with the result of the true documents."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 from pydantic import Field
 
-from agentspec.errors import ConfigurationError
-from agentspec.langchain import SpeculativeRetriever
+from agentspec.errors import ConfigurationError, KnowledgeBaseError
+from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge, SpeculativeRetriever
+from agentspec.reasoning.retrieval.knowledge import base
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
+from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge, in_memory
+from tests.fakes import FakeEncoder
 
 pytestmark = pytest.mark.anyio
 
@@ -173,3 +177,82 @@ async def test_a_document_without_an_id_is_known_by_its_content() -> None:
         for _ in range(3):
             assert await retriever.ahead("cat", text_of) == "the cat"
     assert retriever.stats.confirmed == 2
+
+
+KNOWN = [
+    base.Document("a", "the cat purrs", "Cats", {"page": 1}),
+    base.Document("b", "the dog barks"),
+    base.Document("c", "a river flows"),
+    base.Document("d", "the cat sleeps"),
+]
+
+
+def knowledge() -> IndexKnowledge:
+    return in_memory(KNOWN, "dense", FakeEncoder())
+
+
+class TestStandardOfKnowledge(RetrieversIntegrationTests):
+    @property
+    def retriever_constructor(self) -> type[KnowledgeRetriever]:
+        return KnowledgeRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"base": knowledge()}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "the cat"
+
+
+def test_documents_keep_their_ids_titles_and_metadata():
+    (found,) = KnowledgeRetriever(base=knowledge(), k=1).invoke("cats the cat purrs")
+    assert (found.id, found.page_content) == ("a", "the cat purrs")
+    assert found.metadata == {"title": "Cats", "page": 1}
+
+
+async def test_a_search_asks_for_one_document_at_least():
+    retriever = KnowledgeRetriever(base=knowledge(), k=1)
+    for k in (0, -1):
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            retriever.invoke("the cat", k=k)
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            await retriever.abatch(["the cat"], k=k)
+    assert len(retriever.invoke("the cat", k=2)) == 2
+
+
+async def test_what_a_search_does_not_take_is_refused():
+    retriever = KnowledgeRetriever(base=knowledge())
+    with pytest.raises(TypeError, match="top_k"):
+        await retriever.abatch(["the cat"], top_k=2)
+    with pytest.raises(TypeError, match="top_k"):
+        retriever.invoke("the cat", top_k=2)
+
+
+class Listing(BaseRetriever):
+    documents: list[Document]
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        if query == "bad":
+            raise OSError("gone")
+        return self.documents
+
+
+async def test_a_retriever_is_a_knowledge_base_in_its_own_order():
+    twice = Document(page_content="no id", metadata={"title": "T"})
+    documents = [Document(id="z", page_content="cat"), twice, twice, Document(id="a", page_content="dog")]
+    found_by = RetrieverKnowledge(Listing(documents=documents), version="7")
+    assert isinstance(found_by, KnowledgeBase)
+    queries = [await found_by.metric.encode(text) for text in ("cat", "dog")]
+    found = await found_by.search(queries, 3)
+    first = found.hits[0]
+    assert found.version == "7" and [hit.document.text for hit in first] == ["cat", "no id", "dog"]
+    assert [hit.score for hit in first] == [1, 1 / 2, 1 / 3] and first[1].document.title == "T"
+    assert found_by.metric.scores(queries[0], first).argmax() == 0
+    assert [len(hits) for hits in (await found_by.search(queries, 1)).hits] == [1, 1]
+    assert (await found_by.search([], 1)).hits == ()
+    with pytest.raises(KnowledgeBaseError, match="OSError: gone"):
+        await found_by.search([Query("bad", ())], 1)
+    with pytest.raises(ConfigurationError):
+        await found_by.search(queries, 0)
+    await found_by.aclose()
