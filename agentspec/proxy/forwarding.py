@@ -81,7 +81,6 @@ PARSED_BYTES = 64 << 10
 TAIL_BYTES = 256 << 10
 # A field of these names that is not null. The text of an answer is JSON too: its quotes are escaped and match nothing.
 _NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]|"object"\s*:\s*"error"'
-_TELLING = re.compile(_NAMES)
 _TELLING_TEXT = re.compile(_NAMES.decode())
 _COUNTS = ("usage", "speculation")
 
@@ -96,10 +95,13 @@ def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
 
 
 class Inspector(ABC):
-    """Follows a stream that is passed on.
+    """Follows a stream that is passed on. Only events that `telling` matches are parsed: text of an answer is JSON too,
+    but its quotes are escaped and match nothing.
 
     `done`: the upstream said that the stream is complete. `error`: what it reported in place of the rest, if it did.
     """
+
+    telling: ClassVar[re.Pattern[bytes]]
 
     def __init__(self) -> None:
         self.done = False
@@ -114,35 +116,23 @@ class Inspector(ABC):
     @abstractmethod
     def counts(self) -> Delta: ...
 
-    @abstractmethod
     def read(self, events: bytes) -> None:
         """Look at the next whole events."""
-
-    @abstractmethod
-    def failure(self, error: Exception, request_id: str) -> bytes:
-        """The event that tells the client of an `error` that broke the stream off."""
-
-
-class EventInspector(Inspector):
-    """Follows a stream whose events are JSON objects. Only those that `telling` matches are parsed: text of an answer
-    is JSON too, but its quotes are escaped and match nothing.
-    """
-
-    telling: ClassVar[re.Pattern[bytes]]
-
-    def read(self, events: bytes) -> None:
-        if self.telling.search(events) is None:
-            return
-        with suppress(UpstreamError):
-            for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
-                self.read_event(object_in(data))
+        if self.telling.search(events) is not None:
+            with suppress(UpstreamError):
+                for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
+                    self.read_event(object_in(data))
 
     @abstractmethod
     def read_event(self, event: Mapping[str, Any]) -> None:
-        """Take the counts, an error or the end from one of these events."""
+        """Take the counts, an error or the end from one of the events that are parsed."""
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The event that tells the client of an `error` that broke the stream off."""
+        return error_event(error, request_id)
 
 
-class MessagesInspector(EventInspector):
+class MessagesInspector(Inspector):
     """Follows a stream of the Messages API, which `message_stop` ends; `message_delta` has the counts so far."""
 
     telling = re.compile(rb'"(?:message_start|message_delta|message_stop|error)"')
@@ -171,14 +161,13 @@ class MessagesInspector(EventInspector):
 class StreamInspector(Inspector):
     """Follows a stream of chunks whose answer has `choices` choices; it is whole once each has its finish reason."""
 
+    telling = re.compile(_NAMES)
+
     def __init__(self, choices: int) -> None:
         super().__init__()
         self._choices = choices
         self._finished: set[int] = set()
         self._counts: dict[str, Any] = {}
-
-    def failure(self, error: Exception, request_id: str) -> bytes:
-        return error_event(error, request_id)
 
     @property
     def finished(self) -> bool:
@@ -189,20 +178,19 @@ class StreamInspector(Inspector):
         return read_counts(self._counts)
 
     def read(self, events: bytes) -> None:
-        if b"[DONE]" not in events and _TELLING.search(events) is None:  # one pattern for both takes twice as long
+        if b"[DONE]" not in events and self.telling.search(events) is None:  # one pattern for both takes twice as long
             return
         with suppress(UpstreamError):
             for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
                 if data.strip() == "[DONE]":
                     self.done = True
                 elif _TELLING_TEXT.search(data) is not None:
-                    self._read_chunk(data)
+                    self.read_event(object_in(data))
 
-    def _read_chunk(self, data: str) -> None:
-        chunk = object_in(data)
-        self.error = self.error or reported(chunk)
-        self._counts |= {name: chunk[name] for name in _COUNTS if chunk.get(name)}
-        choices = chunk.get("choices")
+    def read_event(self, event: Mapping[str, Any]) -> None:
+        self.error = self.error or reported(event)
+        self._counts |= {name: event[name] for name in _COUNTS if event.get(name)}
+        choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict) and choice.get("finish_reason"):
                 index = choice.get("index")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from langchain_openai import ChatOpenAI
-from pydantic import SecretStr
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.settings.load import ModelSettings, Settings
@@ -61,23 +58,6 @@ def test_streamed_or_not_and_speculated_or_not_the_answer_is_the_same(client: op
         assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason
         assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens
         assert whole.to_dict()["speculation"]["steps"] > 0
-
-
-def test_langchain_and_curl_get_the_same_answer(running: Any, client: openai.OpenAI) -> None:
-    want = ask(client, "same", temperature=0).choices[0].message.content
-    url = f"{running.url}/v1"
-    chat = ChatOpenAI(model=MODEL, base_url=url, api_key=SecretStr("none"), temperature=0, max_completion_tokens=24)
-    assert chat.invoke("same").text == want == "".join(chunk.text for chunk in chat.stream("same"))
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "same"}], "temperature": 0, "max_tokens": 24}
-    command = ["curl", "-sS", "--max-time", "20", f"{url}/chat/completions", "-H", "content-type: application/json"]
-    for stream in (False, True):
-        sent = json.dumps({**body, "stream": stream})
-        said = subprocess.run([*command, "-d", sent], capture_output=True, text=True, check=True).stdout
-        if not stream:
-            assert json.loads(said)["choices"][0]["message"]["content"] == want
-            continue
-        events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
-        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == want
 
 
 def test_prediction_is_drafted_from(client: openai.OpenAI) -> None:

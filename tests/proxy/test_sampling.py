@@ -9,12 +9,10 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.langchain import ChatAgentSpec
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 
@@ -277,41 +275,7 @@ def test_a_prompt_is_scored_as_an_answer_is(client: openai.OpenAI) -> None:
     assert all(min(entry["rank"] for entry in one.values()) == 1 and len(one) <= 2 for one in scored[1:])
 
 
-def chat_models(running: Any) -> list[ChatAgentSpec]:
-    """Through the gateway, and in this process."""
-    options: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "seed": 4}
-    return [ChatAgentSpec(base_url=f"{running.url}/v1", **options), ChatAgentSpec(runtime=running.runtime, **options)]
-
-
 @tool
 def owls(place: Literal["barn", "wood"], count: Literal[1, 2]) -> str:
     """Where the owls are."""
     return f"{count} in the {place}"
-
-
-def test_langchain_gets_structured_output_and_tool_calls(running: Any) -> None:
-    results = []
-    for model in chat_models(running):
-        methods: tuple[Any, ...] = ("function_calling", "json_schema")
-        found = [model.with_structured_output(Animal, method=method).invoke("an animal") for method in methods]
-        assert all(isinstance(one, Animal) for one in found)
-        called = model.bind_tools([owls], tool_choice="any", parallel_tool_calls=False).invoke("owls?")
-        [call] = called.tool_calls
-        chunks = list(model.bind_tools([owls], tool_choice="owls").stream("owls?", speculation=False))
-        whole = chunks[0]
-        for chunk in chunks[1:]:
-            whole += chunk
-        assert [one["name"] for one in whole.tool_calls] == ["owls"] and sum(
-            bool(c.tool_call_chunks) for c in chunks
-        ) > 1
-        result = owls.invoke(call)
-        assert isinstance(result, ToolMessage)
-        answer = model.bind_tools([owls]).invoke([("user", "owls?"), called, result], max_tokens=5)
-        results.append((found, call["args"], answer.content))
-    assert results[0] == results[1]
-
-
-def test_langchain_gets_several_answers(running: Any) -> None:
-    for model in chat_models(running)[1:]:
-        [several] = model.generate([[HumanMessage("hi")]], n=3, max_tokens=6).generations
-        assert len({generation.text for generation in several}) == 3

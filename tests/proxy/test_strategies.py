@@ -20,14 +20,12 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ConfigurationError
-from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.retrieval.knowledge import folder
 from agentspec.reasoning.retrieval.knowledge.base import Document, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
 from agentspec.reasoning.settings import IndexSettings, RaLMSpecSettings, RemoteSettings, SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.step import report, step
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, RetrievalSpeculation
 from tests.thinking_model import ThinkingModel
@@ -133,19 +131,6 @@ async def ask(runtime: Runtime) -> RetrievalSpeculation:
     last = [delta async for delta in runtime.generate(request)][-1]
     assert isinstance(last.speculation, RetrievalSpeculation)
     return last.speculation
-
-
-@pytest.mark.anyio
-async def test_steps_and_langchain_ask_it_like_any_model(corpus: Path) -> None:
-    async with Runtime(retrieving(corpus), backends={"large": Reader()}) as runtime:
-        chat = ChatAgentSpec(model="read", runtime=runtime, max_tokens=8, temperature=0)
-
-        @step("look up")
-        async def look_up() -> str:
-            return str((await chat.ainvoke("Which ban?")).content)
-
-        assert len((await look_up()).split()) == 8
-        assert "look up" in str(report())
 
 
 def test_a_model_without_token_ids_is_refused_at_the_start(corpus: Path) -> None:

@@ -12,9 +12,8 @@ import openai
 import pytest
 
 from agentspec.backends.base import Capabilities
-from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.errors import ConfigurationError, UpstreamError
+from agentspec.errors import UpstreamError
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
@@ -214,26 +213,6 @@ def test_through_two_gateways(gateway: Any) -> None:
     assert through.response_metadata["speculation"]["strategy"] == "specreason"
 
 
-def test_a_client_that_leaves_cancels_models_behind_other_gateways(
-    gateway: Any, until: Callable[..., None], hanging_up: Any
-) -> None:
-    def slow(thinking: str) -> Script:
-        return Answer("one\n\n", first_latency=3600.0 if thinking.startswith("one") else 0.0)
-
-    abilities = Capabilities(continue_final=True, logprobs=True)
-    fakes = [
-        ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3600.0), capabilities=abilities) for _ in "12"
-    ]
-    servers = [gateway({"m": fake}) for fake in fakes]
-    large, tiny = (OpenAISettings(base_url=f"{server.url}/v1", model="m") for server in servers)  # type: ignore[arg-type]
-    fast = SpecReasonSettings(base="large", small="tiny")
-    front = gateway({}, Settings(backends={"large": large, "tiny": tiny}, models={"fast": fast}))
-    with hanging_up(front.url, {**BODY, "stream": True}):
-        until(lambda: all(fake.active for fake in fakes))
-    until(lambda: not any(fake.active for fake in fakes))
-    assert all(fake.cancelled for fake in fakes)
-
-
 def test_tools_reach_the_base_model_behind_the_thinking() -> None:
     call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     base = ThinkingModel(
@@ -251,26 +230,6 @@ def test_tools_reach_the_base_model_behind_the_thinking() -> None:
     thinking, *_, answer = (request for request in base.requests if "tools" in request.extra)
     assert thinking.sampling.max_tokens == 1 and "response_format" not in thinking.extra  # the judge's question
     assert answer.extra["response_format"] == {"type": "x"} and answer.continue_final
-
-
-def test_a_model_that_cannot_continue_is_an_error_at_the_start() -> None:
-    fakes = models(capabilities=Capabilities(logprobs=True))
-    with pytest.raises(ConfigurationError, match="cannot continue an answer; name another model as base"):
-        Runtime(settings(), backends=fakes).start()
-    average = models(capabilities=Capabilities(continue_final=True))
-    with pytest.raises(ConfigurationError, match="log-probabilities"):
-        Runtime(settings(score="average"), backends=average).start()
-
-
-def test_an_endpoint_that_is_down_at_the_start_is_left_for_later(gateway: Any) -> None:
-    small = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]
-    backends = {"large": TorchSettings(model="l"), "tiny": small}
-    configured = Settings(backends=backends, models={"fast": SpecReasonSettings(base="large", small="tiny")})
-    base = ThinkingModel(numbered("base"))
-    runtime = Runtime(configured, backends={"large": base, "tiny": OpenAIBackend(small)})
-    message = ChatAgentSpec(model="fast", runtime=runtime).invoke("Two plus two?")
-    assert message.additional_kwargs["reasoning_content"] == THINKING.replace("small", "base")
-    assert "small" in message.response_metadata["speculation"]["degraded"]
 
 
 def test_traces_are_kept_where_asked_and_only_the_newest(tmp_path: Path) -> None:

@@ -150,25 +150,6 @@ def test_c7_clients_without_patience_do_not_fill_places(
     assert gateway.outcomes["a"].statuses[0] > CAPACITY * seconds  # those who left
 
 
-def test_c7_clients_that_come_back_at_once_are_held_and_served(
-    one_tenant: Callable[..., Gateway], in_virtual_time: Any
-) -> None:
-    """Five times as many clients as places, each with one request at a time: all wait their turn, none is refused."""
-    gateway = one_tenant()
-
-    async def client() -> None:
-        for _ in range(8):
-            await gateway.ask("a")
-
-    async def clients() -> float:
-        await asyncio.gather(*(client() for _ in range(5 * PLACES)))
-        return asyncio.get_running_loop().time()
-
-    took = in_virtual_time(clients())
-    assert gateway.outcomes["a"].statuses == {200: 8 * 5 * PLACES}
-    assert 8 * 5 * PLACES / took >= 0.95 * CAPACITY
-
-
 def test_c7_after_the_overload_everybody_is_served_at_once(
     one_tenant: Callable[..., Gateway], in_virtual_time: Any
 ) -> None:

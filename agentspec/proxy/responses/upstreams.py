@@ -13,7 +13,7 @@ from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.wire import SseDecoder, encode, named_event, object_in
 from agentspec.proxy.errors import error_response
-from agentspec.proxy.forwarding import EventInspector, read_counts
+from agentspec.proxy.forwarding import Inspector, read_counts
 from agentspec.types import Delta
 
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
@@ -21,7 +21,7 @@ _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
 _FIRST_EVENTS = 1 << 20  # bytes in which the id of a response must come
 
 
-class ResponsesInspector(EventInspector):
+class ResponsesInspector(Inspector):
     """Follows a stream of the Responses API."""
 
     telling = re.compile(rb'"(?:response\.(?:completed|incomplete|failed|cancelled)|error)"')

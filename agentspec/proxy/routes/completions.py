@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -69,14 +69,12 @@ async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[D
     Raises what the first answer that fails raises; the others are then cancelled, as on closing. The request has one
     place in its engine, so that further answers wait where that is full.
     """
-    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(HELD)
-    left, places = iter(enumerate(answers)), _Places()
-    work = [_work(left, queue, per_prompt, places) for _ in range(min(AT_ONCE, len(answers)))]
-    workers = [asyncio.create_task(one) for one in work]
+    work = _Work(iter(enumerate(answers)), per_prompt)
+    workers = [asyncio.create_task(work.run()) for _ in range(min(AT_ONCE, len(answers)))]
     totals, ended, working = _Totals(), 0, len(workers)
     try:
         while working:
-            item = await queue.get()
+            item = await work.queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
@@ -94,65 +92,44 @@ async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[D
 
 
 @dataclass(slots=True)
-class _Places:
-    """How the answers of one request find places: `running` of them, refused by none; `begun`: one had a place."""
+class _Work:
+    """The answers of one request that are left, each with its number, and the deltas of those that run.
 
+    `running` of them were not refused by their engine; `begun`: one of all had a place in it.
+    """
+
+    left: Iterator[tuple[int, Answer]]
+    per_prompt: int
+    queue: asyncio.Queue[Delta | Exception | None] = field(default_factory=lambda: asyncio.Queue(HELD))
     running: int = 0
     begun: bool = False
 
-    async def answer(self, answer: Answer) -> AsyncGenerator[Delta]:
-        """The deltas of `answer`, which waits while its engine is full and others of the request run, or have run.
-
-        Raises what it raises.
-        """
-        while (deltas := await self._first(answer)) is None:
-            await asyncio.sleep(PLACE_SECONDS)
+    async def run(self) -> None:
+        """Generate one answer after the other. None on the queue says that none is left."""
         try:
-            async with aclosing(deltas):
+            for number, answer in self.left:
+                while not await self._generate(number, answer):
+                    await asyncio.sleep(PLACE_SECONDS)
+            await self.queue.put(None)
+        except Exception as error:
+            await self.queue.put(error)
+
+    async def _generate(self, number: int, answer: Answer) -> bool:
+        """Generate one answer. False: its engine is full while others of the request run, or have run."""
+        self.running += 1
+        first = True
+        try:
+            async with aclosing(answer()) as deltas:
                 async for delta in deltas:
-                    yield delta
+                    first, self.begun = False, True
+                    await self.queue.put(replace(delta, index=number * self.per_prompt + delta.index))
+        except OverloadedError:
+            if not first or not (self.running > 1 or self.begun):
+                raise
+            return False
         finally:
             self.running -= 1
-
-    async def _first(self, answer: Answer) -> AsyncGenerator[Delta] | None:
-        """The deltas of `answer` once it has begun; None if it has to come again."""
-        deltas = answer()
-        self.running += 1
-        try:
-            first = await anext(deltas, None)
-        except BaseException as error:
-            self.running -= 1
-            await deltas.aclose()
-            if isinstance(error, OverloadedError) and (self.running or self.begun):
-                return None
-            raise
-        self.begun = True
-        return _behind(first, deltas)
-
-
-async def _behind(first: Delta | None, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-    async with aclosing(deltas):
-        if first is not None:
-            yield first
-        async for delta in deltas:
-            yield delta
-
-
-async def _work(
-    left: Iterator[tuple[int, Answer]],
-    queue: asyncio.Queue[Delta | Exception | None],
-    per_prompt: int,
-    places: _Places,
-) -> None:
-    """Generate one of the answers that are left after the other. None on the queue says that none is."""
-    try:
-        for number, answer in left:
-            async with aclosing(places.answer(answer)) as deltas:
-                async for delta in deltas:
-                    await queue.put(replace(delta, index=number * per_prompt + delta.index))
-        await queue.put(None)
-    except Exception as error:
-        await queue.put(error)
+        return True
 
 
 @dataclass(slots=True)
