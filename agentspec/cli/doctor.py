@@ -190,8 +190,7 @@ def _described(report: ProbeReport) -> str:
         detail += "; its /tokenize is not the model's tokenizer, so no token ids are used"
     if report.vllm is None:
         return detail
-    hears = "takes labels" if report.vllm.labels else "does not know vllm_xargs, so takes no labels"
-    return f"vLLM {report.vllm.version or 'of unknown version'}; {detail}; {hears}"
+    return f"vLLM {report.vllm.version or 'of unknown version'}; {detail}"
 
 
 def check_drafter(name: str, server: VllmReport) -> Check:

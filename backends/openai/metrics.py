@@ -50,19 +50,14 @@ class ServerMetrics:
     drafter: DrafterInfo | None = None
 
 
-async def fetch_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics:
-    """Request the server's metrics; `timeout` bounds each phase in seconds. Raises `UpstreamError`."""
-    content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_LIST_BYTES)
-    return parse_metrics(content.decode("utf-8", "replace"))
-
-
 async def read_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics | None:
-    """The server's metrics; None if it does not answer in time."""
+    """The server's metrics; None if it does not answer in `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
-            return await fetch_metrics(endpoint, timeout)
+            content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_LIST_BYTES)
     except (UpstreamError, TimeoutError):
         return None
+    return parse_metrics(content.decode("utf-8", "replace"))
 
 
 def parse_metrics(text: str) -> ServerMetrics:

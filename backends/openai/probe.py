@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.backends.http import Endpoint, decode_json
-from agentspec.backends.openai.fields import XARGS
 from agentspec.backends.openai.metrics import ServerMetrics, read_metrics
 from agentspec.backends.openai.server_kind import configured_kind, list_models, owner_of
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.errors import UpstreamError, UpstreamTimeoutError
 from agentspec.protocol.wire import SseDecoder, object_in
 
 logger = logging.getLogger(__name__)
@@ -28,10 +27,9 @@ _TELLING = [
 
 @dataclass(frozen=True, slots=True)
 class VllmReport:
-    """A vLLM server's version, whether it accepts `vllm_xargs` (`labels`), and its metrics, None if it shows none."""
+    """A vLLM server's version, and its metrics, None if it shows none."""
 
     version: str | None = None
-    labels: bool = False
     metrics: ServerMetrics | None = None
 
 
@@ -154,22 +152,11 @@ class _Prober:
         return plain is not None and continued is not None and continued < plain
 
     async def vllm(self) -> VllmReport:
-        """The version, label support and metrics of a vLLM server, without making it generate."""
+        """The version and metrics of a vLLM server."""
         return VllmReport(
             version=await read_version(self.endpoint, self.timeout),
-            labels=await self.refuses(**{XARGS: "not an object"}),
             metrics=await read_metrics(self.endpoint, self.timeout),
         )
-
-    async def refuses(self, **fields: Any) -> bool:
-        """Whether the server rejects the invalid values of these fields, so that it knows them: vLLM ignores others."""
-        try:
-            await self.ask(_QUESTION, **fields)
-        except UpstreamStatusError as error:
-            return error.status in (400, 422)
-        except UpstreamError:
-            return False
-        return False
 
     async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
         """The answer, empty for a refusal. A request that times out is tried twice, since a server may prepare an

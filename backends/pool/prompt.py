@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, overload
+from typing import Any
 
 from agentspec.placement import Call
 
@@ -36,13 +36,7 @@ class PromptBlocks(Sequence[int]):
     def __len__(self) -> int:
         return len(self._computed())
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self._computed()[index]
 
     def __iter__(self) -> Iterator[int]:

@@ -38,7 +38,8 @@ _RANKS = re.compile(r"(^|\|)elastic_ep_size=\d+$")  # that SGLang adds to every 
 
 
 class ExternalTexts:
-    """Named texts in one index, bounded by `most` tokens. A text counts against the bound once it is committed.
+    """SGLang's external corpora: texts that an operator gives a running server to draft from, in one index, bounded by
+    `most` tokens. A text counts against the bound once it is committed.
 
     One thread at a time loads; others may draft, commit, remove and list meanwhile.
     """
@@ -56,42 +57,45 @@ class ExternalTexts:
         return self._index, Source.SHARED
 
     @property
-    def remaining(self) -> int:
+    def remaining_token_budget(self) -> int:
         """Tokens for which there is room."""
         with self._lock:
             return self._most - sum(self._committed.values())
 
-    def load(self, name: str, chunks: Iterable[Sequence[int]]) -> int:
-        """Add a text, whole or not at all; returns its tokens. Raises `ValueError` for one too many or too long."""
-        if name in self._sequences:
-            raise ValueError(f"External corpus {name!r} already exists: remove it first")
-        documents, loaded, room = [list[int]()], 0, self.remaining
+    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
+        """Draft from a text for every request, whoever sent it; returns its tokens. It is added whole or not at all.
+
+        Raises `ValueError` for one too many or too long.
+        """
+        if corpus_id in self._sequences:
+            raise ValueError(f"External corpus {corpus_id!r} already exists: remove it first")
+        documents, loaded, room = [list[int]()], 0, self.remaining_token_budget
         for chunk in chunks:
             loaded += len(chunk)
             if loaded > room:
-                raise ValueError(f"External corpus {name!r} exceeds the {room} tokens that there is room for")
+                raise ValueError(f"External corpus {corpus_id!r} exceeds the {room} tokens that there is room for")
             for token in chunk:
                 if token == SEPARATOR:
                     documents.append([])
                 else:
                     documents[-1].append(token)
         if not any(documents):
-            raise ValueError(f"External corpus {name!r} holds no tokens")
-        self._sequences[name] = [self._add(document) for document in documents if document]
+            raise ValueError(f"External corpus {corpus_id!r} holds no tokens")
+        self._sequences[corpus_id] = [self._add(document) for document in documents if document]
         return loaded
 
-    def commit(self, name: str, tokens: int) -> None:
+    def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
         with self._lock:
-            self._committed[name] = tokens
+            self._committed[corpus_id] = loaded_token_count
 
-    def remove(self, name: str) -> None:
+    def remove_external_corpus(self, corpus_id: str) -> None:
         """Remove a text. A name that is not there is no error, as in SGLang."""
         with self._lock:
-            self._committed.pop(name, None)
-        if numbers := self._sequences.pop(name, None):
+            self._committed.pop(corpus_id, None)
+        if numbers := self._sequences.pop(corpus_id, None):
             self._index.remove(numbers)
 
-    def sizes(self) -> dict[str, int]:
+    def list_external_corpora(self) -> dict[str, int]:
         """Tokens of each committed text."""
         with self._lock:
             return dict(self._committed)
@@ -137,7 +141,7 @@ class _Live:
         return self._req()
 
 
-class TokenCacheCorpus:
+class TokenCacheCorpus(ExternalTexts):
     """Takes the place of `sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus` in SGLang's NGRAM worker.
 
     The worker tells it of its requests by `see` and `finish`. Only the first rank of a group drafts; all ranks call
@@ -149,13 +153,13 @@ class TokenCacheCorpus:
         self, place: DrafterPlace | None, group: RankGroup, *, draft_token_num: int, external_corpus_max_tokens: int
     ) -> None:
         """`place` is None where another rank drafts. `draft_token_num` counts the last token of the context too."""
+        super().__init__(external_corpus_max_tokens)
         self.draft_token_num = draft_token_num
         self._group = group
         self._live: dict[str, _Live] = {}
         self._failures = FailureLog(logger, "a request goes without drafts")
-        self._external = ExternalTexts(external_corpus_max_tokens)
         self._drafter = place and TreeDrafter(
-            place.open_cache, place.vocabulary, shared=[self._external.sourced], on_close=place.close
+            place.open_cache, place.vocabulary, shared=[self.sourced], on_close=place.close
         )
 
     def see(self, reqs: Iterable[Any]) -> None:
@@ -220,23 +224,6 @@ class TokenCacheCorpus:
         """Aborts all requests. What the cache learned stays: `agentspec cache forget` deletes it."""
         for rid in list(self._live):
             self.finish(rid)
-
-    @property
-    def remaining_token_budget(self) -> int:
-        return self._external.remaining
-
-    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
-        """Draft from a text for every request, whoever sent it; returns its tokens. Raises `ValueError`."""
-        return self._external.load(corpus_id, chunks)
-
-    def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
-        self._external.commit(corpus_id, loaded_token_count)
-
-    def remove_external_corpus(self, corpus_id: str) -> None:
-        self._external.remove(corpus_id)
-
-    def list_external_corpora(self) -> dict[str, int]:
-        return self._external.sizes()
 
     def _begin(self, req: Any) -> None:
         if self._drafter is None or req.input_embeds is not None:

@@ -71,8 +71,6 @@ class VllmServer:
 
     def _chat(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
-        if not isinstance(body.get("vllm_xargs", {}), dict):
-            return reply({"error": {"message": "vllm_xargs: a dictionary is needed"}}, 400)
         ids = [5, 6] if body.get("return_token_ids") else None
         choice = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop", "token_ids": ids}
         return reply({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
@@ -277,12 +275,12 @@ async def test_counters_of_servers_with_and_without_drafts() -> None:
 async def test_the_probe_tells_what_the_server_tells() -> None:
     server = VllmServer()
     report = await backend(server).probe()
-    assert report.token_ids and report.vllm == VllmReport("0.32.0", True, parse_metrics(COUNTERS + DRAFTER))
+    assert report.token_ids and report.vllm == VllmReport("0.32.0", parse_metrics(COUNTERS + DRAFTER))
     assert (await backend(VllmServer("somebody")).probe()).vllm is None
     assert (await backend(server, server_kind="other").probe()).vllm is None
 
 
-async def test_an_older_server_ignores_labels_and_says_little() -> None:
+async def test_an_older_server_says_little() -> None:
     class Older(VllmServer):
         def _chat(self, request: httpx.Request) -> httpx.Response:
             return reply({"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]})
