@@ -307,26 +307,6 @@ async def test_a_request_is_freed_at_its_end_without_the_garbage_collector() -> 
         gc.enable()
 
 
-async def test_an_undisturbed_block_leaves_no_task() -> None:
-    before = len(asyncio.all_tasks())
-    async with until_disconnect(asyncio.Queue().get) as client:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not client.left and len(asyncio.all_tasks()) == before
-
-
-async def test_running_requests_can_be_interrupted() -> None:
-    deadlines, closed = Deadlines(), []
-    ending, seen = ShuttingDownError("over"), []
-    deadline = deadlines.start(600)
-    with pytest.raises(ShuttingDownError, match="over"):
-        async for item in deadline.within(slowly(9, 0, closed)):
-            seen.append(item)
-            deadlines.interrupt(ending)
-            deadlines.interrupt(RequestTimeoutError("too late"))
-    assert seen == [0] and closed
-
-
 async def test_an_interrupt_ends_what_waits() -> None:
     deadlines = Deadlines()
     deadline = deadlines.start(600)

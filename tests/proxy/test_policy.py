@@ -122,18 +122,6 @@ def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: 
     assert [request.json["store"] for request in server.requests if request.method == "POST"] == [False, True]
 
 
-def test_switches_that_an_upstream_does_not_know_are_said_once(
-    gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = upstream(lambda request: request.answer(b"{}"))
-    running = gateway({}, upstream_settings(server.url))
-    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding"):
-        for name in ("speculation", "store", "store"):
-            assert ask(running, {f"x-agentspec-{name}": "off"}).status_code == 200
-    said = [record.getMessage() for record in caplog.records if record.name == "agentspec.proxy.forwarding"]
-    assert [line.split()[-2] for line in said] == ["x-agentspec-speculation", "x-agentspec-store"]
-
-
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])
 def test_a_translated_request_keeps_its_priority(gateway: Any, upstream: Any, route: str) -> None:
     answer = b'{"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}'

@@ -109,19 +109,6 @@ def test_the_counters_of_the_upstream_stand_beside_the_gateways_own(gateway: Any
     assert "agentspec_upstream_drafts_total{" not in text and "agentspec_build_info{" in text
 
 
-def test_a_sole_upstream_without_names_is_asked_too(gateway: Any, upstream: Any) -> None:
-    up = OpenAISettings(base_url=upstream(serve()).url)
-    running = gateway({}, Settings(backends={"up": up}))
-    assert 'agentspec_upstream_drafts_total{backend="up"} 3.0' in httpx.get(f"{running.url}/metrics").text
-
-
-def test_other_upstreams_are_not_asked_for_metrics(gateway: Any, upstream: Any) -> None:
-    server = upstream(serve("somebody"))
-    running = gateway(*in_front_of(server.url))
-    assert "agentspec_upstream_drafts_total{" not in httpx.get(f"{running.url}/metrics").text
-    assert [request.target for request in server.requests] == ["/v1/models"]
-
-
 def test_an_upstream_that_is_silent_holds_up_a_scrape_for_seconds_and_nothing_else(
     gateway: Any, upstream: Any, until: Any
 ) -> None:

@@ -196,10 +196,10 @@ class Endless:
     def __init__(self) -> None:
         self.fake = FakeBackend()
         self.capabilities = self.fake.capabilities
-        self.active = 0
+        self.active = self.begun = 0
 
     async def generate(self, request: GenerateRequest) -> Any:
-        self.active += 1
+        self.active, self.begun = self.active + 1, self.begun + 1
         try:
             while True:
                 await anyio.sleep(0)
@@ -231,7 +231,7 @@ def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
     running = gateway({"fake": backend})
     with ExitStack() as stack:
         readers = [stack.enter_context(ask(running.url, STREAMED, 4096)) for _ in range(count)]
-        until(lambda: backend.active == count)
+        until(lambda: backend.begun == count)
         highest, begun = 0, time.monotonic()
         while running.server.server_state.connections and time.monotonic() - begun < 100:
             highest = max(highest, most_buffered(running))

@@ -231,21 +231,6 @@ def test_u6_what_looks_like_an_end_hides_no_cut(cutting: Any, fields: dict[str, 
     assert told(post(running, **fields).content, b"".join(pieces))
 
 
-@pytest.mark.parametrize(
-    ("fields", "pieces"),
-    [
-        ({}, [chunk("a", "stop")]),
-        ({}, [chunk("a"), b"data: [DONE]"]),
-        ({"n": 2}, [chunk("", "stop", 1), chunk("", "stop", 0)]),
-        ({"n": 2}, [chunk("", "stop", 0), DONE]),
-    ],
-)
-def test_u6_what_is_whole_is_left_as_it_is(cutting: Any, fields: dict[str, Any], pieces: list[bytes]) -> None:
-    running, _, state = cutting
-    state.update(pieces=pieces, clean=True)
-    assert post(running, **fields).content == b"".join(pieces)
-
-
 def test_u6_a_connection_that_breaks_after_the_end_breaks_nothing(cutting: Any) -> None:
     running, _, state = cutting
     state.update(pieces=[chunk("a", "stop"), DONE], clean=False)

@@ -25,9 +25,6 @@ _SHAPING = "tools chat_template_kwargs add_generation_prompt continue_final_mess
 _OF_CHAT = ("model", "messages", *_SHAPING)
 
 
-MAX_STRINGS = 8192
-
-
 class _TokenizeBody(Body):
     model: Text = ""
     prompt: Text | None = None
@@ -38,7 +35,6 @@ class _TokenizeBody(Body):
     continue_final_message: Any = None
     reasoning_effort: Any = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool = False
 
 
 class _DetokenizeBody(Body):
@@ -94,11 +90,7 @@ class TokenizationEndpoint(GenerationEndpoint):
             text = await side.render(request.messages or (), request.tools, request.template_arguments)
             check_characters(len(text), length, "messages")
             tokens = await side.tokenize(text, begins=bool(body.add_special_tokens))
-        if body.return_token_strs and len(tokens) > MAX_STRINGS:
-            message = f"return_token_strs is for at most {MAX_STRINGS} tokens; these are {len(tokens)}"
-            raise InvalidRequestError(message, param="return_token_strs")
-        strings = [await _spelled(side, [token]) for token in tokens] if body.return_token_strs else None
-        return {"count": len(tokens), "tokens": tokens, "token_strs": strings}
+        return {"count": len(tokens), "tokens": tokens}
 
     async def _detokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
         body = _DetokenizeBody.parse(fields)
