@@ -231,15 +231,14 @@ def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
     running = gateway({"fake": backend})
     with ExitStack() as stack:
         readers = [stack.enter_context(ask(running.url, STREAMED, 4096)) for _ in range(count)]
-        until(lambda: backend.begun == count)
         highest, begun = 0, time.monotonic()
-        while running.server.server_state.connections and time.monotonic() - begun < 100:
+        while (backend.begun < count or running.server.server_state.connections) and time.monotonic() - begun < 100:
             highest = max(highest, most_buffered(running))
             for reader in readers[: count // 2]:  # the others never read
                 with suppress(OSError):
                     reader.recv(10)
             time.sleep(0.1)
-        assert 0 < highest <= MOST_BUFFERED
+        assert 0 < highest <= MOST_BUFFERED, highest
         until(lambda: backend.active == 0)
         until(lambda: running.app.limiter.running == 0)
     assert running.metric("agentspec_requests_total", outcome="cancelled", model="fake", route=CHAT) == count
