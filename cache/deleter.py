@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection, pause_between_looks, select
-from agentspec.cache.pool import CachePool
-from agentspec.cache.record import SequenceRecord
+from agentspec.cache.request import CachePool
+from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheError
 from agentspec.telemetry.safe_errors import error_location
 
@@ -135,8 +135,6 @@ class Deleter:
                     kept = {record.sequence for record in self._store.unwritten(partition.namespace)}
                     kept |= self._store.stored(numbers)
                     self._pool.forget(partition, [one for one in numbers if one not in kept])
-                # A namespace that is loaded later starts from what the store has, which holds no deleted token.
-                self._pool.namespaces.forget_learned()
                 self._unapplied.pop(number)
                 self._tell(scope)
 
@@ -177,7 +175,6 @@ class Deleter:
         chosen = [(partition, partition.selected(selection)) for partition in partitions]
         for partition, numbers in chosen:
             self._pool.forget(partition, numbers)
-        self._pool.namespaces.forget_learned()
         count = sum(len(numbers) for _, numbers in chosen)
         self._pool.count(forgotten=count)
         return count

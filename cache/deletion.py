@@ -1,4 +1,5 @@
-"""What a deletion covers: a selection, as the caller gives it, and its scope, as it is logged for other processes.
+"""What a deletion covers: a selection, as the caller gives it, and its scope, as it is logged for other processes;
+and the filter for text that is never shared.
 
 The database keeps the scope of each deletion for the processes that follow. A scope holds names as hashes and
 no text, since otherwise it would preserve what was to be deleted.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheError, InvalidRequestError
+from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
 from agentspec.types import Namespace
 
 Decode = Callable[[Sequence[int]], str]
@@ -25,6 +27,32 @@ Decode = Callable[[Sequence[int]], str]
 
 CLOCKS_DIFFER = 300.0
 """Seconds by which a clock may be ahead of another: what is dated further ahead is as old as can be."""
+
+
+class ContentFilter:
+    """Regular expressions that no shared text may match anywhere. Raises `ConfigurationError` for an invalid one."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+            message = f"refuse_patterns must be a list of regular expressions, not {patterns!r}"
+            raise ConfigurationError(message, param="refuse_patterns")
+        try:
+            self._patterns = [re.compile(pattern) for pattern in patterns]
+            for pattern in self._patterns:
+                pattern.search("")  # raises for one of bytes
+        except (re.error, TypeError) as error:
+            message = f"refuse_patterns must be regular expressions, not {list(patterns)!r}: {error}"
+            raise ConfigurationError(message, param="refuse_patterns") from error
+
+    def refuses(self, context: Tokens, tokens: Tokens, decode: Decode | None) -> bool:
+        """Whether the text of `context` and `tokens` matches a pattern; true without `decode`, as it might match."""
+        if decode is None:
+            return True
+        return self.matches(decode(np.concatenate((context, tokens)).tolist()))
+
+    def matches(self, text: str) -> bool:
+        """Whether a text matches a pattern."""
+        return any(pattern.search(text) for pattern in self._patterns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, ItemsView, Iterator
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from heapq import heapify, heappop, heappush
+from itertools import count, islice
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentspec.cache.deletion import Scope
-from agentspec.cache.memory.learned import KeptLearned
-from agentspec.cache.memory.totals import Totals
 from agentspec.cache.partition import Partition
 from agentspec.types import Namespace
 
@@ -24,12 +23,80 @@ if TYPE_CHECKING:
     from agentspec.cache.sync import StoreSync
 
 _RESERVE = 16  # this part of the budget is left free, for merges and for what comes until others were evicted
-_LEARNED = 64  # this part of it may hold what namespaces learned that are in memory no more
 _IDLE_SECONDS = 60.0  # a namespace that no request used for so long may leave memory as a whole
 _AT_ONCE = 16  # so many namespaces are loaded before they are used
 _PATIENCE = 1.0  # seconds that loading waits, at most, for memory that others have given up but not merged away
 _READING = 0.001  # seconds until merges are tried again that drafts held up, or that have come up meanwhile
+TENANT_NAMESPACES = 4096  # of one tenant in memory, unless requests use more of them
 _TRIED = 16  # namespaces that are looked at, at most, for one that can give something
+
+K = TypeVar("K")
+
+_order = count()  # keys are never compared
+
+
+class Totals(Generic[K]):
+    """Sizes by key. A change is O(1), `largest` O(log n) for each key that changed since the last call.
+
+    Not thread-safe: the caller has a lock.
+    """
+
+    __slots__ = ("_changed", "_heap", "_sizes", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._sizes: dict[K, int] = {}
+        self._changed: set[K] | None = None  # keys that are not in the heap with their present size
+        self._heap: list[tuple[int, int, K]] = []  # (-size, order, key); some of sizes that keys had before
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, key: K) -> int:
+        return self._sizes.get(key, 0)
+
+    def items(self) -> ItemsView[K, int]:
+        return self._sizes.items()
+
+    def add(self, key: K, change: int) -> None:
+        """Change a size; a key without a size has none of 0 bytes."""
+        if not change:
+            return
+        size = self._sizes.get(key, 0) + change
+        if size:
+            self._sizes[key] = size
+        else:
+            del self._sizes[key]
+        self.total += change
+        if self._changed is not None:
+            (self._changed.add if size else self._changed.discard)(key)
+
+    def largest(self, passed: Collection[K] = ()) -> K | None:
+        """The key of the greatest size, those in `passed` left out; None if there is none."""
+        self._refresh()
+        set_aside = []
+        found = None
+        while self._heap and found is None:
+            size, _, key = entry = self._heap[0]
+            if -size == self._sizes.get(key) and key not in passed:
+                found = key
+            else:
+                heappop(self._heap)
+                if -size == self._sizes.get(key):
+                    set_aside.append(entry)
+        for entry in set_aside:
+            heappush(self._heap, entry)
+        return found
+
+    def _refresh(self) -> None:
+        """Bring the heap up to date; from nothing where most of it is out of date."""
+        if self._changed is None or len(self._heap) + len(self._changed) > 64 + 4 * len(self._sizes):
+            self._heap = [(-size, next(_order), key) for key, size in self._sizes.items()]
+            heapify(self._heap)
+        else:
+            for key in self._changed:
+                heappush(self._heap, (-self._sizes[key], next(_order), key))
+        self._changed = set()
 
 
 class _Tenant:
@@ -45,12 +112,12 @@ class _Tenant:
 class NamespaceTable:
     """All partitions in memory. Thread-safe.
 
-    `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant, `tenant_namespaces` their
-    number. `_lock` guards tables and sums; nothing is done under it that takes longer with more text, and no lock is
-    taken. A thread that holds a partition's lock may take it. No thread waits for two partitions.
+    `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant. `_lock` guards tables and
+    sums; nothing is done under it that takes longer with more text, and no lock is taken. A thread that holds a
+    partition's lock may take it. No thread waits for two partitions.
     """
 
-    def __init__(self, memory_bytes: int, tenant_memory_bytes: int | None, tenant_namespaces: int | None) -> None:
+    def __init__(self, memory_bytes: int, tenant_memory_bytes: int | None) -> None:
         self.limit = memory_bytes
         self.tenant_limit = memory_bytes if tenant_memory_bytes is None else min(memory_bytes, tenant_memory_bytes)
         self.source: StoreSync | None = None
@@ -59,32 +126,27 @@ class NamespaceTable:
         self.evicted = 0  # sequences, sessions and namespaces, for good
         self.unloaded = 0
         self.stopping = False  # set when the maintenance thread is about to be ended
-        self._tenant_namespaces = tenant_namespaces
         self._count = 0  # partitions
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
         self._sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
         self._owed = 0  # bytes that merging will give back
         self._due: dict[Partition, None] = {}  # partitions with something to merge
-        self._used: dict[str, dict[Partition, None]] = {"learned": {}, "segments": {}}
-        self._kept = KeptLearned(memory_bytes // _LEARNED)
+        self._used: dict[Partition, None] = {}
 
     def clear(self) -> None:
         with self._lock:
             tenants, self._tenants = self._tenants, {}
             self._sizes, self._owed = Totals(), 0
             self._due = {}
-            self._used = {reader: {} for reader in self._used}
+            self._used = {}
         tenants.clear()  # what takes time is freed without the lock
 
     # Partitions.
 
     @contextlib.contextmanager
     def entered(self, namespace: Namespace) -> Iterator[Partition]:
-        """The partition of a namespace under its lock, loaded from the store if it is there.
-
-        A new partition starts from what the namespace had learned when it left memory, if that is known.
-        """
+        """The partition of a namespace under its lock, loaded from the store if it is there."""
         while True:
             partition = self._find(namespace)
             with partition.lock:
@@ -104,16 +166,12 @@ class NamespaceTable:
                 tenant.partitions.move_to_end(namespace)
                 return found
         made = Partition(namespace, loaded=self.source is None)
-        with made.lock:  # who finds it meanwhile waits for what it had learned
-            with self._lock:
-                tenant = self._tenants.setdefault(namespace.tenant, _Tenant())
-                found = tenant.partitions.setdefault(namespace, made)
-                learned = self._kept.take(namespace) if found is made else None
-                self._count += found is made
-                many = self._tenant_namespaces is not None and len(tenant.partitions) > self._tenant_namespaces
-                candidates = list(islice(tenant.partitions.values(), _TRIED)) if many else []
-            if learned:
-                made.restore(learned, saved=False)
+        with self._lock:
+            tenant = self._tenants.setdefault(namespace.tenant, _Tenant())
+            found = tenant.partitions.setdefault(namespace, made)
+            self._count += found is made
+            many = len(tenant.partitions) > TENANT_NAMESPACES
+            candidates = list(islice(tenant.partitions.values(), _TRIED)) if many else []
         any(self._leave(one) for one in candidates if one is not found)
         return found
 
@@ -139,24 +197,12 @@ class NamespaceTable:
         self.settle(partition)
         return partition
 
-    def take_used(self, reader: Literal["learned", "segments"]) -> list[Partition]:
-        """What was loaded, used or deleted from since `reader` asked last, or has open requests; for caches on disk."""
+    def take_used(self) -> list[Partition]:
+        """What was loaded, used or deleted from since the last call, or has open requests; for caches on disk."""
         with self._lock:
-            used = list(self._used[reader])
-            self._used[reader] = {one: None for one in used if one.sessions.busy}
+            used = list(self._used)
+            self._used = {one: None for one in used if one.sessions.busy}
         return used
-
-    # What was learned by namespaces that left.
-
-    def take_unsaved(self) -> dict[str, bytes]:
-        """By key the learned states of namespaces that left since the last call."""
-        with self._lock:
-            return self._kept.take_unsaved()
-
-    def forget_learned(self) -> None:
-        """Forget what namespaces learned that are not in memory: a deletion may concern it."""
-        with self._lock:
-            self._kept.clear()
 
     # Memory.
 
@@ -256,8 +302,7 @@ class NamespaceTable:
         with self._lock:
             self._account(partition, size, owed)
             if self.source and not partition.retired:
-                for used in self._used.values():
-                    used[partition] = None
+                self._used[partition] = None
             first = due and partition not in self._due and not partition.retired
             if first:
                 self._due[partition] = None
@@ -324,7 +369,7 @@ class NamespaceTable:
                 return True
             gone = victim.evict(min(over, victim.measured // 4))  # the next may be larger then
             if not gone and victim.is_empty:
-                self.retire(victim, keep_learned=True)
+                self.retire(victim)
                 gone = 1
             self.book(victim)
             with self._lock:
@@ -344,24 +389,20 @@ class NamespaceTable:
         try:
             if partition.retired or partition.sessions.busy:
                 return False
-            self.retire(partition, keep_learned=True)
+            self.retire(partition)
         finally:
             partition.lock.release()
         with self._lock:
             self.unloaded += 1
         return True
 
-    def retire(self, partition: Partition, *, keep_learned: bool = False) -> None:
+    def retire(self, partition: Partition) -> None:
         """Let a partition leave memory. The caller holds its lock."""
-        changed = partition.fresh_learned() if keep_learned else None
-        learned = partition.learned() if keep_learned and changed is None and self.source is None else changed
         with self._lock:
             self._account(partition, 0)
             partition.retired = True
-            for noted in (self._due, *self._used.values()):
-                noted.pop(partition, None)
-            if learned:
-                self._kept.put(partition.namespace, learned)
+            self._due.pop(partition, None)
+            self._used.pop(partition, None)
             tenant = self._tenants.get(partition.namespace.tenant)
             if tenant and tenant.partitions.get(partition.namespace) is partition:
                 del tenant.partitions[partition.namespace]

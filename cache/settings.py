@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import parse_qs, quote, urlsplit
 
-from pydantic import BeforeValidator, ByteSize, Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, field_validator
 
 from agentspec.errors import ConfigurationError
 from agentspec.settings_model import SettingsModel
@@ -64,10 +64,9 @@ class CacheSettings(SettingsModel):
         default=None,
         description="Folder for the sequence database, or `postgresql://user@host/name`; unset keeps all in memory",
     )
-    password: SecretStr | None = Field(
-        default=None, description="Of the database's user. Set it from the environment or password_file only"
+    password_file: Path | None = Field(
+        default=None, description="File holding the password of the database's user; unset: as libpq finds it"
     )
-    password_file: Path | None = Field(default=None, description="File holding the password")
     memory_bytes: ByteSize = Field(default=ByteSize(512 << 20), gt=0, description="Most memory the index may use")
     disk_bytes: ByteSize | None = Field(default=None, gt=0, description="Most that the database may take; unset: all")
     tenant_memory_bytes: ByteSize | None = Field(
@@ -86,20 +85,10 @@ class CacheSettings(SettingsModel):
     refuse_patterns: tuple[str, ...] = Field(
         default=(), description="Regular expressions; an output whose text matches one is neither stored nor shared"
     )
-
     responses_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         gt=0,
         description="Most that stored answers of /v1/responses may take, and a quarter of disk_bytes at most",
-    )
-    responses_age: Seconds | None = Field(
-        default=30 * 86400.0,
-        ge=0,
-        description='Delete stored answers of /v1/responses after this time, or `"30d"`; `retention` if that is less',
-    )
-
-    tenant_namespaces: int | None = Field(
-        default=4096, ge=1, description="Most namespaces (models) of one tenant in memory; idle ones leave it first"
     )
 
     def open(self) -> SuffixCache:
@@ -112,11 +101,9 @@ class CacheSettings(SettingsModel):
             disk_bytes=self.disk_bytes,
             tenant_memory_bytes=self.tenant_memory_bytes,
             tenant_disk_bytes=self.tenant_disk_bytes,
-            tenant_namespaces=self.tenant_namespaces,
             retention=self.retention,
             refuse_patterns=self.refuse_patterns,
             responses_bytes=int(self.responses_bytes),
-            responses_age=self.responses_age,
         )
 
     def location(self) -> Path | str | None:
@@ -126,25 +113,20 @@ class CacheSettings(SettingsModel):
             return self.path
         user, at, host = urlsplit(str(self.path)).netloc.rpartition("@")
         if not at or ":" in user:
-            raise ConfigurationError("cache.password needs a path such as postgresql://user@host/name", param="path")
+            raise ConfigurationError(
+                "cache.password_file needs a path such as postgresql://user@host/name", param="path"
+            )
         return str(self.path).replace(f"{user}@{host}", f"{user}:{quote(password, safe='')}@{host}", 1)
 
     def _read_password(self) -> str | None:
-        if self.password is not None or self.password_file is None:
-            return self.password.get_secret_value() if self.password else None
+        if self.password_file is None:
+            return None
         try:
             return self.password_file.expanduser().read_text().strip()
         except OSError as error:
             raise ConfigurationError(
                 f"cannot read cache.password_file {str(self.password_file)!r}: {error.strerror}"
             ) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_removed(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "eviction" in values:
-            raise ValueError("eviction: removed; the cache evicts the least recently used")
-        return values
 
     @field_validator("refuse_patterns")
     @classmethod

@@ -8,23 +8,18 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-import sqlalchemy as sa
-
-from agentspec.cache.content_filter import ContentFilter
-from agentspec.cache.deletion import Selection
-from agentspec.cache.responses import ResponseLimits
-from agentspec.cache.responses.table import ResponseStore
+from agentspec.cache.deletion import ContentFilter, Selection
+from agentspec.cache.side_stores import ResponseStore, ToolTurnStore
 from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
-from agentspec.cache.storage.schema import deletions, meta
+from agentspec.cache.storage.opening import prepare
 from agentspec.cache.storage.sqlite import STATE, MemoryDatabase, SqliteDatabase
-from agentspec.cache.tool_turns.table import ToolTurnStore
-from agentspec.errors import CacheDamagedError, CacheError, CacheVersionError
+from agentspec.cache.stored import StoreLimits
+from agentspec.errors import CacheDamagedError, CacheError
 
 if TYPE_CHECKING:
     from agentspec.cache.storage.sequence_store import SequenceStore
 
-VERSION = 1  # a change of the tables takes another: there are no migrations
 _TOOL_TURN_BYTES = 32 << 20
 _REWRITTEN = 512 << 20  # bytes; a larger database is not written anew when something is forgotten
 
@@ -39,31 +34,31 @@ class State:
     def __init__(
         self,
         store: SequenceStore | None,
-        responses: ResponseLimits,
+        limits: StoreLimits,
         retention: float | None = None,
         content_filter: ContentFilter | None = None,
     ) -> None:
         self._database = _opened(store)
+        self._is_shared = store is not None and store.database is self._database
+        # A process that was killed may have left bytes.
+        pending = store is not None and store.mode == "writer" and not self._is_shared
+        self._erasure = PendingErasure(self._database, pending=pending)
         with self._database.engine.connect() as connection:
             self._history = deletion_log.KnownDeletions(deletion_log.last(connection))
         refuses = content_filter.matches if content_filter else None
-        most = min(_TOOL_TURN_BYTES, responses.total // 2)
-        self.responses = ResponseStore(self._database, responses, refuses, self._history)
-        self.tool_turns = ToolTurnStore(
-            self._database, refuses, retention, most, min(most, responses.tenant or most), self._history
-        )
-        self._erasure: PendingErasure | None = None
-        if store is not None and store.database is self._database:
+        most = min(_TOOL_TURN_BYTES, limits.total // 2)
+        turns = StoreLimits(most, min(most, limits.tenant or most), retention)
+        self.responses = ResponseStore(self._database, limits, refuses, self._history, self._erasure)
+        self.tool_turns = ToolTurnStore(self._database, turns, refuses, self._history, self._erasure)
+        if store is not None and self._is_shared:
             store.also_forgets += [self.responses.forget_within, self.tool_turns.forget_within]
-        else:  # a process that was killed may have left bytes
-            self._erasure = PendingErasure(self._database, pending=store is not None and store.mode == "writer")
 
     def forget(self, selection: Selection) -> None:
         """Delete and erase what the selection covers. In a shared database the deletion of the sequences does so.
 
         Raises `CacheError` where the database cannot be changed; nothing is deleted then.
         """
-        if self._erasure is None:
+        if self._is_shared:
             return
         try:
             with self._database.writing() as connection:
@@ -84,8 +79,8 @@ class State:
 
     @property
     def erasure_pending(self) -> bool:
-        """Whether bytes of what was deleted may still be in a database of its own."""
-        return self._erasure is not None and self._erasure.is_pending
+        """Whether bytes of what was deleted may still be in the database."""
+        return self._erasure.is_pending
 
     def maintain(self) -> None:
         """Delete what is too old or too much, in each store whatever fails in others. To be called now and then."""
@@ -97,23 +92,16 @@ class State:
 
     def _erase(self, rewrite_within: int = 0) -> None:
         try:
-            if self._erasure is not None:
-                self._erasure.finish(rewrite_within=rewrite_within)
+            self._erasure.finish(rewrite_within=rewrite_within)
         except FAILURES as error:
             raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
-
-    def leave_behind(self, reason: str) -> None:
-        """Called in a forked process."""
-        self.tool_turns.leave_behind()
-        if self._erasure is not None:
-            self._database.leave_behind(reason)
 
     def close(self) -> None:
         """Write what waits, and release the database. Idempotent."""
         with ExitStack() as released:
-            if self._erasure is not None:
+            if not self._is_shared:
                 released.callback(self._database.close)
-            self.tool_turns.close()
+            self.tool_turns.flush()
 
 
 def _opened(store: SequenceStore | None) -> Database:
@@ -125,40 +113,16 @@ def _opened(store: SequenceStore | None) -> Database:
         database = SqliteDatabase(store.folder, file=STATE)
     try:
         database.connect()
-        _prepare(database)
+        prepare(database)
     except BaseException as error:
         if store is None or database is not store.database:
             database.close()
-        if isinstance(error, FAILURES):
-            if not database.is_damage(error):
-                raise CacheError(f"{database.name} cannot be opened: {reason(error)}") from error
+        if isinstance(error, FAILURES) and not database.is_damage(error):
+            raise CacheError(f"{database.name} cannot be opened: {reason(error)}") from error
+        if isinstance(error, (*FAILURES, CacheDamagedError)):
             raise CacheDamagedError(
                 f"{database.name}, which holds stored responses and what turns of agents taught, is damaged:"
                 f" {reason(error)}; stop what uses it, and restore a backup, or move it away, which forgets them all"
             ) from error
         raise
     return database
-
-
-def _prepare(database: Database) -> None:
-    """Create the tables where there are none, as `tables.prepare` does for the sequences."""
-    with database.engine.connect() as connection:
-        if _is_prepared(connection, database):
-            return
-    with database.writing() as connection:
-        if not _is_prepared(connection, database):
-            for table in (meta, deletions):
-                table.create(connection, checkfirst=True)
-            connection.execute(meta.insert().values(key="state", value=str(VERSION)))
-
-
-def _is_prepared(connection: sa.Connection, database: Database) -> bool:
-    if not sa.inspect(connection).has_table(meta.name):
-        return False
-    version = connection.execute(sa.select(meta.c.value).where(meta.c.key == "state")).scalar()
-    if version in (None, str(VERSION)):
-        return version is not None
-    raise CacheVersionError(
-        f"{database.name} has stored responses and turns of version {version}, and this agentspec reads version"
-        f" {VERSION} alone: use the agentspec that wrote them, or move the database away, which forgets them"
-    )

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Sequence
-from dataclasses import fields, replace
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
-from agentspec.cache.deletion import Decode, PartlyForgottenError, seconds_of, select
-from agentspec.cache.memory import open_caches
-from agentspec.cache.memory.limits import CacheLimits
-from agentspec.cache.memory.maintenance_thread import MaintenanceThread
-from agentspec.cache.pool import CachePool, CacheStats
-from agentspec.cache.request import CacheRequest
-from agentspec.cache.responses import ResponseLimits
+from agentspec.cache.deletion import ContentFilter, Decode, PartlyForgottenError, seconds_of, select
+from agentspec.cache.request import CachePool, CacheRequest, CacheStats
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
-    from agentspec.cache.responses.table import ResponseStore
+    from agentspec.cache.side_stores import ResponseStore, ToolTurnStore
     from agentspec.cache.state import State
     from agentspec.cache.storage.sequence_store import SequenceStore
     from agentspec.cache.sync import StoreSync
-    from agentspec.cache.tool_turns.table import ToolTurnStore
 
 __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
 
@@ -38,6 +36,78 @@ Mode = Literal["auto", "writer", "follower"]
 _log = logging.getLogger(__name__)
 
 _MAINTENANCE_SECONDS = 0.5  # how often a process, idle or not, applies what other processes added and deleted
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """Bytes in memory and on disk, of all tenants and of each, and of stored answers. None: no limit.
+
+    Raises `ConfigurationError`, which names the limit, unless each is 1 or more.
+    """
+
+    memory_bytes: int
+    tenant_memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    tenant_disk_bytes: int | None = None
+    responses_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            limit = getattr(self, field.name)
+            if limit is None and field.default is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+                message = f"{field.name} must be a positive number of bytes, not {limit!r}"
+                raise ConfigurationError(message, param=field.name)
+
+
+class MaintenanceThread:
+    """Calls `work` every half second in its own thread, and `urgent` soon after each `wake`.
+
+    A failure is logged unless it repeats the last message.
+    """
+
+    def __init__(self, work: Callable[[], None], urgent: Callable[[], None]) -> None:
+        self._work = work
+        self._urgent = urgent
+        self._closing = False
+        self._woken = threading.Event()
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="agentspec-cache-maintenance", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let the thread call `urgent`; returns at once."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """End the thread and wait for it. Idempotent."""
+        self._closing = True
+        self._woken.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        due = time.monotonic() + _MAINTENANCE_SECONDS
+        while not self._closing:
+            self._woken.wait(max(0.0, due - time.monotonic()))
+            self._woken.clear()
+            if self._closing:
+                return
+            if time.monotonic() >= due:
+                self._try(self._work)
+                due = time.monotonic() + _MAINTENANCE_SECONDS
+            else:
+                self._try(self._urgent)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+            self._failure = None
+        except Exception as error:
+            if str(error) != self._failure:
+                _log.warning("looking after the cache failed: %s", error)
+            self._failure = str(error)
 
 
 class SuffixCache:
@@ -49,12 +119,12 @@ class SuffixCache:
     def __init__(
         self,
         store: SequenceStore | None,
+        store_error: str | None = None,
+        *,
         namespace: Namespace,
         limits: CacheLimits,
         retention: float | None,
         content_filter: ContentFilter | None,
-        store_error: str | None,
-        responses: ResponseLimits,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
@@ -62,14 +132,13 @@ class SuffixCache:
         self._pool = CachePool(
             limits.memory_bytes,
             limits.tenant_memory_bytes,
-            tenant_namespaces=limits.tenant_namespaces,
             content_filter=content_filter,
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
         self._state: State | None = None
         self._opening_state = threading.Lock()
-        self._limits_of_state = responses, retention, content_filter
+        self._limits_of_state = limits, retention, content_filter
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -92,70 +161,37 @@ class SuffixCache:
         disk_bytes: int | None = None,
         tenant_memory_bytes: int | None = None,
         tenant_disk_bytes: int | None = None,
-        tenant_namespaces: int | None = 4096,
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
         responses_bytes: int = 64 << 20,
-        responses_age: float | None = 30 * 86400.0,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
         Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
-        with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
-        namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
-        memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
-        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode
-        "writer" raises `CacheLockedError` and "auto" follows. Where the database cannot be used for now (no permission,
-        no room, no locks, no server), "auto" warns and goes on in memory, and the other modes raise `CacheError`.
+        with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
+        sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
+        bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
+        `CacheLockedError` and "auto" follows. Where the database cannot be used for now (no permission, no room, no
+        locks, no server), "auto" warns and goes on in memory, and the other modes raise `CacheError`.
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
         output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
-        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
-        `ConfigurationError` for settings that cannot work, and
-        `CacheFormatError` for a database that cannot be read.
+        limits on disk, and are deleted after 30 days, or `retention` if that is less. Raises `ConfigurationError` for
+        settings that cannot work, and `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
-        limits = CacheLimits(memory_bytes, tenant_memory_bytes, tenant_namespaces, disk_bytes, tenant_disk_bytes)
+        limits = CacheLimits(memory_bytes, tenant_memory_bytes, disk_bytes, tenant_disk_bytes, responses_bytes)
         try:
             default = namespace_of(namespace)
-            kept = None if retention is None else seconds_of(retention, "retention")
-            answers = ResponseLimits.within(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
+            term = None if retention is None else seconds_of(retention, "retention")
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
-
-        def started(store: SequenceStore | None, why_not: str | None = None) -> SuffixCache:
-            cache = cls(store, default, limits, kept, content_filter, why_not, answers)
-            try:
-                open_caches.add(cache)
-                cache._start()
-            except BaseException:
-                with contextlib.suppress(CacheError):
-                    cache.close()
-                raise
-            return cache
-
-        if path is None:
-            return started(None)
-        from agentspec.cache.storage.sequence_store import SequenceStore
-
-        def opened() -> SuffixCache:
-            sizes = {"disk_bytes": limits.disk_bytes, "tenant_disk_bytes": limits.tenant_disk_bytes}
-            return started(SequenceStore.open(path, **sizes, mode=mode))
-
-        try:
-            try:
-                return opened()
-            except CacheDamagedError:  # a writer replaces the database, now that the damage is known
-                return opened()
-        except CacheError as error:
-            if mode != "auto" or isinstance(error, CacheFormatError):
-                raise
-            _log.warning("the cache is in memory only, and gone at exit: %s", error)
-            return started(None, error.message)
+        made = partial(cls._started, namespace=default, limits=limits, retention=term, content_filter=content_filter)
+        return made(None) if path is None else _persisting(path, mode, limits, made)
 
     @property
     def path(self) -> Path | None:
@@ -177,10 +213,14 @@ class SuffixCache:
         if self._state:
             return self._state
         from agentspec.cache.state import State
+        from agentspec.cache.stored import StoreLimits
 
         self._pool.require_open()
+        limits, retention, content_filter = self._limits_of_state
+        disk = limits.disk_bytes, limits.tenant_disk_bytes
+        answers = StoreLimits.of_responses(limits.responses_bytes, retention, *disk)
         with self._opening_state:
-            self._state = self._state or State(self._store, *self._limits_of_state)
+            self._state = self._state or State(self._store, answers, retention, content_filter)
         if self._store is None:
             self._maintenance_thread()
         return self._state
@@ -199,22 +239,17 @@ class SuffixCache:
         step: str | None = None,
         store: bool = True,
         decode: Decode | None = None,
-        group: str | None = None,
         share: bool = True,
     ) -> CacheRequest:
         """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed,
         with `share=False` only its session keeps its output, and nothing is written.
-
-        Requests of one namespace that name the same `group`, such as several answers to one prompt, draft from each
-        other's outputs as these grow; what they put out is dropped with the group when its last request ends. A cache
-        with `refuse_patterns` refuses groups.
 
         `decode` turns token ids into text; only a cache with `refuse_patterns` needs and calls it. Without a session
         name, the request joins the session whose last prompt `prompt` continues. Raises `InvalidRequestError` unless
         `prompt` holds token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
-        for name, label in (("session", session), ("workflow", workflow), ("step", step), ("group", group)):
+        for name, label in (("session", session), ("workflow", workflow), ("step", step)):
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
@@ -224,9 +259,7 @@ class SuffixCache:
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
         try:
-            return CacheRequest(
-                self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group, share=share
-            )
+            return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode, share=share)
         except BaseException:
             self._pool.release(partition, found)
             raise
@@ -310,7 +343,7 @@ class SuffixCache:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
         if self._left_behind:
             return
-        open_caches.discard(self)
+        _open.discard(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
@@ -323,20 +356,15 @@ class SuffixCache:
                 self._maintenance.close()
             if self._sync and not self.closed:
                 self._sync.close()
-                self._sync.report_learned()
 
     def leave_behind(self, reason: str) -> None:
         """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open.
 
-        Waits for nothing: a thread that was not copied may hold any lock.
+        Waits for nothing: a thread that was not copied may hold any lock. Databases leave their connections themselves.
         """
         self._left_behind = True
         self._maintenance = None
-        if self._state:
-            self._state.leave_behind(reason)
         self._pool.leave_behind(reason)
-        if self._store:
-            self._store.leave_behind(reason)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -350,24 +378,28 @@ class SuffixCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        """Load the sequences kept on disk and start the maintenance thread."""
-        if self._sync:
-            self._opened_state()
-            self._sync.start()
-        if self._store or self._deleter.expires:
-            self._maintenance_thread()
+    @classmethod
+    def _started(cls, store: SequenceStore | None, store_error: str | None = None, **given: Any) -> SuffixCache:
+        """A cache with the sequences on disk loaded and maintained from now on; closed where that fails."""
+        cache = cls(store, store_error, **given)
+        try:
+            _open.add(cache)
+            if cache._sync:
+                cache._opened_state()
+                cache._sync.start()
+            if store or cache._deleter.expires:
+                cache._maintenance_thread()
+        except BaseException:
+            with contextlib.suppress(CacheError):
+                cache.close()
+            raise
+        return cache
 
     def _maintenance_thread(self) -> MaintenanceThread | None:
         """The thread; a cache in memory starts it when there is work beside the requests. None at its end."""
         with self._starting:
             if self._maintenance is None and not self._pool.namespaces.stopping:
-                self._maintenance = MaintenanceThread(
-                    self._maintain,
-                    seconds=_MAINTENANCE_SECONDS,
-                    name="agentspec-cache-maintenance",
-                    urgent=self._pool.namespaces.relieve,
-                )
+                self._maintenance = MaintenanceThread(self._maintain, self._pool.namespaces.relieve)
             return self._maintenance
 
     def _relieve_soon(self) -> None:
@@ -394,3 +426,50 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
+
+
+def _persisting(path: str | Path, mode: Mode, limits: CacheLimits, made: Callable[..., SuffixCache]) -> SuffixCache:
+    """A cache that persists at `path`, or one in memory as `SuffixCache.open` says."""
+    from agentspec.cache.storage.sequence_store import SequenceStore
+
+    def opened() -> SuffixCache:
+        sizes = {"disk_bytes": limits.disk_bytes, "tenant_disk_bytes": limits.tenant_disk_bytes}
+        return made(SequenceStore.open(path, **sizes, mode=mode))
+
+    try:
+        try:
+            return opened()
+        except CacheDamagedError:  # a writer replaces the database, now that the damage is known
+            return opened()
+    except CacheError as error:
+        if mode != "auto" or isinstance(error, CacheFormatError):
+            raise
+        _log.warning("the cache is in memory only, and gone at exit: %s", error)
+        return made(None, error.message)
+
+
+# The caches that this process has open: they are closed at its exit, and left behind in a forked child.
+_open: weakref.WeakSet[SuffixCache] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Daemon threads may be drafting still: they find their cache closed, and then none stays inside native code."""
+    for cache in list(_open):
+        try:
+            cache.close()
+        except Exception as error:
+            _log.warning("a cache could not be closed at exit: %s", error)
+
+
+def _leave_all_behind() -> None:
+    global _open
+    caches, _open = list(_open), weakref.WeakSet()
+    reason = (
+        f"this cache was opened by process {os.getppid()}; a forked process cannot use it: open it again in this one"
+    )
+    for cache in caches:
+        cache.leave_behind(reason)
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_leave_all_behind)

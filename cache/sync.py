@@ -10,11 +10,10 @@ from typing import Any
 
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.partition import Partition
-from agentspec.cache.pool import CachePool
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
-from agentspec.cache.storage.segment_folder import LoadedSegment
+from agentspec.cache.request import CachePool
+from agentspec.cache.storage.segments import Coverage, LoadedSegment, Segment, segment_of
 from agentspec.cache.storage.sequence_store import SequenceStore
+from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError
 from agentspec.types import Namespace
 
@@ -78,7 +77,6 @@ class StoreSync:
         self._store.position()
         saved = self._segments.namespaces()  # before the rows: those of a segment are committed before it is written
         stored = [one.namespace for one in self._store.namespaces()]
-        self._store.learned_of(Namespace(""))  # raises where a table is missing: better now than later
         for key in set(saved) - {namespace.key for namespace in stored}:
             self._segments.delete(key)
         self._pool.namespaces.source = self
@@ -113,8 +111,6 @@ class StoreSync:
 
     def _fill(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
         namespace, row = partition.namespace, 0
-        if not partition.learning and (learned := self._store.learned_of(namespace)):
-            partition.restore(learned)
         if self._segments.kept and not partition.shared.sequence_count:
             loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room, reserve))
             if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
@@ -205,13 +201,7 @@ class StoreSync:
 
     def flush(self) -> None:
         """Wait until the outputs closed so far are in the database. Raises `CacheError` if they cannot be written."""
-        self.report_learned()
         self._store.flush()
-
-    def report_learned(self) -> None:
-        """Give the store the learned states that changed."""
-        with self._deleter.following:
-            self._store.put_learned(self._pool.take_learned())
 
     def maintain(self) -> None:
         """Called periodically: enforce the disk budgets, save segments that lack much.
@@ -231,7 +221,7 @@ class StoreSync:
         ended = [one for one, tried in self._tried.items() if time.monotonic() - tried >= _PAUSE]
         for partition in ended:
             del self._tried[partition]
-        for partition in dict.fromkeys([*ended, *self._pool.namespaces.take_used("segments")]):
+        for partition in dict.fromkeys([*ended, *self._pool.namespaces.take_used()]):
             if partition not in self._tried and self._lacks(partition, _GROWN, _GROWN_SHARE):
                 self._try_to_save(partition)
 

@@ -1,22 +1,51 @@
-"""Checks token ids and turns them into contiguous int32 arrays, which all code inside the cache uses; budgets too."""
+"""Token ids as contiguous int32 arrays, which all code inside the cache uses; finished outputs of them; budgets."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import InvalidRequestError
+from agentspec.types import Labels, Namespace
 
 Tokens = NDArray[np.int32]
 TokensLike = NDArray[np.integer] | Sequence[int]
 
-MOST_LEARNED = 16 << 20  # bytes of a drafter's learned state; a forged one cannot take more memory
 EMPTY: Tokens = np.zeros(0, dtype=np.int32)
 MOST_TOKEN = 2**31 - 2
 """The highest token id: orders of contexts need one number above it."""
+
+
+class SequenceMeta(NamedTuple):
+    """Metadata of a sequence in memory: its session, when it finished, its last token `end` (-1: it is empty)."""
+
+    session: str | None
+    created_at: float  # seconds since 1970
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """One finished output. `sequence` is its number, unique among the processes of a store.
+
+    `context` holds the last tokens before `tokens`, at most `index.DEPTH`.
+    """
+
+    sequence: int
+    namespace: Namespace
+    labels: Labels
+    tokens: Tokens
+    context: Tokens
+    created_at: float  # seconds since 1970
+
+    @property
+    def meta(self) -> SequenceMeta:
+        return SequenceMeta(self.labels.session, self.created_at, int(self.tokens[-1]) if len(self.tokens) else -1)
 
 
 def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:

@@ -32,7 +32,7 @@ from agentspec.types import DEFAULT_TENANT
 if TYPE_CHECKING:
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch.text.tokenizer import ModelText
-    from agentspec.cache.record import SequenceRecord
+    from agentspec.cache.tokens import SequenceRecord
     from agentspec.recordings.traces import EncodedCall
     from agentspec.settings.load import Settings
 
@@ -200,7 +200,7 @@ def _rows(
 
 def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText | None) -> list[SequenceRecord]:
     """The rows that no configured pattern refuses."""
-    from agentspec.cache.content_filter import ContentFilter
+    from agentspec.cache.deletion import ContentFilter
 
     if not settings.cache.refuse_patterns:
         return rows
@@ -238,8 +238,7 @@ def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord
     Raises `InvalidRequestError` for a call without tokens.
     """
     from agentspec.cache.index import DEPTH
-    from agentspec.cache.record import SequenceRecord
-    from agentspec.cache.tokens import as_tokens
+    from agentspec.cache.tokens import SequenceRecord, as_tokens
 
     prompt, answer = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
     created_at = time.time() if recorded.created_at is None else recorded.created_at

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agentspec.backends.pool.backend import PoolBackend
     from agentspec.backends.pool.fleet import Fleet
     from agentspec.cache import SuffixCache
-    from agentspec.cache.responses.table import ResponseStore
+    from agentspec.cache.side_stores import ResponseStore
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
     from agentspec.reasoning.strategy import Strategy
 

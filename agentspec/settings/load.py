@@ -211,7 +211,7 @@ def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
     if "password" in cache or without_password(location := str(cache.get("path", ""))) != location:
         raise ConfigurationError(
             f"{path}: the password of cache.path must not stand in a file: files are copied and committed."
-            f" Set {PREFIX}CACHE__PASSWORD, or name a file in cache.password_file"
+            " Name a file in cache.password_file, or set PGPASSWORD"
         )
     for section, address in (("backends", "base_url"), ("knowledge", "url")):
         for name, table in tables(file, section):

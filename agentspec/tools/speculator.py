@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from agentspec.cache.tool_turns import StoredTurn, new_turn
+from agentspec.cache.stored import StoredTurn, new_turn
 from agentspec.errors import CacheError
 from agentspec.tools.history import ToolCall, ToolHistory
 from agentspec.tools.model import AT_ONCE, CallForecast, CallModel, CallPrediction, worthwhile
@@ -21,8 +21,8 @@ from agentspec.tools.speculative_call import ToolEvent, kept_from_agent
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
+    from agentspec.cache.side_stores import ToolTurnStore
     from agentspec.cache.state import State
-    from agentspec.cache.tool_turns.table import ToolTurnStore
 
 _log = logging.getLogger("agentspec.tools")
 
@@ -85,10 +85,10 @@ class ToolSpeculator:
 
 
 def _in_memory() -> State:
-    from agentspec.cache.responses import ResponseLimits
     from agentspec.cache.state import State
+    from agentspec.cache.stored import StoreLimits
 
-    return State(None, ResponseLimits())
+    return State(None, StoreLimits())
 
 
 class _Agent:

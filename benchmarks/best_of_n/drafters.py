@@ -29,11 +29,11 @@ Expand = Callable[[Sequence[int]], Candidates]
 
 
 class SuffixContender(Contender):
-    """The token cache as the engine uses it: answers share finished answers and, if `live`, running answers too."""
+    """The token cache as the engine uses it: answers share finished answers."""
 
-    def __init__(self, least: float = MIN_PROBABILITY, *, live: bool = False) -> None:
+    def __init__(self, least: float = MIN_PROBABILITY) -> None:
         self._cache = SuffixCache.open()
-        self._least, self._live = least, live
+        self._least = least
         self._count = 0
 
     def open(self, question: SampledQuestion) -> None:
@@ -54,9 +54,7 @@ class SuffixContender(Contender):
     def _request(self, choice: int) -> CacheRequest:
         if choice not in self._requests:
             name = f"question {self._count}"
-            self._requests[choice] = self._cache.request(
-                self._question.prompt, session=name, group=name if self._live else None
-            )
+            self._requests[choice] = self._cache.request(self._question.prompt, session=name)
         return self._requests[choice]
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.index import DEPTH
-from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.schema import Kinds, is_sound
-from agentspec.cache.tokens import MOST_TOKEN, inflate
+from agentspec.cache.tokens import MOST_TOKEN, SequenceRecord, inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 

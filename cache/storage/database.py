@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
@@ -15,13 +18,12 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from agentspec.errors import CacheClosedError
 
-Result = TypeVar("Result")
-
 Upsert = sqlite.Insert | postgresql.Insert
 
 FAILURES = (exc.DBAPIError, exc.TimeoutError)
 """What a database raises that does not answer; the second where all connections of this process stay in use."""
 
+_open: weakref.WeakSet[Database] = weakref.WeakSet()
 _LEFT: list[sa.Pool] = []
 _AGAIN = 60.0  # seconds until what could not be rewritten is tried again
 
@@ -42,8 +44,13 @@ class Database(ABC):
     _closed_because: str | None = None
 
     def _refuse_when_closed(self) -> None:
-        """Let no connection of the engine be made after `close` or `leave_behind`: it would make itself anew."""
+        """Let no connection of the engine be made after `close` or in a forked process: it would make itself again."""
         event.listen(self.engine, "do_connect", self._require_open)
+        _open.add(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed_because is not None
 
     def _require_open(self, *_: object) -> None:
         if self._closed_because is not None:
@@ -99,10 +106,6 @@ class Database(ABC):
     def secure_erase(self, *, rewrite: bool) -> bool:
         """Erase every byte of deleted rows, with `rewrite` by writing the tables anew; false as in `shrink`."""
 
-    @abstractmethod
-    def include(self, table: str) -> None:
-        """Count `table` among the tables that `disk_bytes` measures and `secure_erase` erases. Idempotent."""
-
     def mark_damage(self) -> None:
         """Let the next writer that opens the database save what can be read of it, where that can be done."""
         _log.warning("%s is damaged", self.name)
@@ -124,9 +127,10 @@ class Database(ABC):
         refused = isinstance(error, exc.DataError | exc.IntegrityError)
         return refused or isinstance(getattr(error, "orig", error), ValueError | TypeError | OverflowError)
 
-    def leave_behind(self, reason: str) -> None:
-        """Called in a forked process: neither use nor close the parent's connections, and make none, for `reason`."""
-        self._closed_because = reason
+    def leave_behind(self) -> None:
+        """Called in a forked process: neither use nor close the parent's connections, and make none."""
+        opener = f"this cache was opened by process {os.getppid()}"
+        self._closed_because = f"{opener}; a forked process cannot use it: open it again in this one"
         _LEFT.append(self.engine.pool)  # closing a copy of a connection would end the parent's
         self.engine.dispose(close=False)
 
@@ -135,6 +139,16 @@ class Database(ABC):
         """Close the connections and stop being the writer; what comes later raises `CacheClosedError`. Idempotent."""
         self._closed_because = self._closed_because or "this cache is closed"
         self.engine.dispose()
+
+
+def _leave_all() -> None:
+    global _open
+    databases, _open = list(_open), weakref.WeakSet()
+    for database in databases:
+        database.leave_behind()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 class PendingErasure:
@@ -203,6 +217,43 @@ class PendingErasure:
                 self._database.name,
             )
         self._owed, self._again = rewrite_within, time.monotonic() + _AGAIN
+
+
+class RowWriter:
+    """Executes statements for rows of a database. A row that it never takes is left out, and holds up no other; the
+    first is logged. `what` the rows are is for that message.
+    """
+
+    def __init__(self, database: Database, what: str) -> None:
+        self._database = database
+        self._what = what
+        self._logged = False
+
+    def execute(self, connection: sa.Connection, statement: sa.Executable, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Execute a statement for each of the rows, in the caller's transaction; returns how many are left out."""
+        if not rows:
+            return 0
+        part = connection.begin_nested()
+        try:
+            connection.execute(statement, rows)
+        except Exception as error:
+            if not self._database.is_refusal(error):
+                raise  # and end the caller's transaction: SQLite may have ended it, and `part` with it
+            part.rollback()
+            if len(rows) == 1:
+                self._log_refusal(error)
+                return 1
+        else:
+            part.commit()
+            return 0
+        half = len(rows) // 2
+        return self.execute(connection, statement, rows[:half]) + self.execute(connection, statement, rows[half:])
+
+    def _log_refusal(self, error: Exception) -> None:
+        if not self._logged:
+            self._logged = True
+            message = "%s refuses some of %s, which is left out; are its names too long? %s"
+            _log.warning(message, self._database.name, self._what, reason(error))
 
 
 def reason(error: BaseException) -> str:

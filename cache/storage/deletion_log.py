@@ -13,9 +13,8 @@ import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.partition import without_ends
 from agentspec.cache.storage import codec
-from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, is_sound, learned, namespaces, sequences
+from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, is_sound, namespaces, sequences
 from agentspec.errors import CacheFormatError
 
 _SOME = 500  # values in one statement
@@ -80,21 +79,16 @@ def search(connection: sa.Connection, selection: Selection, found: SelectedRows 
     found = found or SelectedRows()
     if selection.tenant is not None:
         found.ids += _misplaced(connection, selection, selection.tenant, found.last)
-    return search_new(connection, selection, found)
-
-
-def search_new(connection: sa.Connection, selection: Selection, found: SelectedRows) -> SelectedRows:
-    """`search` of the rows after those `found`, without damaged ones under another tenant's name."""
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
-    query = sa.select(*columns).where(*conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
+    query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
     for row in connection.execute(query.execution_options(yield_per=256)):
         found.last = row.id
-        if holds(row, selection):
+        if _holds(row, selection):
             found.ids.append(row.id)
     return found
 
 
-def holds(row: sa.Row[Any], selection: Selection) -> bool:
+def _holds(row: sa.Row[Any], selection: Selection) -> bool:
     """Whether a row that meets the other conditions holds what is searched for; a damaged one is of no use and does."""
     if not selection.searched:
         return True
@@ -109,7 +103,7 @@ def _misplaced(connection: sa.Connection, selection: Selection, tenant: str, aft
     """Damaged rows under another tenant's name in a namespace of this tenant, whose they may be."""
     theirs = sa.select(namespaces.c.key).where(namespaces.c.tenant == tenant)
     query = sa.select(sequences.c.id, *(sequences.c[name] for name in codec.NAMES)).where(
-        *conditions(replace(selection, tenant=None)),
+        *_conditions(replace(selection, tenant=None)),
         sequences.c.namespace.in_(theirs),
         sequences.c.tenant != tenant,
         sequences.c.id > after,
@@ -117,7 +111,7 @@ def _misplaced(connection: sa.Connection, selection: Selection, tenant: str, aft
     return [row.id for row in connection.execute(query) if not codec.names_agree(row)]
 
 
-def conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
+def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
     """What holds for the rows of a selection, but for what it searches their tokens for."""
     wanted = (
         (sequences.c.tenant, selection.tenant),
@@ -130,7 +124,7 @@ def conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
 
 @dataclass(slots=True)
 class DeletedRows:
-    """How many sequences were deleted, of which namespaces (by key), and how many rows of other tables.
+    """How many sequences were deleted, and how many rows of other tables.
 
     `number` is that of the deletion.
     """
@@ -138,7 +132,6 @@ class DeletedRows:
     count: int = 0
     others: int = 0
     number: int = 0
-    namespaces: set[str] = field(default_factory=set)
 
     @property
     def anything(self) -> bool:
@@ -146,21 +139,14 @@ class DeletedRows:
 
 
 def delete(connection: sa.Connection, selection: Selection, found: SelectedRows) -> DeletedRows:
-    """Delete the `found` rows and matching rows added since, inside the caller's write transaction.
-
-    A learned state is deleted with the last sequence of its namespace; otherwise its end tokens are removed.
-    """
+    """Delete the `found` rows and matching rows added since, inside the caller's write transaction."""
     ids = sorted(set(search(connection, selection, found).ids))
-    deleted = delete_rows(connection, selection, ids)
+    deleted = DeletedRows()
+    for start in range(0, len(ids), _SOME):
+        some = sequences.c.id.in_(ids[start : start + _SOME])
+        deleted.count += connection.execute(sequences.delete().where(some)).rowcount
     if deleted.count < len(ids) and search(connection, selection).ids:  # not by another process before
         raise damaged("the table of sequences", "rows are not where they belong")
-    return deleted
-
-
-def delete_rows(connection: sa.Connection, selection: Selection, ids: Sequence[int]) -> DeletedRows:
-    """`delete` of rows that are known already."""
-    deleted = _delete(connection, ids)
-    _forget_learned(connection, deleted.namespaces, orphans=selection.tenant is not None)
     deleted.number = log(connection, selection.scope)
     return deleted
 
@@ -190,31 +176,3 @@ def _prune(connection: sa.Connection, until: int) -> None:
         anything = {"tenant": None, "session": None, "tokenizer": None, "before": None, "searched": True}
         connection.execute(deletions.delete().where(deletions.c.id < newest))
         connection.execute(deletions.update().where(deletions.c.id == newest).values(anything))
-
-
-def _delete(connection: sa.Connection, ids: Sequence[int]) -> DeletedRows:
-    deleted = DeletedRows()
-    for start in range(0, len(ids), _SOME):
-        some = sequences.c.id.in_(ids[start : start + _SOME])
-        names = sa.select(sequences.c.namespace).where(some).distinct()
-        deleted.namespaces.update(connection.execute(names).scalars())
-        deleted.count += connection.execute(sequences.delete().where(some)).rowcount
-    return deleted
-
-
-def _forget_learned(connection: sa.Connection, changed: set[str], *, orphans: bool) -> None:
-    """Delete or strip the learned states of `changed` namespaces. With `orphans`, delete every state without sequences.
-
-    A learned state does not say its tenant, so that a deletion by tenant must delete all states without sequences.
-    """
-    empty = learned.c.namespace.not_in(sa.select(namespaces.c.key))
-    if orphans:
-        connection.execute(learned.delete().where(empty))
-    keys = sorted(key for key in changed if isinstance(key, str))  # a damaged one is of no namespace
-    for start in range(0, len(keys), _SOME):
-        some = learned.c.namespace.in_(keys[start : start + _SOME])
-        connection.execute(learned.delete().where(some, empty))
-        for row in connection.execute(sa.select(learned).where(some)).all():
-            mine = learned.c.namespace == row.namespace
-            state = without_ends(row.state) if isinstance(row.state, bytes) else b""
-            connection.execute(learned.update().where(mine).values(state=state))

@@ -7,11 +7,10 @@ import time
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.schema import learned, namespaces, sequences
-from agentspec.cache.storage.segment_folder import SegmentFolder
+from agentspec.cache.storage.schema import namespaces, sequences
+from agentspec.cache.storage.segments import SegmentFolder
 
 _ROW = 512  # bytes that a sequence takes besides its tokens, in the table and in its indexes
-_UNUSED = learned.delete().where(learned.c.namespace.not_in(sa.select(namespaces.c.key)))
 _SHARE = 20  # measuring takes at most 1/20 of the time
 
 
@@ -50,13 +49,7 @@ class DiskBudget:
                 self._delete_oldest(tenant, taken - limit + limit // 16)
 
     def _enforce_limit(self, limit: int) -> None:
-        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate.
-
-        Learned states without sequences go first: nobody would miss them.
-        """
-        with self._database.writing() as connection:
-            if self._database.confirm_writer(connection):
-                connection.execute(_UNUSED)
+        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate."""
         while self._database.shrink() and (excess := self._database.disk_bytes() - limit) > 0:
             tenants = self._tenants()
             # Of a tenant whose name is damaged nothing is found: then the next largest gives.
@@ -86,5 +79,4 @@ class DiskBudget:
                     if size <= 0:
                         break
             gone = connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount
-            connection.execute(_UNUSED)
             return gone > 0

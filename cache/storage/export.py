@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentspec.cache.index import DEPTH
-from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.cache.tokens import as_tokens
+from agentspec.cache.tokens import SequenceRecord, as_tokens
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 

@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
-_TABLES = "sequences", "namespaces", "learned", "deletions"  # those that hold anything of anybody
+_TABLES = "sequences, namespaces, deletions, responses, tool_turns"  # those that hold anything of anybody
 _HELD = (  # the writer's lock, where a session holds it
     f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -67,7 +67,6 @@ class PostgresDatabase(Database):
                 raise
             message = f"{self.name} needs {error.name}; {install_advice('postgres')}"
             raise ConfigurationError(message, param="path") from None
-        self._further: set[str] = set()
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         event.listen(self.engine, "connect", lambda connection, _: self._connections.add(connection))
         self._refuse_when_closed()
@@ -158,18 +157,11 @@ class PostgresDatabase(Database):
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
 
-    def include(self, table: str) -> None:
-        self._further.add(table)
-
     def disk_bytes(self) -> int:
         with self.engine.connect() as connection:
-            return self._size(connection, (*metadata.tables, *self._further))
-
-    def _size(self, connection: sa.Connection, tables: Iterable[str]) -> int:
-        """Bytes of tables with their indexes."""
-        listed = ", ".join(f"'{table}'" for table in tables)
-        query = f"SELECT sum(pg_total_relation_size(one::regclass)) FROM unnest(ARRAY[{listed}]) AS one"
-        return int(connection.exec_driver_sql(query).scalar_one())
+            listed = ", ".join(f"'{table}'" for table in metadata.tables)
+            query = f"SELECT sum(pg_total_relation_size(one::regclass)) FROM unnest(ARRAY[{listed}]) AS one"
+            return int(connection.exec_driver_sql(query).scalar_one())
 
     def shrink(self) -> bool:
         return self.secure_erase(rewrite=True)  # a plain VACUUM keeps the room for new rows
@@ -178,8 +170,7 @@ class PostgresDatabase(Database):
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                tables = ", ".join([*_TABLES, *sorted(self._further)])
-                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {tables}")
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {_TABLES}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise
@@ -208,14 +199,14 @@ class PostgresDatabase(Database):
         state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
         return state.startswith(_LIMITS) or super().is_refusal(error)
 
-    def leave_behind(self, reason: str) -> None:
+    def leave_behind(self) -> None:
         # Whenever the copies of the parent's connections are closed, nothing of it must reach the server.
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for connection in list(self._connections):
             if not connection.closed:
                 os.dup2(nowhere, connection.fileno(), inheritable=False)
         os.close(nowhere)
-        super().leave_behind(reason)
+        super().leave_behind()
 
     def close(self) -> None:
         with self._lock:

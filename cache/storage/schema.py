@@ -1,4 +1,4 @@
-"""The tables of the sequence database."""
+"""The tables of a cache's databases: the sequences, and what is stored beside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 6  # a change of the tables takes another: there are no migrations
+VERSION = 7  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -71,13 +71,6 @@ sequences = sa.Table(
     sqlite_autoincrement=True,
 )
 
-learned = sa.Table(
-    "learned",
-    metadata,
-    sa.Column("namespace", sa.String(64), primary_key=True),
-    sa.Column("state", sa.LargeBinary, nullable=False),
-)
-
 namespaces = sa.Table(
     "namespaces",  # running totals of `sequences`, kept by triggers: a namespace without sequences has no row
     metadata,
@@ -113,18 +106,109 @@ deletions = sa.Table(
 )
 
 
-def keep_no_statistics(table: sa.Table, *columns: str) -> None:
+responses = sa.Table(
+    "responses",
+    metadata,
+    sa.Column("id", Name(128), primary_key=True),
+    sa.Column("tenant", Name, nullable=False),
+    sa.Column("session", Name),
+    sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
+    sa.Column("previous", Name(128)),
+    sa.Column("backend", sa.String),
+    sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index("ix_responses_tenant", "tenant", "created_at", "size"),  # covers the sums of the bounds
+)
+
+tool_turns = sa.Table(
+    "tool_turns",
+    metadata,
+    sa.Column("id", sa.String(24), primary_key=True),
+    sa.Column("tenant", Name, nullable=False),
+    sa.Column("agent", Name, nullable=False),
+    sa.Column("session", Name, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
+    sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index("ix_tool_turns_agent", "tenant", "agent", "created_at", "size"),
+)
+
+
+def _keep_no_statistics(table: sa.Table, *columns: str) -> None:
     """The planner's statistics of PostgreSQL would keep deleted names and texts."""
     for column in columns:
         ddl = sa.DDL(f"ALTER TABLE {table.name} ALTER COLUMN {column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
         event.listen(table, "after_create", ddl.execute_if(dialect="postgresql"))
 
 
-keep_no_statistics(sequences, "tenant", "session", "workflow", "step", "tokens")
-keep_no_statistics(namespaces, "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
+_keep_no_statistics(sequences, "tenant", "session", "workflow", "step", "tokens")
+_keep_no_statistics(responses, "tenant", "session", "body")
+_keep_no_statistics(tool_turns, "tenant", "agent", "session", "body")
+_keep_no_statistics(namespaces, "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
 # PostgreSQL need not compress tokens a second time.
 _as_they_are = sa.DDL("ALTER TABLE sequences ALTER COLUMN tokens SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(sequences, "after_create", _as_they_are.execute_if(dialect="postgresql"))
+
+
+# The triggers that keep `namespaces`, the running totals of `sequences`, whichever process adds or deletes rows.
+_NAMES = "tenant, model_fingerprint, tokenizer_hash, template_hash"
+
+_ADDED = "sequences = {t}sequences + ({n}), tokens = {t}tokens + ({k}), bytes = {t}bytes + ({b})"
+
+_SQLITE = (
+    f"""
+CREATE TRIGGER sequences_added AFTER INSERT ON sequences BEGIN
+    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
+    SELECT NEW.namespace, NEW.tenant, NEW.model_fingerprint, NEW.tokenizer_hash, NEW.template_hash, 0, 0, 0, 0
+    WHERE NOT EXISTS (SELECT 1 FROM namespaces WHERE key = NEW.namespace);
+    UPDATE namespaces SET last = NEW.id, {_ADDED.format(t="", n="1", k="NEW.token_count", b="NEW.size")}
+    WHERE key = NEW.namespace;
+END
+""",
+    f"""
+CREATE TRIGGER sequences_deleted AFTER DELETE ON sequences BEGIN
+    UPDATE namespaces SET {_ADDED.format(t="", n="-1", k="-OLD.token_count", b="-OLD.size")} WHERE key = OLD.namespace;
+    DELETE FROM namespaces WHERE key = OLD.namespace AND sequences <= 0;
+END
+""",
+)
+
+_FUNCTION = "RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS"
+
+_POSTGRES = (
+    f"""
+CREATE FUNCTION agentspec_sequences_added() {_FUNCTION} $$ BEGIN
+    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
+    SELECT namespace, max(tenant), max(model_fingerprint), max(tokenizer_hash), max(template_hash),
+           count(*), sum(token_count), sum(size), max(id)
+    FROM added GROUP BY namespace
+    ON CONFLICT (key) DO UPDATE
+    SET {_ADDED.format(t="namespaces.", n="excluded.sequences", k="excluded.tokens", b="excluded.bytes")},
+        last = excluded.last;
+    RETURN NULL;
+END $$
+""",
+    f"""
+CREATE FUNCTION agentspec_sequences_deleted() {_FUNCTION} $$ BEGIN
+    UPDATE namespaces SET {_ADDED.format(t="namespaces.", n="-gone.n", k="-gone.k", b="-gone.b")}
+    FROM (SELECT namespace, count(*) AS n, sum(token_count) AS k, sum(size) AS b FROM deleted GROUP BY namespace)
+         AS gone
+    WHERE key = gone.namespace;
+    DELETE FROM namespaces WHERE sequences <= 0 AND key IN (SELECT namespace FROM deleted);
+    RETURN NULL;
+END $$
+""",
+    """
+CREATE TRIGGER sequences_added AFTER INSERT ON sequences REFERENCING NEW TABLE AS added
+    FOR EACH STATEMENT EXECUTE FUNCTION agentspec_sequences_added()
+""",
+    """
+CREATE TRIGGER sequences_deleted AFTER DELETE ON sequences REFERENCING OLD TABLE AS deleted
+    FOR EACH STATEMENT EXECUTE FUNCTION agentspec_sequences_deleted()
+""",
+)
+
+TRIGGERS = {"sqlite": _SQLITE, "postgresql": _POSTGRES}
 
 
 def is_sound(row: sa.Row[Any], kinds: Kinds) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -12,19 +15,15 @@ import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
-from agentspec.cache.storage.connection import acquire_writer, opening
-from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
+from agentspec.cache.storage.batch_writer import BatchWriter
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, RowWriter, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
-from agentspec.cache.storage.rows.batch_writer import BatchWriter
-from agentspec.cache.storage.rows.numbers import SequenceNumbers
-from agentspec.cache.storage.rows.reader import SequenceReader
-from agentspec.cache.storage.rows.row_writer import RowWriter
-from agentspec.cache.storage.salvage import replace_damaged
-from agentspec.cache.storage.schema import damaged, learned, sequences
-from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
-from agentspec.cache.storage.tables import prepare
+from agentspec.cache.storage.opening import acquire_writer, opening, prepare, replace_damaged
+from agentspec.cache.storage.reader import SequenceReader
+from agentspec.cache.storage.schema import damaged, processes, sequences
+from agentspec.cache.storage.segments import NoSegmentFolder, SegmentFolder
+from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheDamagedError, CacheError
 from agentspec.types import Namespace
 
@@ -36,7 +35,54 @@ _JOB_BYTES = 1024  # of the Python objects around an output
 _log = logging.getLogger(__name__)
 
 
-_Job = SequenceRecord | dict[str, bytes]  # a sequence, or learned states by their namespace's key
+class SequenceNumbers:
+    """An iterator over the numbers of the sequences that this process adds. Thread-safe.
+
+    The database hands out their upper half by `claim`, or when the first is asked for, so that no other process has
+    the same.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._numbers: Iterator[int] | None = None
+        self.process: int | None = None  # the upper half; None: no number was asked for yet
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self._numbers is None:
+            self.claim(anyhow=True)
+        assert self._numbers is not None
+        return next(self._numbers)
+
+    def claim(self, *, anyhow: bool = False) -> None:
+        """Get the upper half now, unless it is there, which may wait for the disk. Raises `DBAPIError` or `CacheError`
+        where trying later would not help, unless `anyhow`.
+        """
+        if self._numbers is not None:
+            return
+        with self._lock:
+            if self._numbers is None:
+                self.process = -self._hand_out(anyhow)
+                # A server that lost its last transactions hands a number out twice: begin elsewhere each time.
+                self._numbers = count((self.process << 32) + secrets.randbits(31))
+
+    def _hand_out(self, anyhow: bool) -> int:
+        """A number that no other process has; where nothing can be written, a random one beyond all of them."""
+        try:
+            return self._insert()
+        except (*FAILURES, CacheError) as error:
+            if not (anyhow or self._database.is_transient(error)):
+                raise
+            return secrets.randbits(30) + (1 << 30)
+
+    def _insert(self) -> int:
+        with self._database.writing() as connection:
+            number = int(connection.execute(processes.insert().returning(processes.c.id)).scalar_one())
+            connection.execute(processes.delete().where(processes.c.id < number))
+            return number
 
 
 class SequenceStore(SequenceReader):
@@ -59,7 +105,7 @@ class SequenceStore(SequenceReader):
         self.last_deletion = self._newest_deletion()  # the last one applied here
         self.numbering = numbering
         # Last: nobody would end its thread if anything before failed.
-        self._writer: BatchWriter[_Job] = BatchWriter(
+        self._writer: BatchWriter[SequenceRecord] = BatchWriter(
             self._commit,
             name="agentspec-cache-writer",
             is_transient=database.is_transient,
@@ -140,12 +186,7 @@ class SequenceStore(SequenceReader):
         with self._reading() as connection:  # first: what these cover may be dropped meanwhile
             deletions = deletion_log.since(connection, self.last_deletion)
         waiting, _ = self._allowed(self._writer.waiting(), deletions)
-        return [job for job in waiting if isinstance(job, SequenceRecord) and job.namespace == namespace]
-
-    def put_learned(self, learned: dict[str, bytes]) -> None:
-        """Save learned states, by their namespace's key, if this process is the writer."""
-        if learned and self._database.is_writer:
-            self._writer.put(learned)
+        return [job for job in waiting if job.namespace == namespace]
 
     def flush(self) -> None:
         """Wait until everything put so far is durable. Raises `CacheError` if it cannot be written."""
@@ -247,7 +288,7 @@ class SequenceStore(SequenceReader):
         with contextlib.suppress(CacheError):
             self._writer.flush()
 
-        def leave(jobs: Iterable[_Job]) -> list[_Job]:
+        def leave(jobs: Iterable[SequenceRecord]) -> list[SequenceRecord]:
             self.last_deletion = number
             allowed, dropped = self._allowed(jobs, [(number, scope)])
             self._writer.dropped += dropped
@@ -290,10 +331,6 @@ class SequenceStore(SequenceReader):
             self._disk_bytes = self._database.disk_bytes()
         return self._disk_bytes
 
-    def leave_behind(self, reason: str) -> None:
-        """Called in a forked process, which shares the connections with its parent: leave them as they are."""
-        self._database.leave_behind(reason)
-
     def close(self) -> None:
         """Write the waiting sequences and release the database. Idempotent."""
         self._writer.close()
@@ -301,7 +338,7 @@ class SequenceStore(SequenceReader):
 
     # In the writer's thread.
 
-    def _commit(self, jobs: list[_Job]) -> int:
+    def _commit(self, jobs: list[SequenceRecord]) -> int:
         left_out = self._write(jobs)
         try:
             self.enforce_budget()
@@ -309,31 +346,30 @@ class SequenceStore(SequenceReader):
             _log.warning("the database cannot be kept within its budget: %s", reason(error))
         return left_out
 
-    def _write(self, jobs: list[_Job]) -> int:
+    def _write(self, jobs: list[SequenceRecord]) -> int:
         # First, while others may write.
-        encoded = {id(job): codec.encode(job) for job in jobs if isinstance(job, SequenceRecord)}
+        encoded = {id(job): codec.encode(job) for job in jobs}
         # A sequence becomes durable when this transaction commits, at the end of the block.
         with self._database.writing() as connection:
             # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
             allowed, dropped = self._allowed(jobs, deletion_log.since(connection, self.last_deletion))
-            added = [encoded[id(job)] for job in allowed if isinstance(job, SequenceRecord)]
+            added = [encoded[id(job)] for job in allowed]
             # A commit whose confirmation was lost is tried again: its rows may exist already.
             insert = self._database.insert(sequences).on_conflict_do_nothing()
-            left_out = dropped + self._rows.execute(connection, insert, added)
-            return left_out + sum(self._save_learned(connection, job) for job in allowed if isinstance(job, dict))
+            return dropped + self._rows.execute(connection, insert, added)
 
-    def _allowed(self, jobs: Iterable[_Job], deletions: Sequence[tuple[int, Scope]]) -> tuple[list[_Job], int]:
-        """The jobs that may still be written after these deletions: no covered sequence, no learned state.
+    def _allowed(
+        self, jobs: Iterable[SequenceRecord], deletions: Sequence[tuple[int, Scope]]
+    ) -> tuple[list[SequenceRecord], int]:
+        """The sequences that may still be written after these deletions.
 
         Also how many were dropped that need not have been: what another process searched for is known there alone.
         """
         if not deletions:
             return list(jobs), 0
-        kept: list[_Job] = []
+        kept: list[SequenceRecord] = []
         unsearched = 0
         for job in jobs:
-            if isinstance(job, dict):
-                continue
             if covering := [one for one in deletions if self._covers(*one, job)]:
                 unsearched += all(scope.searched and number not in self._own for number, scope in covering)
             else:
@@ -345,16 +381,6 @@ class SequenceStore(SequenceReader):
             return False
         return number not in self._own or self._own[number].holds(np.concatenate((job.context, job.tokens)))
 
-    def _save_learned(self, connection: sa.Connection, states: dict[str, bytes]) -> int:
-        if not self._database.confirm_writer(connection):  # another process has become the writer
-            return 0
-        insert = self._database.insert(learned)
-        saved = insert.on_conflict_do_update(index_elements=["namespace"], set_={"state": insert.excluded.state})
-        rows = [{"namespace": key, "state": state} for key, state in states.items()]
-        return self._rows.execute(connection, saved, rows)
 
-
-def _size(job: _Job) -> int:
-    if isinstance(job, dict):
-        return _JOB_BYTES + sum(map(len, job.values()))
+def _size(job: SequenceRecord) -> int:
     return _JOB_BYTES + 4 * (len(job.tokens) + len(job.context))

@@ -146,9 +146,6 @@ class SqliteDatabase(Database):
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
 
-    def include(self, table: str) -> None:
-        """Files are measured and erased whole."""
-
     def disk_bytes(self) -> int:
         names = (DATABASE, STATE) if self.path.name == DATABASE else (self.path.name,)
         files = [self.path.with_name(name + suffix) for name in names for suffix in ("", "-wal", "-shm")]
@@ -215,9 +212,9 @@ class SqliteDatabase(Database):
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code != sqlite3.SQLITE_CONSTRAINT_TRIGGER and super().is_refusal(error)  # such a trigger is none of ours
 
-    def leave_behind(self, reason: str) -> None:
+    def leave_behind(self) -> None:
         SqliteDatabase._forked = True
-        super().leave_behind(reason)
+        super().leave_behind()
 
     def close(self) -> None:
         super().close()
@@ -254,8 +251,8 @@ class MemoryDatabase(SqliteDatabase):
     def secure_erase(self, *, rewrite: bool) -> bool:
         return True  # a connection's pages are overwritten as rows are deleted
 
-    def leave_behind(self, reason: str) -> None:
-        Database.leave_behind(self, reason)
+    def leave_behind(self) -> None:
+        Database.leave_behind(self)
 
 
 class WriterLock:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.opening import prepare
 from agentspec.cache.storage.sqlite import SqliteDatabase
-from agentspec.cache.storage.tables import prepare
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -27,7 +27,7 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Selection
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.storage.deletion_log import SelectedRows
-from agentspec.cache.storage.rows.reader import SequenceReader
+from agentspec.cache.storage.reader import SequenceReader
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError
@@ -85,12 +85,22 @@ class Forget:
 
 
 tenants, names = st.sampled_from(["a", "b"]), st.sampled_from(["s", "t", None])
+
+
 ids = st.integers(0, 4)
+
+
 turns = st.builds(Turn, tenants, names, st.lists(ids, min_size=1, max_size=80), st.lists(ids, min_size=1, max_size=20))
+
+
 forgets = st.builds(Forget, names, st.none() | tenants, st.none() | st.lists(ids, min_size=1, max_size=4)).filter(
     Forget.conditions
 )
+
+
 stories = st.lists(st.one_of(turns, turns, turns, forgets, st.just("compact")), max_size=14)
+
+
 Story = list[Turn | Forget | str]
 
 
@@ -483,22 +493,6 @@ def test_it_keeps_to_it_whatever_else_fails(tmp_path: Path, monkeypatch: pytest.
         assert (cache.stats().sequences, stored_rows(tmp_path)) == (0, [])
 
 
-@pytest.mark.parametrize(("conditions", "left"), [({"session": "s"}, 1), ({"tenant": "default"}, 0)])
-def test_what_was_learned_on_disk_names_no_token(location: str | Path, conditions: dict[str, Any], left: int) -> None:
-    with SuffixCache.open(location) as cache:
-        Turn("default", "s", [1], CANARY).record(cache)
-        Turn("default", "t", [1], [20, 21]).record(cache)
-    cells = 8 * len(IndexDrafter().state())
-
-    def learned() -> list[bytes]:
-        return [zlib.decompress(state) for state in column(location, "SELECT state FROM learned")]
-
-    assert [len(state) - cells for state in learned()] == [2 * 24]
-    with SuffixCache.open(location, mode="follower") as cache:
-        cache.forget(**conditions)
-    assert [len(state) - cells for state in learned()] == left * [0]
-
-
 def test_what_forgetting_reads_does_not_grow_with_what_stays(
     location: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -689,3 +683,34 @@ def test_a_kill_leaves_all_or_nothing(tmp_path: Path, kills: int) -> None:
             if not left:
                 assert traces(folder, np.array(CANARY), blobs) == []
     assert (outcomes[0], outcomes[-1]) == (30, 0)
+
+
+def record(cache: SuffixCache, session: str, *output: int) -> None:
+    with cache.request([1, 2], session=session) as request:
+        request.extend(output)
+
+
+def ends(cache: SuffixCache) -> set[float]:
+    """The tokens that outputs are known to end with."""
+    with cache.request([9], store=False) as request:
+        return set(request.drafter.state()[len(IndexDrafter().state()) :: 3].tolist())
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_no_end_of_what_is_forgotten_is_known(tmp_path: Path, on_disk: bool) -> None:
+    with SuffixCache.open(tmp_path if on_disk else None) as cache:
+        record(cache, "a", 5, 6, 77)
+        record(cache, "b", 5, 6, 88)
+        assert ends(cache) == {77, 88}
+        assert cache.forget(session="a") == 1
+        assert ends(cache) == {88}
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_nor_by_a_namespace_that_was_not_in_memory_then(tmp_path: Path, on_disk: bool) -> None:
+    with SuffixCache.open(tmp_path if on_disk else None) as cache:
+        record(cache, "a", 5, 6, 77)
+        [partition] = cache._pool.namespaces.partitions()
+        assert cache._pool.namespaces._leave(partition)
+        assert cache.forget(session="a") == int(on_disk)
+        assert ends(cache) == set()

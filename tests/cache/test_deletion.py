@@ -1,18 +1,20 @@
+"""What a deletion covers, and what text is never shared."""
+
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from agentspec.cache import deletion
-from agentspec.cache.deletion import Selection, pause_between_looks, select
+from agentspec.cache import SuffixCache, deletion
+from agentspec.cache.deletion import Decode, Selection, pause_between_looks, select
 from agentspec.cache.partition import Partition
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.tokens import Tokens
-from agentspec.errors import InvalidRequestError
+from agentspec.cache.tokens import SequenceRecord, Tokens
+from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 
@@ -94,3 +96,60 @@ def test_a_deletion_by_session_hashes_each_name_once(monkeypatch: pytest.MonkeyP
 def test_a_short_term_is_looked_after_often() -> None:
     spans = {None: 600.0, 86400.0: 600.0, 240.0: 10.0, 1.0: 1.0, 0.0: 1.0}
     assert {term: pause_between_looks(term, 600.0) for term in spans} == spans
+
+
+KEY = r"sk-[a-z0-9]{8}"
+
+
+def decode(ids: object) -> str:
+    return "".join(map(chr, ids))  # type: ignore[call-overload]
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def say(cache: SuffixCache, prompt: str, output: str, decode: Decode | None = decode) -> None:
+    with cache.request(encode(prompt), session="s", decode=decode) as request:
+        request.extend(encode(output))
+
+
+def drafted(cache: SuffixCache, text: str, session: str) -> str:
+    with cache.request(encode(text), session=session, store=False) as request:
+        draft = request.draft(max_tokens=1)
+        return decode(draft.tokens.tolist())
+
+
+def test_a_secret_stays_in_its_own_session(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path, refuse_patterns=[KEY, "never this"]) as cache:
+        say(cache, "the key: ", "sk-12345678 of course")
+        assert (cache.stats().refused, cache.stats().sequences) == (1, 0)
+        assert drafted(cache, "the key: sk-12345678 of course. again: sk-", "s") == "1"
+        assert drafted(cache, "sk-", "other") == ""
+        say(cache, "anything", "harmless")
+        assert (cache.stats().refused, cache.stats().sequences) == (1, 1)
+        assert drafted(cache, "ha", "other") == "r"
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 1
+
+
+def test_the_end_of_the_prompt_is_kept_and_so_looked_at() -> None:
+    with SuffixCache.open(refuse_patterns=[KEY]) as cache:
+        say(cache, "my key is sk-12345678", "thank you")
+        say(cache, "my key is sk-1234", "5678")  # across
+        say(cache, "my key is sk-12345678" + 64 * ".", "thank you")
+        assert (cache.stats().refused, cache.stats().sequences) == (2, 1)
+
+
+def test_what_nobody_can_read_is_refused() -> None:
+    with SuffixCache.open(refuse_patterns=[KEY]) as cache:
+        say(cache, "a", "harmless", decode=None)
+        assert (cache.stats().refused, cache.stats().sequences) == (1, 0)
+
+
+def test_an_invalid_pattern() -> None:
+    with pytest.raises(ConfigurationError, match=r"refuse_patterns.*'\(open'") as caught:
+        SuffixCache.open(refuse_patterns=["fine", "(open"])
+    assert caught.value.param == "refuse_patterns"
+    with pytest.raises(ConfigurationError, match=r"refuse_patterns.*b'key'"):
+        SuffixCache.open(refuse_patterns=[b"key"])  # type: ignore[list-item]  # matches no text

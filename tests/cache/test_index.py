@@ -29,30 +29,6 @@ def index_of(*sequences: list[int]) -> SuffixIndex:
     return index
 
 
-def test_successors_of_a_context() -> None:
-    found = index_of([1, 2, 3], [1, 2, 4], [9, 1, 2, 3]).successors([1, 2])
-    assert (found.tokens.tolist(), found.counts.tolist(), found.most_recent) == ([3, 4], [2, 1], 3)
-    unknown = index_of([1, 2, 3]).successors([7])
-    assert (len(unknown.tokens), unknown.most_recent) == (0, None)
-
-
-def test_matches_never_cross_sequences() -> None:
-    index = index_of([1, 2], [3, 4])
-    assert index.count([2]) == 0
-    assert index.count([2, 3]) == 0
-
-
-def test_a_lead_is_matched_but_never_counted() -> None:
-    index = SuffixIndex()
-    index.append(0, [5, 6], context=[1, 2, 3])
-    assert index.successors([2, 3]).most_recent == 5
-    assert index.count([1]) == 0
-    assert index.tokens(0).tolist() == [5, 6]
-    assert index.prefix(0).tolist() == [1, 2, 3]
-    with pytest.raises(KeyError):
-        index.prefix(1)
-
-
 def test_unknown_and_closed_sequences() -> None:
     index = index_of([1, 2, 3])
     index.close(0)
@@ -116,20 +92,6 @@ def test_common_prefix_over_interleaved_pieces() -> None:
     assert index.common_prefix(0, text[:3]) == 3
     assert index.common_prefix(0, [0, 0, 1, 9]) == 3
     assert index.count([3, 3]) == 1
-
-
-def test_a_removed_sequence_is_never_drafted() -> None:
-    rng = np.random.default_rng(0)
-    index = SuffixIndex()
-    for number in range(60):
-        index.append(number, 100 * number + rng.integers(0, 100, 50).astype(np.int32))
-    index.remove(range(0, 60, 2))
-    index.check_integrity()
-    for number in range(0, 60, 2):
-        for token in range(100 * number, 100 * number + 100):
-            assert index.count([token]) == 0
-            assert len(IndexDrafter().draft([(index, Source.SHARED)], [token])) == 0
-    assert index.token_count == 30 * 50
 
 
 def test_removing_gives_memory_back() -> None:
@@ -247,14 +209,6 @@ def test_little_is_drafted_behind_a_token_that_ends_outputs() -> None:
     assert before.tokens.tolist() == [9, 5, 6, 7]
     assert after.tokens[0] == 9
     assert after.probabilities[1:].max() < 0.05 * before.probabilities[1]
-
-
-def test_few_end_tokens_are_remembered() -> None:
-    drafter = IndexDrafter()
-    size = len(drafter.state())
-    for token in range(500):
-        drafter.observe_end(token % 100 if token < 300 else token)
-    assert len(drafter.state()) - size == 3 * 64
 
 
 def test_learned_state_round_trips() -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from agentspec.cache.index import SuffixIndex
-from agentspec.cache.partition import Partition
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.tokens import EMPTY
+from agentspec.cache.partition import TRANSCRIPT, Partition, Session, Sessions
+from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Labels, Namespace, Source
 
@@ -36,43 +37,6 @@ def test_the_least_recently_hit_sequences_go_first() -> None:
     partition.shared.check_integrity()
 
 
-def test_eviction_ends_with_nothing() -> None:
-    partition = partition_with(3)
-    while partition.evict(1 << 30):
-        pass
-    assert (partition.shared.sequence_count, len(partition.sessions)) == (0, 0)
-
-
-def test_what_was_learned_is_taken_over_and_damage_ignored() -> None:
-    partition = partition_with(2)
-    ask = np.array([1005], dtype=np.int32)
-    partition.drafter.observe([(partition.shared, Source.SHARED)], ask, ask + 7)
-    copy = Partition(Namespace("t"))
-    fresh = copy.drafter.state()
-    for broken in (b"", b"junk", partition.learned()[:40]):
-        copy.restore(broken)
-        np.testing.assert_array_equal(copy.drafter.state(), fresh)
-    copy.restore(partition.learned())
-    np.testing.assert_array_equal(copy.drafter.state(), partition.drafter.state())
-
-
-def test_what_a_drafter_learns_is_its_own_and_takes_memory_only_then() -> None:
-    first, second = partition_with(2), partition_with(2)
-    empty = first.drafter.memory_bytes()
-    assert empty < 1024
-    untouched, version = second.drafter.state(), second.drafter.version
-    ask = np.array([1005], dtype=np.int32)
-    first.drafter.observe([(first.shared, Source.SHARED)], ask, ask + 7)
-    assert first.drafter.version > version
-    assert empty < first.drafter.memory_bytes() < empty + (16 << 10)
-    assert not np.array_equal(first.drafter.state(), untouched)
-    assert (second.drafter.version, second.drafter.memory_bytes()) == (version, empty)
-    np.testing.assert_array_equal(second.drafter.state(), untouched)
-    np.testing.assert_array_equal(partition_with(0).drafter.state(), untouched)
-    second.drafter.restore(untouched)
-    assert second.drafter.memory_bytes() == empty  # what equals the beginning is shared again
-
-
 def test_outputs_find_room_where_positions_run_out() -> None:
     """An index hands out 2^32 positions, here fewer: the oldest outputs make room, and no output is refused."""
     partition = Partition(Namespace("t"))
@@ -87,3 +51,77 @@ def test_outputs_find_room_where_positions_run_out() -> None:
     partition.shared.check_integrity()
     with pytest.raises(InvalidRequestError, match="full: 20000 positions"):  # more than it can ever hold
         partition.add(SequenceRecord(200, Namespace("t"), Labels(), np.zeros(20_000, np.int32), EMPTY, 0.0))
+
+
+MOST = 1 << 20
+
+
+def tokens(*ids: int) -> Tokens:
+    return np.array(ids, dtype=np.int32)
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 1000, length).astype(np.int32)
+
+
+def opened(sessions: Sessions, name: str | None, prompt: Tokens) -> Session:
+    session = sessions.acquire(name, prompt)
+    session.begin(prompt, MOST)
+    return session
+
+
+def test_an_edited_history_replaces_what_follows() -> None:
+    session = Session("s")
+    session.begin(text(0, 500), MOST)
+    edited = np.concatenate((text(0, 400), text(2, 300)))
+    session.begin(edited, MOST)
+    assert session.index.tokens(TRANSCRIPT).tolist() == edited.tolist()
+    session.begin(text(3, 100), MOST)
+    assert session.index.tokens(TRANSCRIPT).tolist() == text(3, 100).tolist()
+    session.begin(tokens(), MOST)
+    assert session.index.length(TRANSCRIPT) == 0
+    session.index.check_integrity()
+
+
+def test_without_a_name_the_continued_session_is_found() -> None:
+    """Two conversations share a long system prompt; each goes on in its own."""
+    sessions, system = Sessions(), text(0, 300)
+    pair = [np.concatenate((system, text(seed, 60))) for seed in (1, 2)]
+    begun = [opened(sessions, None, prompt) for prompt in pair]
+    for session in begun:
+        sessions.release(session)
+    for prompt, session in zip(pair, begun, strict=True):
+        following = np.concatenate((prompt, text(9, 10)))
+        found = opened(sessions, None, following)
+        assert found is session
+        sessions.release(found)
+    stranger = opened(sessions, None, np.concatenate((system, text(3, 60))))
+    assert stranger not in begun
+    assert len(sessions) == 3
+
+
+PROMPT = st.builds(lambda at, end: [*range(at), *range(50, end)], st.sampled_from([0, 4, 12, 24]), st.integers(50, 60))
+
+
+@example([("begin", [1, 2, 3], None), ("release", [], None), ("begin", [1, 2, 3, 4, 5], None), ("release", [], None)])
+@given(st.lists(st.tuples(st.sampled_from(["begin", "begin", "release", "forget"]), PROMPT, st.none() | st.just("s"))))
+def test_a_prompt_finds_whichever_idle_session_it_continues_furthest(
+    actions: list[tuple[str, list[int], str | None]],
+) -> None:
+    sessions = Sessions()
+    held: list[Session] = []
+    for action, prompt, name in actions:
+        if action == "begin":
+            best = max((one.continued_by(tokens(*prompt)) for one in sessions if not one.busy), default=0)
+            session = sessions.acquire(name, tokens(*prompt))
+            if name is None and prompt:
+                assert (session.continued_by(tokens(*prompt)) if session.index.sequence_count else 0) == best
+            session.begin(tokens(*prompt), MOST)
+            held.append(session)
+        elif held:
+            getattr(sessions, action)(held.pop(len(prompt) % len(held)))
+    for session in held:
+        sessions.release(session)
+    while sessions.evict():
+        pass
+    assert (len(sessions), sessions.busy, sessions.memory_bytes, sessions._idle) == (0, 0, 0, {})

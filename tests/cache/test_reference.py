@@ -153,7 +153,6 @@ class SameIndex(RuleBasedStateMachine):
 
 
 SameIndex.TestCase.settings = settings(stateful_step_count=25)
-TestSameIndex = SameIndex.TestCase
 
 
 @given(session=texts, shared=texts, output=st.lists(st.integers(0, 3), max_size=10), floor=st.floats(0, 0.3))

@@ -23,11 +23,6 @@ def test_what_is_no_time_span(written: object) -> None:
         CacheSettings(retention=written)  # type: ignore[arg-type]
 
 
-def test_a_removed_setting_says_what_holds_instead() -> None:
-    with pytest.raises(ValidationError, match="eviction: removed; the cache evicts the least recently used"):
-        CacheSettings(eviction="lru")  # type: ignore[call-arg]
-
-
 def test_patterns_are_regular_expressions() -> None:
     assert CacheSettings(refuse_patterns=("sk-[a-z]+",)).refuse_patterns == ("sk-[a-z]+",)
     with pytest.raises(ValidationError, match=r"'\(open' is no regular expression: missing"):
@@ -56,19 +51,16 @@ def test_what_is_neither(written: object) -> None:
 
 def test_the_password_stands_beside_the_address(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("p@ss:/word\n")
-    address = "postgresql://me@host:5432/me@home"
-    for settings in (
-        CacheSettings(path=address, password="p@ss:/word"),  # type: ignore[arg-type]
-        CacheSettings(path=address, password_file=tmp_path / "secret"),
-    ):
-        assert settings.location() == "postgresql://me:p%40ss%3A%2Fword@host:5432/me@home"
-        assert "word@" not in repr(settings)
+    settings = CacheSettings(path="postgresql://me@host:5432/me@home", password_file=tmp_path / "secret")
+    assert settings.location() == "postgresql://me:p%40ss%3A%2Fword@host:5432/me@home"
+    assert "word@" not in repr(settings)
     assert without_password("postgresql://me:p%40ss@host/db") == "postgresql://me:**********@host/db"
     assert without_password("/a:b@c/d") == "/a:b@c/d"
 
 
 def test_a_password_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("p")
     with pytest.raises(ConfigurationError, match="user@host"):
-        CacheSettings(path=tmp_path, password="p").location()  # type: ignore[arg-type]
+        CacheSettings(path=tmp_path, password_file=tmp_path / "secret").location()
     with pytest.raises(ConfigurationError, match="password_file"):
         CacheSettings(path="postgresql://me@host/db", password_file=tmp_path / "none").location()

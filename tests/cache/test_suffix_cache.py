@@ -62,23 +62,6 @@ def test_memory_stays_within_the_budget() -> None:
             assert request.draft(max_tokens=4).tokens.tolist() == text(1299, 900)[100:104].tolist()
 
 
-def test_a_flood_pushes_out_its_own_past() -> None:
-    with SuffixCache.open(memory_bytes=3 << 20) as cache:
-        record(cache, [1], text(0, 300), namespace="small")
-        for turn in range(250):
-            record(cache, [2], text(turn, 1100), namespace="flood")
-        with cache.request([9, *text(0, 300)[:10]], namespace="small", session="x") as request:
-            assert len(request.draft(max_tokens=2)) == 2
-
-
-def test_many_namespaces_stay_within_the_budget() -> None:
-    with SuffixCache.open(memory_bytes=256 << 10) as cache:
-        for number in range(60):
-            record(cache, [1, 2], [3, 4], namespace=f"tenant-{number}")
-            assert cache.stats().memory_bytes <= 256 << 10
-        assert 20 < cache.stats().namespaces < 60
-
-
 def test_a_prompt_larger_than_the_budget_is_served() -> None:
     with SuffixCache.open(memory_bytes=1 << 20) as cache:
         prompt = text(0, 200_000)
@@ -168,7 +151,6 @@ def test_outputs_are_there_after_a_restart(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path / "cache", namespace=namespace) as cache:
         for turn in range(20):
             record(cache, [1, 2, 3], text(turn, 50), session="s", workflow="w", step="plan")
-        learned = cache.request([1]).drafter.state()
     with SuffixCache.open(tmp_path / "cache", namespace=namespace) as cache:
         stats = cache.stats()
         assert (stats.sequences, stats.tokens, stats.mode) == (20, 1000, "writer")
@@ -176,7 +158,6 @@ def test_outputs_are_there_after_a_restart(tmp_path: Path) -> None:
         assert cache.path == tmp_path / "cache"
         with cache.request([8, 3, *text(7, 50)[:3]]) as request:
             assert request.draft(max_tokens=2).tokens.tolist() == text(7, 50)[3:5].tolist()
-            np.testing.assert_array_equal(request.drafter.state(), learned)
         with cache.request([8, 3, *text(7, 50)[:3]], namespace="t") as request:
             assert len(request.draft()) == 0
 

@@ -9,10 +9,9 @@ import pytest
 
 from agentspec.backends.torch.text.tokenizer import ModelText
 from agentspec.cache import SuffixCache
-from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import write
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.cache.tokens import as_tokens
+from agentspec.cache.tokens import SequenceRecord, as_tokens
 from agentspec.types import Labels, Namespace
 from tests.recordings.conftest import SECRETS, claude_code
 

@@ -195,11 +195,13 @@ def test_a_secret_from_the_environment_is_used_and_masked(write, monkeypatch):
     assert "****" in shown
 
 
-def test_the_caches_password_from_the_environment_is_used_and_masked(write, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD", "sk-secret")
+def test_the_caches_password_is_used_and_masked(write, tmp_path, monkeypatch):
+    secret = tmp_path / "secret"
+    secret.write_text("sk-secret\n")
+    monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD_FILE", str(secret))
     settings = load_settings(write('[cache]\npath = "postgresql://user@host/db"'))
     assert settings.cache.location() == "postgresql://user:sk-secret@host/db"
-    monkeypatch.delenv("AGENTSPEC_CACHE__PASSWORD")
+    monkeypatch.delenv("AGENTSPEC_CACHE__PASSWORD_FILE")
     monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "postgresql://user:sk-secret@host/db")
     other = load_settings()
     assert other.cache.location() == "postgresql://user:sk-secret@host/db"

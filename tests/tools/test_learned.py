@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.side_stores import ToolTurnStore
+from agentspec.cache.storage.opening import prepare
 from agentspec.cache.storage.sqlite import MemoryDatabase
-from agentspec.cache.storage.tables import prepare
-from agentspec.cache.tool_turns import new_turn
-from agentspec.cache.tool_turns.table import ToolTurnStore
+from agentspec.cache.stored import StoreLimits, new_turn
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
 from agentspec.tools.history import ToolHistory
 from agentspec.tools.speculator import LearnedCalls
@@ -133,7 +133,7 @@ def test_turns_are_learned_while_the_database_is_read() -> None:
 
     reading, release = threading.Event(), threading.Event()
     prepare(database := MemoryDatabase())
-    learned = LearnedCalls(Slow(database, None, None, 1 << 20, 1 << 20))
+    learned = LearnedCalls(Slow(database, StoreLimits()))
     caller, history, call = AgentCaller(), ToolHistory(), ToolCall("user", {"id": "ann_1"})
     reader = threading.Thread(target=learned.refresh, args=(caller,))
     reader.start()

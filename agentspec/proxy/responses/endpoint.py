@@ -14,7 +14,7 @@ from starlette.types import Send
 
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.cache.responses import StoredResponse
+from agentspec.cache.stored import StoredResponse
 from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.events import EventWriter

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentspec.backends.base import RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.cache.responses import StoredResponse
+from agentspec.cache.stored import StoredResponse
 from agentspec.errors import CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.requests import MAX_MESSAGES
@@ -33,7 +33,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 
 if TYPE_CHECKING:
-    from agentspec.cache.responses.table import ResponseStore
+    from agentspec.cache.side_stores import ResponseStore
 
 T = TypeVar("T")
 

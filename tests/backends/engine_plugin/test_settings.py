@@ -38,10 +38,10 @@ def test_every_setting_of_the_cache_can_be_given() -> None:
     assert settings.salts == {"pepper": "other"}
 
 
-def test_a_database_by_its_address() -> None:
-    settings = read_settings(
-        "VLLM", {"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", "AGENTSPEC_CACHE__PASSWORD": "p w"}
-    )
+def test_a_database_by_its_address(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("p w")
+    password = {"AGENTSPEC_CACHE__PASSWORD_FILE": str(tmp_path / "secret")}
+    settings = read_settings("VLLM", {"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", **password})
     assert settings.cache.location() == "postgresql://me:p%20w@db/agents"
 
 

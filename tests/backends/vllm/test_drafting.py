@@ -13,7 +13,7 @@ import pytest
 from agentspec.backends.vllm import drafting
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.cache import SuffixCache
-from agentspec.cache.drafting.chains import ChainTurn, StepCurve, propose_chains
+from agentspec.cache.chains import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
 from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client, tokens
 

@@ -17,11 +17,10 @@ import pytest
 
 from agentspec.cache import SuffixCache, deleter
 from agentspec.cache.check import verify
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.responses import StoredResponse
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
-from agentspec.cache.tool_turns import new_turn
+from agentspec.cache.stored import StoredResponse, new_turn
+from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheError, CacheFormatError
 from agentspec.types import Labels, Namespace
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
-from agentspec.cache.tokens import Tokens
+from agentspec.cache.tokens import SequenceRecord, Tokens
 from agentspec.types import Labels, Namespace
 
 
@@ -144,21 +143,6 @@ def test_a_follower_leaves_it_to_the_writer(location: str | Path) -> None:
     assert 5 < len(list(follower.records())) < 60
     follower.close()
     writer.close()
-
-
-def test_what_namespaces_learned_makes_room_once_they_are_gone(location: str | Path) -> None:
-    limit = budget(location, 600_000)
-    with closing(opened(location, disk_bytes=limit)) as store:
-        for number in range(12):
-            one = replace(row(number, text(number, 20)), namespace=Namespace(f"t{number}"))
-            store.put(one)
-            store.put_learned({one.namespace.key: text(number, 25_000).tobytes()})
-        store.flush()
-        store.enforce_budget()
-        assert store.disk_bytes() <= limit
-    left = execute(location, "SELECT namespace FROM learned ORDER BY 1")
-    assert left == execute(location, "SELECT namespace FROM sequences ORDER BY 1")
-    assert 0 < len(left) < 12
 
 
 @pytest.mark.parametrize("name", ["X'ff01'", "'other'"])

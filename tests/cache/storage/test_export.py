@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import add, identity, parse, write
 from agentspec.cache.storage.sequence_store import SequenceStore
+from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import ConfigurationError
 from agentspec.types import Labels, Namespace
 from tests.conftest import costly

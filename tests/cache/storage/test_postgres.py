@@ -6,16 +6,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.storage.opening import prepare
 from agentspec.cache.storage.postgres import PostgresDatabase
 from agentspec.cache.storage.schema import sequences
-from agentspec.cache.storage.tables import prepare
 from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -94,13 +93,6 @@ def test_no_server_is_told_without_the_password(address: str, caplog: pytest.Log
         assert SECRET not in repr(stats)
     assert len(caplog.records) == 1
     assert SECRET not in caplog.text
-
-
-def test_a_path_object_is_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="string"):
-        SuffixCache.open(Path("postgresql://user@host/db"))
-    assert list(tmp_path.iterdir()) == []
 
 
 # The writer.

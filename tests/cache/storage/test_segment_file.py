@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from agentspec.cache.deletion import select
 from agentspec.cache.index import IndexDrafter, SuffixIndex, checksum
-from agentspec.cache.record import SequenceMeta
-from agentspec.cache.storage.segment_file import Coverage, Segment, load_index, read_segment, segment_of
-from agentspec.cache.tokens import Tokens
+from agentspec.cache.storage.segments import Coverage, Segment, load_index, read_segment, segment_of
+from agentspec.cache.tokens import SequenceMeta, Tokens
 from agentspec.errors import (
     CacheDamagedError,
     CacheFormatError,
-    CacheNamespaceError,
-    CacheVersionError,
     InvalidRequestError,
 )
 from agentspec.types import Namespace, Source
@@ -111,17 +108,6 @@ def test_a_loaded_index_grows_and_forgets_like_any_other() -> None:
         assert loaded.count([token]) == index.count([token])
 
 
-def test_hits_and_order_of_use_are_kept() -> None:
-    index, meta = an_index()
-    IndexDrafter().observe([(index, Source.SHARED)], index.tokens(2)[:5], index.tokens(2)[5:9])
-    _, loaded, _ = opened(packed(index, meta))
-    before, after = (each.usage() for each in (index, loaded))
-    assert sum(before.hits) > 0
-    for column in ("hits", "last_used", "lengths"):
-        values = [dict(zip(u.sequences.tolist(), getattr(u, column).tolist(), strict=True)) for u in (before, after)]
-        assert values[0] == values[1]
-
-
 def test_scopes_that_cover_it() -> None:
     index, meta = an_index()
     segment, _, _ = opened(packed(index, meta))
@@ -137,18 +123,6 @@ def test_scopes_that_cover_it() -> None:
 
 
 # Files that are not as they should be.
-
-
-def test_three_distinct_refusals() -> None:
-    data = packed(*an_index())
-    with pytest.raises(CacheNamespaceError, match="'tokenizer'"):
-        opened(data, Namespace("tenant", "model", "another", "template"))
-    with pytest.raises(CacheVersionError, match="version 2, not 1"):
-        opened(data[:12] + struct.pack("=I", 2) + data[16:])
-    with pytest.raises(CacheVersionError, match="byte order"):
-        opened(data[:8] + data[8:12][::-1] + data[12:])
-    with pytest.raises(CacheDamagedError, match="no segment"):
-        opened(b"SQLite format 3\0" + data[16:])
 
 
 def test_every_flipped_bit_is_noticed() -> None:

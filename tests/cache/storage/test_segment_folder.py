@@ -3,9 +3,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -15,9 +12,8 @@ import pytest
 
 from agentspec.cache.deletion import select
 from agentspec.cache.index import SuffixIndex
-from agentspec.cache.record import SequenceMeta
-from agentspec.cache.storage.segment_file import Coverage, segment_of
-from agentspec.cache.storage.segment_folder import LocalFiles, SegmentFolder
+from agentspec.cache.storage.segments import Coverage, LocalFiles, SegmentFolder, segment_of
+from agentspec.cache.tokens import SequenceMeta
 from agentspec.errors import CacheError
 from agentspec.types import Namespace
 
@@ -156,18 +152,6 @@ def test_whatever_fails_while_loading_is_told_once(tmp_path: Path, caplog: pytes
     assert 0 < len(caplog.records) <= 6
 
 
-def test_one_that_goes_while_sizes_are_added_up_hides_no_other(tmp_path: Path) -> None:
-    """Less than there is would be taken for room under `disk_bytes`."""
-
-    class Leaving(LocalFiles):
-        def names(self) -> list[str]:
-            return ["gone.segment", *super().names()]
-
-    segments = SegmentFolder(tmp_path, Leaving(tmp_path))
-    save(segments)
-    assert segments.total_bytes() == segments.known_bytes() == segments.size(SPACE.key) > 0
-
-
 def test_damage_is_set_aside_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     segments = SegmentFolder(tmp_path)
     save(segments)
@@ -231,32 +215,6 @@ def test_what_a_killed_writer_left_is_swept(tmp_path: Path) -> None:
     SegmentFolder(tmp_path).sweep()
     assert SegmentFolder(tmp_path).namespaces() == [OTHER.key]
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_one_at_a_time(tmp_path: Path) -> None:
-    """Threads and processes take turns."""
-    code = "import sys; from pathlib import Path; from agentspec.cache.storage.segment_folder import SegmentFolder\n"
-    code += "with SegmentFolder(Path(sys.argv[1])).writing(): print('in', flush=True); sys.stdin.readline()\n"
-    order: list[str] = []
-
-    def enter(name: str) -> None:
-        with SegmentFolder(tmp_path).writing():
-            order.append(name)
-
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdin is not None
-        assert other.stdout.readline() == "in\n"
-        threads = [threading.Thread(target=enter, args=(str(n),)) for n in range(2)]
-        for thread in threads:
-            thread.start()
-        threads[0].join(timeout=0.3)
-        assert order == []
-        other.stdin.write("\n")
-        other.stdin.flush()
-        for thread in threads:
-            thread.join()
-    assert sorted(order) == ["0", "1"]
 
 
 def test_what_is_written_is_there_under_its_new_name(tmp_path: Path) -> None:

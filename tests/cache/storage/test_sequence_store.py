@@ -22,11 +22,9 @@ from sqlalchemy import exc
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage import sequence_store
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase
-from agentspec.cache.tokens import Tokens
+from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.tokens import SequenceRecord, Tokens
 from agentspec.errors import (
     CacheError,
     CacheFormatError,
@@ -221,19 +219,6 @@ def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str,
     store.close()
 
 
-def test_learned_state_is_kept(location: str | Path) -> None:
-    store = opened(location)
-    store.put(row(5, [1, 2]))
-    store.put_learned({"n": b"one"})
-    store.put_learned({"n": b"two"})
-    store.close()
-    follower = SequenceStore.open(location, disk_bytes=None, mode="follower")
-    follower.put_learned({"n": b"three"})  # only the writer's state is kept
-    follower.flush()
-    follower.close()
-    assert execute(location, "SELECT namespace, state FROM learned") == [("n", b"two")]
-
-
 def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest.LogCaptureFixture) -> None:
     with SuffixCache.open(location) as cache, caplog.at_level(logging.WARNING):
         execute(location, *BREAK["postgres" if isinstance(location, str) else "sqlite"])
@@ -257,7 +242,6 @@ def test_a_row_that_the_database_refuses_holds_up_no_other(
     with caplog.at_level(logging.WARNING), store.database.writing():  # all wait for this, and are written together
         for number in (1, 2**70, 2, 3, 2**71, 4):
             store.put(row(number, [1, 2]))
-        store.put_learned({"n": b"one"})
     with pytest.raises(CacheError, match="2 writes were dropped"):
         store.flush()
     store.put(row(5, [1, 2]))
@@ -265,7 +249,6 @@ def test_a_row_that_the_database_refuses_holds_up_no_other(
     assert store.error is None and store.dropped == 2
     store.close()
     assert execute(location, "SELECT number FROM sequences ORDER BY id") == [(1,), (2,), (3,), (4,), (5,)]
-    assert execute(location, "SELECT namespace FROM learned") == [("n",)]
     assert len([one for one in caplog.records if one.name.startswith("agentspec")]) == 1  # psycopg warns too
 
 
@@ -319,7 +302,7 @@ def test_an_open_that_fails_leaves_no_thread(location: str | Path, monkeypatch: 
 
 def test_a_missing_table_is_damage(location: str | Path) -> None:
     SuffixCache.open(location).close()
-    execute(location, "DROP TABLE learned")
+    execute(location, "DROP TABLE deletions")
     with pytest.raises(CacheFormatError, match="move it away"):
         SuffixCache.open(location, mode="follower")
     if isinstance(location, Path):
@@ -375,19 +358,6 @@ def locked(_: object = None) -> None:
     error = sqlite3.OperationalError("database is locked")
     error.sqlite_errorcode = sqlite3.SQLITE_BUSY
     raise exc.OperationalError("begin", None, error)
-
-
-def test_what_was_learned_waits_within_the_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each `flush` of an outage puts the states of all namespaces there, thousands of them."""
-    monkeypatch.setattr(sequence_store, "_ROOM", 100_000)
-    store = opened(tmp_path)
-    monkeypatch.setattr(SqliteDatabase, "writing", locked)
-    for _ in range(40):
-        store.put_learned({"a": bytes(10_000), "b": bytes(10_000)})
-        with pytest.raises(CacheError, match="locked"):
-            store.flush()
-    assert 1 <= len(store._writer.waiting()) <= 5
-    store.close()
 
 
 def test_what_waits_while_nothing_can_be_written_is_forgotten_too(

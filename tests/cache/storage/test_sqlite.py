@@ -17,9 +17,9 @@ from sqlalchemy import event, exc
 from typer.testing import CliRunner
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.responses import StoredResponse
+from agentspec.cache.storage.opening import prepare
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
-from agentspec.cache.storage.tables import prepare
+from agentspec.cache.stored import StoredResponse
 from agentspec.cli import app
 from agentspec.errors import (
     CacheClosedError,
@@ -156,10 +156,10 @@ def test_a_reader_is_in_the_way_of_shrinking_and_nothing_else(tmp_path: Path) ->
     database.engine.dispose()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as reader:
         reader.execute("BEGIN")
-        reader.execute("SELECT * FROM learned").fetchall()
+        reader.execute("SELECT * FROM processes").fetchall()
         with database.writing() as connection:
             connection.exec_driver_sql("PRAGMA busy_timeout = 10")
-            connection.exec_driver_sql("INSERT INTO learned VALUES ('n', x'00')")
+            connection.exec_driver_sql("INSERT INTO processes DEFAULT VALUES")
         assert not database.shrink()
         assert not database.secure_erase(rewrite=True)
     assert database.shrink()

@@ -7,11 +7,11 @@ import pytest
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.opening import prepare
 from agentspec.cache.storage.postgres import PostgresDatabase
 from agentspec.cache.storage.schema import VERSION, metadata, processes
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import SqliteDatabase
-from agentspec.cache.storage.tables import prepare
 from agentspec.errors import CacheFormatError
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.cache.drafting.chains import Chain, ChainTurn, StepCurve, propose_chains
+from agentspec.cache.chains import Chain, ChainTurn, StepCurve, propose_chains
 from agentspec.cache.index import IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import InvalidRequestError

@@ -13,10 +13,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec
 from agentspec.cache.storage.database import FAILURES, Database, reason
-from agentspec.cache.storage.schema import Kinds, damaged, is_sound, learned, namespaces, sequences
+from agentspec.cache.storage.schema import Kinds, damaged, is_sound, namespaces, sequences
+from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
 from agentspec.types import Namespace
 
@@ -117,15 +117,6 @@ class SequenceReader:
         with self._reading() as connection:
             count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
             return count, connection.execute(newest).scalar() or 0
-
-    def learned_of(self, namespace: Namespace) -> bytes | None:
-        """One namespace's learned state, if there is one that can be read."""
-        query = sa.select(sa.type_coerce(learned.c.state, sa.types.NullType())).where(
-            learned.c.namespace == namespace.key
-        )
-        with self._reading() as connection:
-            state = connection.execute(query).scalar()
-        return state if isinstance(state, bytes) else None
 
     # Sequences.
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.cache.storage.rows.batch_writer import MOST_JOBS, BatchWriter
+from agentspec.cache.storage.batch_writer import MOST_JOBS, BatchWriter
 from agentspec.errors import CacheError
 
 
@@ -179,16 +179,6 @@ def test_what_waits_can_be_revised_but_not_what_is_being_committed() -> None:
     assert disk.written == [1, 3, 5, 7, 9]
 
 
-def test_who_revises_after_the_end_does_not_wait() -> None:
-    """As one who forgets while another closes the cache."""
-    writer = Disk().writer()
-    writer.close()
-    thread = threading.Thread(target=writer.revise, args=(list,), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
 @pytest.mark.parametrize(("failure", "error"), [(OSError("full"), None), (ValueError("gone"), "gone")])
 def test_a_failure_that_passes_is_over_once_nothing_waits(failure: Exception, error: str | None) -> None:
     """Where what could not be written is not to be written any more, no later commit would end it."""
@@ -224,26 +214,3 @@ def test_jobs_wait_for_each_other_and_for_nobody_who_waits_for_them() -> None:
     writer.put(2000)
     writer.close()
     assert disk.written[-1] == 2000 and 1000 not in disk.written
-
-
-def test_many_jobs_are_committed_without_waiting() -> None:
-    disk = Disk()
-    writer = disk.writer(room=50, linger=3600.0)
-    for job in range(50):
-        writer.put(job)
-    limit = time.monotonic() + 60
-    while len(disk.written) < 50:
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    writer.close()
-
-
-def test_a_short_linger_ends_by_itself() -> None:
-    disk = Disk()
-    writer = disk.writer(linger=0.05)
-    writer.put(1)
-    limit = time.monotonic() + 60
-    while not disk.written:
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    writer.close()

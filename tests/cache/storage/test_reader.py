@@ -14,11 +14,11 @@ import pytest
 import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage.rows.reader import PIECE, POLLED
+from agentspec.cache.storage.reader import PIECE, POLLED
 from agentspec.cache.storage.schema import namespaces, sequences
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheUnavailableError
 from agentspec.types import Labels, Namespace
 
@@ -162,7 +162,6 @@ def test_namespaces_are_told_by_their_totals(location: str | Path) -> None:
     assert list(store.newest(Namespace("nobody"))) == []
     assert store.stored([28, 22, 1000, *range(2000, 2000 + 2 * PIECE), 25]) == {22, 25, 28}
     assert store.stored([]) == set()
-    assert store.learned_of(Namespace("t1")) is None
     execute(location, "DELETE FROM sequences WHERE tenant = 't1' OR number = 3")
     assert {(one.namespace.tenant, one.sequences) for one in store.namespaces()} == {("t0", 9), ("t2", 10)}
     execute(location, "DELETE FROM sequences")

@@ -1,28 +1,33 @@
-"""Namespaces come into memory when they are used, and leave it when they are not; on disk nothing changes."""
+"""Namespaces come into memory when they are used, and leave it when they are not, however many there are."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
+from sqlalchemy import event
 
 from agentspec.cache import SuffixCache, namespaces
 from agentspec.cache.deletion import select
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import Partition
-from agentspec.cache.storage import deletion_log
-from agentspec.cache.storage.segment_folder import LocalFiles
+from agentspec.cache.storage import codec, deletion_log
+from agentspec.cache.storage.schema import sequences
+from agentspec.cache.storage.segments import LocalFiles
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.sync import StoreSync
-from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheFormatError, CacheUnavailableError, ConfigurationError
-from agentspec.types import Namespace
+from agentspec.cache.tokens import SequenceRecord, Tokens
+from agentspec.errors import CacheFormatError, CacheUnavailableError
+from agentspec.types import Labels, Namespace
 
 MANY = 40
 
@@ -124,17 +129,17 @@ def test_idle_namespaces_leave_memory_and_come_back(tmp_path: Path, monkeypatch:
         assert stats.unloaded > 0
         assert cache._pool.namespaces.loaded(models[0])  # a request is open
         held.close()
-        learned = [cache.request([1], namespace=model, store=False).drafter.state() for model in models]
-        assert not np.array_equal(learned[0], learned[1])
         assert [knows(cache, text(100 * number + 29, 500), model) for number, model in enumerate(models)] == [True] * 6
     with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
         assert connection.execute("SELECT count(*) FROM sequences").fetchone() == (180,)  # nothing left the disk
-        assert connection.execute("SELECT count(*) FROM learned").fetchone() == (6,)
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_tenant_has_no_more_namespaces_in_memory_than_it_may(tmp_path: Path, stored: bool) -> None:
-    with SuffixCache.open(tmp_path if stored else None, tenant_namespaces=5) as cache:
+def test_a_tenant_has_no_more_namespaces_in_memory_than_it_may(
+    tmp_path: Path, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespaces, "TENANT_NAMESPACES", 5)
+    with SuffixCache.open(tmp_path if stored else None) as cache:
         record(cache, text(1, 60), Namespace("other"))
         held = [cache.request([1], namespace=Namespace("t", f"held{number}")) for number in range(3)]
         for number in range(20):
@@ -147,34 +152,14 @@ def test_a_tenant_has_no_more_namespaces_in_memory_than_it_may(tmp_path: Path, s
         assert knows(cache, text(0, 60), Namespace("t", "m0")) == stored
         for request in held:
             request.close()
-    with pytest.raises(ConfigurationError, match="tenant_namespaces"):
-        SuffixCache.open(tenant_namespaces=0)
-
-
-def test_what_was_learned_is_there_for_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    with SuffixCache.open(tenant_namespaces=1) as cache:
-        one, other = Namespace("t", "m0"), Namespace("t", "m1")
-        record(cache, text(0, 60), one)
-        record(cache, text(1, 60), other)  # so that the first leaves
-        once = [None]
-
-        class Slow(Partition):
-            def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **options)
-                if once:
-                    once.clear()
-                    table._find(self.namespace)  # as another thread would
-
-        table = cache._pool.namespaces
-        monkeypatch.setattr(namespaces, "Partition", Slow)
-        assert table._find(one).learning > 0
 
 
 def test_what_waits_to_be_written_is_there_when_its_namespace_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = Namespace("t", "m0"), Namespace("t", "m1")
-    with SuffixCache.open(tmp_path, tenant_namespaces=1) as cache:
+    monkeypatch.setattr(namespaces, "TENANT_NAMESPACES", 1)
+    with SuffixCache.open(tmp_path) as cache:
         assert cache._store is not None
         with cache._store.database.writing():  # nothing is written as long as this one is
             record(cache, text(0, 60), one)
@@ -191,26 +176,6 @@ def test_what_waits_to_be_written_is_there_when_its_namespace_comes_back(
         assert cache.stats().unloaded > 2
 
 
-def test_only_namespaces_that_changed_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[set[str]] = []
-    original = SequenceStore.put_learned
-
-    def put_learned(store: SequenceStore, learned: dict[str, bytes]) -> None:
-        written.append(set(learned))
-        original(store, learned)
-
-    with SuffixCache.open(tmp_path) as cache:
-        for number in range(5):
-            record(cache, text(number, 60), name(number))
-        cache.flush()
-        monkeypatch.setattr(SequenceStore, "put_learned", put_learned)
-        cache.flush()
-        record(cache, text(9, 60), name(3))
-        cache.flush()
-        cache.flush()
-    assert written == [set(), {name(3).key}, set(), set()]
-
-
 def test_a_database_that_does_not_answer_costs_the_past_until_it_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,7 +185,7 @@ def test_a_database_that_does_not_answer_costs_the_past_until_it_does(
     with SuffixCache.open(folder, mode="follower") as cache:
         unloaded = next(number for number in range(MANY) if not cache._pool.namespaces.loaded(name(number)))
         with monkeypatch.context() as broken:
-            broken.setattr(SequenceStore, "learned_of", unavailable)
+            broken.setattr(StoreSync, "_fill", unavailable)
             assert not knows(cache, text(unloaded, 60), name(unloaded))
             assert "cannot be loaded: away" in caplog.text
         assert cache._sync is not None
@@ -229,18 +194,18 @@ def test_a_database_that_does_not_answer_costs_the_past_until_it_does(
 
 
 def test_a_namespace_that_cannot_be_loaded_holds_up_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learned_of = SequenceStore.learned_of
+    fill = StoreSync._fill
     broken: list[Namespace] = []
 
-    def damaged(store: SequenceStore, namespace: Namespace) -> bytes | None:
-        if namespace in broken:
+    def damaged(sync: StoreSync, partition: Partition, *given: Any) -> None:
+        if partition.namespace in broken:
             raise CacheFormatError("damaged")
-        return learned_of(store, namespace)
+        fill(sync, partition, *given)
 
     with SuffixCache.open(folder, mode="follower") as cache:
         unloaded = [number for number in range(MANY) if not cache._pool.namespaces.loaded(name(number))]
         broken.append(name(unloaded[0]))
-        monkeypatch.setattr(SequenceStore, "learned_of", damaged)
+        monkeypatch.setattr(StoreSync, "_fill", damaged)
         monkeypatch.setattr("agentspec.cache.sync._RETRY", 1e6)  # seconds, which do not pass
         assert not knows(cache, text(unloaded[0], 60), broken[0])
         assert knows(cache, text(unloaded[1], 60), name(unloaded[1]))
@@ -273,3 +238,163 @@ def test_what_is_loaded_takes_the_place_of_others_first(
             assert knows(cache, text(1000 * number + outputs[number] - 1, 800), name(number))
             assert cache.tenant_bytes()[name(number).tenant] > limit // 11, "it got its part"
     assert max(sizes) <= limit, max(sizes) / limit
+
+
+MOST, FEW = 10_000, 20
+
+
+LARGE = Namespace("large")
+
+
+def put(cache: SuffixCache, output: Tokens, namespace: Namespace) -> None:
+    with cache.request([1, 2], namespace=namespace, session="s") as request:
+        request.extend(output)
+
+
+def fill(location: str | Path, count: int) -> None:
+    """A database with `count` namespaces of one output each, the last but 100 of them of a namespace of 100."""
+    names = [LARGE if count - 200 <= number < count - 100 else name(number) for number in range(count)]
+    rows = [
+        codec.encode(SequenceRecord(number, names[number], Labels(), text(number % 50, 20), text(0, 2), 1.0))
+        for number in range(count)
+    ]
+    store = SequenceStore.open(location, disk_bytes=None, mode="writer")
+    with closing(store), store.database.writing() as connection:
+        connection.execute(sequences.insert(), rows)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Of this thread: SQL statements, rows read, listings of the folder, files opened, namespaces looked at."""
+    counts: Counter[str] = Counter()
+    me = threading.get_ident()
+
+    def count(what: str) -> None:
+        if threading.get_ident() == me:  # else the name would be there, with nothing counted
+            counts[what] += 1
+
+    def counted(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            count(what)
+            return original(*args)
+
+        return wrapper
+
+    for owner, method, what in (
+        (LocalFiles, "names", "listings"),
+        (LocalFiles, "size", "sizes"),
+        (LocalFiles, "open", "files"),
+        (StoreSync, "_lacks", "looks"),
+    ):
+        monkeypatch.setattr(owner, method, counted(what, getattr(owner, method)))
+
+    def executed(*_: object) -> None:
+        count("statements")
+
+    event.listen(sa.Engine, "before_cursor_execute", executed)
+    yield counts
+    event.remove(sa.Engine, "before_cursor_execute", executed)
+
+
+@pytest.mark.slow
+def test_opening_costs_a_bounded_number_of_statements(
+    location: str | Path, tmp_path: Path, counts: Counter[str], request: pytest.FixtureRequest
+) -> None:
+    on_disk = isinstance(location, Path)
+    small = tmp_path / "small" if on_disk else request.getfixturevalue("server").address()
+    costs = []
+    for place, many in ((small, FEW), (location, MOST)):
+        fill(place, many)
+        if isinstance(place, Path):  # segments: their names are listed, those of what is not loaded are not opened
+            for number in range(2, many - 17):
+                (place / f"{name(number).key}.segment").touch()
+        counts.clear()
+        with SuffixCache.open(place, disk_bytes=1 << 30) as cache:
+            costs.append(dict(counts))
+            assert cache.stats().namespaces == namespaces._AT_ONCE
+            counts.clear()
+            assert knows(cache, text(1, 20), name(1))
+            loading = dict(counts)
+            assert loading["statements"] <= 6 and "listings" not in loading and loading.get("files", 0) <= 1
+            if many == MOST:
+                counts.clear()
+                assert knows(cache, text((MOST - 150) % 50, 20), LARGE)
+                assert counts["statements"] <= 6  # whether it has one output or a hundred
+    few, most = costs
+    assert most["statements"] == few["statements"] <= 80
+    assert most.get("listings", 0) <= 2
+
+
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
+def test_looking_after_them_visits_those_that_changed(
+    location: str | Path, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoreSync, "_fill", lambda *_: None)  # nothing is there to be loaded
+    monkeypatch.setattr(LocalFiles, "sync", lambda *_: None)
+    with SuffixCache.open(location, memory_bytes=1 << 30, tenant_disk_bytes=1 << 30) as cache:
+        sync = cache._sync
+        assert sync is not None and cache._maintenance is not None
+        cache._maintenance.close()
+        for number in range(MOST):
+            cache.request([1, 2], namespace=name(number), store=False).close()
+        sync.maintain()
+        cache.flush()
+        open_request = cache.request([1, 2], namespace=name(5))
+        for turn in range(3):
+            counts.clear()
+            put(cache, text(turn, 50), name(turn))
+            sync.maintain()
+            sync.flush()
+            assert counts["looks"] <= 6  # of the namespace that changed and of the one in use
+            assert not counts["listings"] and counts["sizes"] <= 2 and counts["statements"] <= 20
+        open_request.extend(text(9, 50))
+        open_request.close()
+        sync.flush()
+        counts.clear()
+        sync.maintain()
+        sync.flush()
+        sync.maintain()
+        sync.flush()
+        assert counts["looks"] <= 1
+
+
+def test_segments_of_those_that_grew_are_written_and_no_others(tmp_path: Path, counts: Counter[str]) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        sync = cache._sync
+        assert sync is not None and cache._maintenance is not None
+        cache._maintenance.close()
+        for number in range(5):
+            put(cache, text(number, 70_000 if number in (1, 3) else 100), name(number))
+        cache.flush()
+        counts.clear()
+        sync.maintain()
+        assert counts["looks"] == 5
+        grown = {f"{name(number).key}.segment" for number in (1, 3)}
+        assert {file.name for file in tmp_path.glob("*.segment")} == grown
+        for file in tmp_path.glob("*.segment"):
+            file.unlink()
+        counts.clear()
+        sync.maintain()
+        assert not counts["looks"] and not list(tmp_path.glob("*.segment"))
+
+
+def test_a_process_that_becomes_the_writer_looks_at_all_once(tmp_path: Path, counts: Counter[str]) -> None:
+    with SuffixCache.open(tmp_path) as first:
+        put(first, text(1, 20), name(0))
+        second = SuffixCache.open(tmp_path)
+        assert second._maintenance is not None
+        second._maintenance.close()
+        for number in range(5):
+            put(second, text(number, 70_000 if number == 3 else 100), name(number))
+        second.flush()
+    with second:
+        sync = second._sync
+        assert sync is not None and second.stats().mode == "follower"
+        counts.clear()
+        sync.maintain()
+        assert not counts["looks"]
+        sync.follow()
+        assert second.stats().mode == "writer"
+        sync.maintain()
+        assert counts["looks"] >= 5
+        assert [file.name for file in tmp_path.glob("*.segment")] == [f"{name(3).key}.segment"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,16 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agentspec.cache import SuffixCache, namespaces, partition, pool
+from agentspec.cache import SuffixCache, namespaces, partition, request
+from agentspec.cache._native import IndexView
 from agentspec.cache.index import IndexDrafter, SuffixIndex
-from agentspec.cache.memory import group
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
 from tests.instructions import counted_instructions
 
 MIB = 1 << 20
+
+
 NATIVE = {
     SuffixIndex: ("append", "remove", "truncate", "oldest", "merge_step", "common_prefix"),
     IndexDrafter: ("observe", "state"),
@@ -92,7 +97,7 @@ class WatchedLock:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    for module in (namespaces, partition, pool, group):
+    for module in (namespaces, partition, request):
         monkeypatch.setattr(module, "threading", watch.threading())
     for owner, names in NATIVE.items():
         for name in names:
@@ -173,7 +178,7 @@ def instructions(work: Callable[[], None]) -> int:
 
 
 def test_an_empty_namespace_takes_little() -> None:
-    table, count = NamespaceTable(1 << 30, None, None), 1000
+    table, count = NamespaceTable(1 << 30, None), 1000
     names = [Namespace(f"tenant-{number}") for number in range(count)]
     with table.entered(Namespace("first")) as first:
         native = first.shared.memory_bytes() + first.drafter.memory_bytes()
@@ -189,3 +194,78 @@ def test_an_empty_namespace_takes_little() -> None:
     objects = sys.getsizeof(first.shared.native) + sys.getsizeof(first.drafter.native)  # hold part of `native`
     assert traced - objects + native <= 4096
     assert traced - objects <= table.total / (count + 1) <= 4096  # and that is what it counts for
+
+
+def add(cache: SuffixCache, output: Tokens, namespace: Namespace, session: str | None = None) -> None:
+    with cache.request([1, 2], namespace=namespace, session=session) as request:
+        request.extend(output)
+
+
+def hit_rate(cache: SuffixCache, tenant: Namespace, count: int) -> float:
+    """The share of tokens of outputs 0 to `count` that are drafted rightly, a token at a time."""
+    hits = total = 0
+    for number in range(count):
+        output = text(number, 60)
+        with cache.request([1, *output[:3]], namespace=tenant, store=False) as request:
+            for token in output[3:]:
+                hits += request.draft(max_tokens=1).tokens.tolist() == [token]
+                total += 1
+                request.extend([token])
+    return hits / total
+
+
+@pytest.mark.parametrize("share", [pytest.param(None, marks=pytest.mark.slow), 2 * MIB])
+def test_a_flood_leaves_another_tenants_hit_rate_as_it_was(share: int | None) -> None:
+    """The flood comes under many models at once, none of which is large by itself."""
+    quiet = Namespace("quiet", "m")
+    with SuffixCache.open(memory_bytes=4 * MIB, tenant_memory_bytes=share) as cache:
+        for number in range(40):
+            add(cache, text(number, 60), quiet, session=f"s{number}")
+        before = hit_rate(cache, quiet, 40)
+        assert before > 0.9
+        for number in range(200):
+            add(cache, text(1000 + number, 2000), Namespace("flood", f"model-{number % 6}"))
+        assert cache.stats().evicted > 0
+        assert cache.tenant_bytes()["flood"] <= (share or 4 * MIB)
+        assert abs(hit_rate(cache, quiet, 40) - before) < 0.01
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 6000)), max_size=60),
+)
+def test_every_share_is_kept_whatever_comes(turns: list[tuple[int, int, int]]) -> None:
+    limit, share = 3 * MIB, MIB
+    with SuffixCache.open(memory_bytes=limit, tenant_memory_bytes=share) as cache:
+        for seed, (tenant, model, length) in enumerate(turns):
+            add(cache, text(seed, length), Namespace(f"t{tenant}", f"m{model}"), session=f"s{seed % 5}")
+            taken = cache.tenant_bytes()
+            assert all(size <= share for size in taken.values()), taken
+            assert sum(taken.values()) <= limit
+            for _ in range(1000):  # what was evicted is given back by a merge, which may be going on
+                if (total := cache.stats().memory_bytes) <= limit:
+                    break
+                time.sleep(0.01)
+            assert total <= limit
+        cache.check_integrity()
+
+
+def test_merges_that_a_draft_holds_up_are_tried_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SuffixCache.open() as cache:
+        table, rests = cache._pool.namespaces, list[float]()
+        monkeypatch.setattr(table, "on_pressure", lambda: None)  # only this thread looks after it
+        monkeypatch.setattr("agentspec.cache.namespaces.time", SimpleNamespace(sleep=rests.append))
+        for number in range(80):
+            add(cache, text(number, 1500), Namespace("one"))
+        [partition] = table.partitions()
+        table.relieve()
+        assert not rests
+        with partition.lock:
+            partition.forget(partition.shared.oldest(120_000).tolist()[::4])
+            table.book(partition)
+        draft = IndexView(partition.shared.native)
+        for _ in range(3):
+            table.relieve()
+        assert len(rests) == 3 and partition.shared.merging_due
+        del draft
+        table.relieve()
+        assert len(rests) == 3 and not partition.shared.merging_due

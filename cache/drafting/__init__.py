@@ -1,1 +1,0 @@
-"""Draft chains for many requests of a server in one call."""

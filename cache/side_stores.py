@@ -1,0 +1,394 @@
+"""The stores beside the sequences: answers of the Responses API, and what agents' turns taught about tool calls."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+
+from agentspec.cache.deletion import Scope, Selection, pause_between_looks
+from agentspec.cache.storage import deletion_log
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, RowWriter, reason
+from agentspec.cache.storage.schema import Kinds, is_older, is_sound, responses, tool_turns
+from agentspec.cache.stored import (
+    LARGEST_TURN,
+    MOST_UNPACKED,
+    Refuses,
+    StoredResponse,
+    StoredTurn,
+    StoreLimits,
+    packed,
+    texts_of,
+    unpacked,
+)
+from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
+
+_log = logging.getLogger(__name__)
+
+_ROW = 512  # bytes that a row takes besides its body
+_STEP = 64  # the bounds are checked each time that a process has added 1/64 of them
+_ROOM = 16  # then 1/16 of a bound is made free, so that several processes together stay within it
+_LOOK_SECONDS = 600.0  # between two looks for what is too old, at most
+_IDS_AT_ONCE = 500  # in one statement
+_WAITING = 4096  # turns that may wait while the database cannot be written
+MOST_TURNS = 4000  # of an agent; then the older half goes
+
+_KINDS: Kinds = (
+    *((name, str) for name in ("id", "tenant")),
+    ("session", str | None),
+    ("created_at", float | int),
+    ("body", bytes),
+)
+
+
+class SideStore:
+    """One table, whose rows age, are forgotten with the rest of the cache, and take at most so many bytes: of more, the
+    oldest of the tenant that has most go. Blocking and thread-safe.
+
+    All methods raise `CacheError` if the database cannot be used.
+    """
+
+    table: sa.Table
+    what: str  # is in it, for messages
+    largest: int  # bytes of a body; one that says it is larger is damaged
+
+    def __init__(
+        self,
+        database: Database,
+        limits: StoreLimits,
+        refuses: Refuses | None = None,
+        history: deletion_log.KnownDeletions | None = None,
+        erasure: PendingErasure | None = None,
+    ) -> None:
+        self.generation = 0  # changes when this process deletes rows
+        self.database = database
+        self.limits = limits
+        self._refuses = refuses
+        self._history = history or deletion_log.KnownDeletions()
+        self._erasure = erasure or PendingErasure(database)
+        self._lock = threading.Lock()
+        self._added = limits.total  # bytes since the bounds were checked: the first row checks them
+        self._look_at = time.monotonic()
+
+    def forget(self, selection: Selection) -> int:
+        """Delete what the selection covers, in a transaction of its own."""
+        with self._writing() as connection:
+            return self.forget_within(connection, selection)
+
+    def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
+        """The same in the caller's transaction, which erases what is deleted."""
+        columns = self.table.c
+        body = columns.body if selection.searched else sa.literal(b"").label("body")
+        query = sa.select(columns.id, columns.tenant, columns.session, columns.created_at, body)
+        if selection.tenant is not None:
+            query = query.where(columns.tenant == selection.tenant)
+        with connection.execute(query.execution_options(yield_per=64)) as rows:
+            found = [row.id for row in rows if self._is_covered(selection, row)]
+        return self._delete(connection, found)
+
+    def maintain(self) -> None:
+        """Called periodically: delete what is too old."""
+        if self.limits.seconds is None or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + pause_between_looks(self.limits.seconds, _LOOK_SECONDS)
+        old = is_older(self.table.c.created_at, self.limits.oldest)
+        with self._reading() as connection:
+            found = connection.execute(sa.select(self.table.c.id).where(old).limit(1)).first() is not None
+        if found:
+            with self._writing() as connection:
+                self._delete_where(connection, old)
+
+    def total_bytes(self) -> int:
+        """The bytes of all rows."""
+        with self._reading() as connection:
+            return int(connection.execute(sa.select(sa.func.sum(self.table.c.size + _ROW))).scalar() or 0)
+
+    def _texts(self, body: bytes) -> Iterable[str]:
+        """What is searched for a text to forget. Raises `CacheFormatError` for a damaged body."""
+        raise NotImplementedError
+
+    def _is_covered(self, selection: Selection, row: Any) -> bool:
+        """Whether a deletion takes a row with it. Rows have no tokenizer: one that is named excludes none."""
+        if not is_sound(row, _KINDS):
+            return True  # it cannot be searched, and is of no use
+        if not selection.scope.covers(row.session, row.created_at):
+            return False
+        try:
+            return not selection.searched or selection.is_in(self._texts(row.body))
+        except CacheFormatError:
+            return True
+
+    @contextmanager
+    def _reading(self) -> Iterator[sa.Connection]:
+        with self._named(), self.database.engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[sa.Connection]:
+        """A write transaction, committed at the end; what it deletes is erased later."""
+        before = self.generation
+        try:
+            with self._named(), self.database.writing() as connection:
+                yield connection
+        finally:
+            if self.generation != before:
+                self._erasure.mark()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except FAILURES as error:
+            if self.database.is_refusal(error):
+                raise CacheError(f"{self.what} in {self.database.name} cannot hold this: {reason(error)}") from error
+            message = f"{self.what} in {self.database.name} cannot be used now: {reason(error)}"
+            raise CacheUnavailableError(message) from error
+
+    def _delete(self, connection: sa.Connection, ids: Sequence[str]) -> int:
+        return sum(self._delete_where(connection, batch) for batch in self._in_batches(ids))
+
+    def _delete_where(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> int:
+        count = connection.execute(self.table.delete().where(*conditions)).rowcount
+        self.generation += count > 0
+        return count
+
+    def _in_batches(self, ids: Sequence[str]) -> Iterator[sa.ColumnElement[bool]]:
+        """Conditions that hold for rows of these ids, each for as many as a statement takes."""
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            yield self.table.c.id.in_(ids[start : start + _IDS_AT_ONCE])
+
+    # Bounds.
+
+    def _keep_bounds(self, connection: sa.Connection, added: int) -> None:
+        """Called in a transaction that adds so many bytes."""
+        limits, columns = self.limits, self.table.c
+        with self._lock:
+            self._added += added
+            if self._added < limits.smallest // _STEP:
+                return
+            self._added = 0
+        self._delete_where(connection, is_older(columns.created_at, limits.oldest))
+        self._delete_where(connection, sa.not_(columns.size.between(0, self.largest)))  # damaged
+        taken = sa.select(columns.tenant, sa.func.sum(columns.size + _ROW)).group_by(columns.tenant)
+        by_tenant = {tenant: int(size) for tenant, size in connection.execute(taken).all()}
+        if limits.tenant is not None:
+            for tenant, size in by_tenant.items():
+                if size > limits.tenant - limits.tenant // _ROOM:
+                    by_tenant[tenant] -= self._delete_oldest(connection, tenant, size - limits.tenant * 7 // 8)
+        room = limits.total // _ROOM
+        while by_tenant and (excess := sum(by_tenant.values()) - limits.total + room) > 0:
+            tenant = max(by_tenant, key=lambda name: by_tenant[name])
+            # Half of the excess at a time: another tenant may take most by then.
+            freed = self._delete_oldest(connection, tenant, max(excess // 2, room // 2))
+            by_tenant[tenant] -= freed
+            if not freed:  # a damaged name, of which nothing is found: the others give
+                del by_tenant[tenant]
+
+    def _delete_oldest(self, connection: sa.Connection, tenant: str, size: int) -> int:
+        """Delete the tenant's oldest rows, of at least `size` bytes together; returns how many bytes."""
+        columns = self.table.c
+        query = sa.select(columns.id, columns.size).where(columns.tenant == tenant).order_by(columns.created_at)
+        chosen: list[str] = []
+        freed = 0
+        with connection.execute(query.execution_options(yield_per=256)) as rows:
+            for row in rows:
+                chosen.append(row.id)
+                freed += row.size + _ROW
+                if freed >= size:
+                    break
+        self._delete(connection, chosen)
+        return freed
+
+
+class ResponseStore(SideStore):
+    """Stored answers."""
+
+    table, what, largest = responses, "stored responses", MOST_UNPACKED
+
+    def put(self, stored: StoredResponse) -> bool:
+        """Store an answer; returns on commit. False if it is too large, if a pattern refuses its text, if it was
+        forgotten meanwhile, or if another tenant has one of that id.
+        """
+        body = packed(stored)
+        if body is None or _ROW + len(body) > self.limits.smallest // 8:  # it would push out too many others
+            return False
+        if self._refuses is not None and any(map(self._refuses, self._texts(body))):
+            return False
+        with self._writing() as connection:
+            # What another process, or this one, deleted while the answer waited here must not come back.
+            deletions = deletion_log.since(connection, self._history.known(stored.since))
+            if _is_forgotten(stored, deletions, self._history.known(stored.created_at)):
+                return False
+            connection.execute(
+                responses.delete().where(responses.c.id == stored.id, responses.c.tenant == stored.tenant)
+            )
+            names = ("id", "tenant", "session", "created_at", "previous", "backend")
+            row = {name: getattr(stored, name) for name in names} | {"size": len(body), "body": body}
+            insert = self.database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
+            if connection.execute(insert).rowcount == 0:
+                return False
+            self._keep_bounds(connection, len(body) + _ROW)
+        return True
+
+    def get(self, tenant: str, id: str) -> StoredResponse | None:
+        """The tenant's answer of that id; None if there is none or it is too old."""
+        with self._reading() as connection:
+            row = connection.execute(sa.select(responses).where(*self._mine(tenant, id))).first()
+        if row is None:
+            return None
+        if not is_sound(row, (*_KINDS, ("previous", str | None), ("backend", str | None))):
+            raise CacheFormatError(f"the stored response {id} is damaged")
+        head = (row.id, row.tenant, row.created_at, row.session, row.previous, row.backend)
+        return StoredResponse(*head, **unpacked(row.body, row.id))
+
+    def delete(self, tenant: str, id: str) -> bool:
+        """Delete the tenant's answer of that id; returns whether there was one."""
+        with self._writing() as connection:
+            return self._delete_where(connection, *self._mine(tenant, id)) > 0
+
+    def _mine(self, tenant: str, id: str) -> list[sa.ColumnElement[bool]]:
+        return [responses.c.id == id, responses.c.tenant == tenant, responses.c.created_at >= self.limits.oldest]
+
+    def _texts(self, body: bytes) -> Iterable[str]:
+        return texts_of(unpacked(body, ""))
+
+
+class ToolTurnStore(SideStore):
+    """What agents' turns taught. Turns that are put wait in memory for the next `maintain`, and count as stored."""
+
+    table, what, largest = tool_turns, "what was learned about tools", 4 * LARGEST_TURN
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._rows = RowWriter(self.database, self.what)
+        self._flushing = threading.Lock()  # taken before the other, and by one writer at a time
+        self._waiting: dict[str, tuple[StoredTurn, int]] = {}  # with the last deletion that was known when it came
+
+    def put(self, turn: StoredTurn) -> bool:
+        """Keep a turn; returns at once, and what is kept becomes durable soon after. False if it is refused."""
+        if self.database.closed or len(turn.body.encode("utf-8", "replace")) > LARGEST_TURN:
+            return False
+        if self._refuses is not None and self._refuses(turn.body):
+            return False
+        with self._lock:
+            self._waiting[turn.id] = turn, self._history.last
+            while len(self._waiting) > _WAITING:
+                del self._waiting[next(iter(self._waiting))]
+        return True
+
+    def ids(self, tenant: str, agent: str) -> list[str]:
+        """The ids of all turns of an agent, oldest first."""
+        waiting = self._waiting_of(tenant, agent)  # before the database: what is written meanwhile is found in either
+        with self._reading() as connection:
+            query = sa.select(tool_turns.c.id).where(*_of(tenant, agent))
+            found = connection.execute(query.order_by(tool_turns.c.created_at, tool_turns.c.id)).scalars().all()
+        return list(dict.fromkeys([*found, *waiting]))
+
+    def read(self, tenant: str, agent: str, ids: Sequence[str]) -> list[StoredTurn]:
+        """Those of the agent's turns that have these ids, oldest first. Damaged ones are logged and left out."""
+        known = self._waiting_of(tenant, agent)
+        with self._reading() as connection:
+            mine = sa.select(tool_turns).where(*_of(tenant, agent))
+            for batch in self._in_batches(ids):
+                known |= {turn.id: turn for row in connection.execute(mine.where(batch)) for turn in self._turns(row)}
+        return [known[id] for id in ids if id in known]
+
+    def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
+        with self._lock:
+            waiting = [turn for turn, _ in self._waiting.values()]
+            covered = {turn.id for turn in waiting if _covers(selection, turn)}
+            self._waiting = {id: waits for id, waits in self._waiting.items() if id not in covered}
+        self.generation += bool(covered)
+        return len(covered) + super().forget_within(connection, selection)
+
+    def maintain(self) -> None:
+        """Called periodically: write what waits, and delete what is too old."""
+        self.flush()
+        super().maintain()
+
+    def flush(self) -> None:
+        """Write what waits, in one transaction."""
+        with self._flushing:
+            if not self._waiting:
+                return
+            with self._writing() as connection:
+                with self._lock:  # what is forgotten from now on is forgotten in a later transaction
+                    waiting = list(self._waiting.values())
+                # What a process, perhaps another, has forgotten since: they waited where it cannot see.
+                deletions = deletion_log.since(connection, min(known for _, known in waiting))
+                rows = [_row(turn) for turn, known in waiting if not _is_forgotten(turn, deletions, known)]
+                insert = self.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
+                self._rows.execute(connection, insert, rows)
+                self.generation += len(rows) < len(waiting)
+                self._halve_agents(connection, rows)
+                self._keep_bounds(connection, sum(len(row["body"]) + _ROW for row in rows))
+            with self._lock:
+                for turn, _ in waiting:
+                    self._waiting.pop(turn.id, None)
+
+    def _halve_agents(self, connection: sa.Connection, rows: Iterable[dict[str, Any]]) -> None:
+        """Delete the older half of the turns of each agent of these that has too many."""
+        for tenant, agent in {(row["tenant"], row["agent"]) for row in rows}:
+            mine = _of(tenant, agent)
+            count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
+            if count > MOST_TURNS:
+                older = sa.select(tool_turns.c.id).where(*mine).order_by(tool_turns.c.created_at, tool_turns.c.id)
+                self._delete(connection, connection.execute(older.limit((count + 1) // 2)).scalars().all())
+
+    def _waiting_of(self, tenant: str, agent: str) -> dict[str, StoredTurn]:
+        with self._lock:
+            waiting = [turn for turn, _ in self._waiting.values()]
+        return {turn.id: turn for turn in waiting if (turn.tenant, turn.agent) == (tenant, agent)}
+
+    def _turns(self, row: sa.Row[Any]) -> list[StoredTurn]:
+        """The turn of a row; none if it is damaged, which is logged."""
+        try:
+            if not is_sound(row, _KINDS):
+                raise CacheFormatError("a value is not of its column's type")
+            [body] = self._texts(row.body)
+            return [StoredTurn(row.id, row.tenant, row.agent, row.session, row.created_at, body)]
+        except CacheFormatError as error:
+            _log.warning("what was learned about tools is damaged (turn %s) and left out: %s", row.id, error)
+            return []
+
+    def _texts(self, body: bytes) -> list[str]:
+        try:
+            return [zlib.decompressobj().decompress(body, 4 * LARGEST_TURN).decode()]
+        except (zlib.error, ValueError) as error:
+            raise CacheFormatError(str(error)) from None
+
+
+def _of(tenant: str, agent: str) -> tuple[sa.ColumnElement[bool], ...]:
+    return tool_turns.c.tenant == tenant, tool_turns.c.agent == agent
+
+
+def _row(turn: StoredTurn) -> dict[str, Any]:
+    body = zlib.compress(turn.body.encode("utf-8", "replace"), 3)
+    names = ("id", "tenant", "agent", "session", "created_at")
+    return {name: getattr(turn, name) for name in names} | {"size": len(body), "body": body}
+
+
+def _covers(selection: Selection, turn: StoredTurn) -> bool:
+    if selection.tenant not in (None, turn.tenant):
+        return False
+    return selection.scope.covers(turn.session, turn.created_at) and selection.is_in([turn.body])
+
+
+def _is_forgotten(stored: StoredResponse | StoredTurn, deletions: Iterable[tuple[int, Scope]], whole: int) -> bool:
+    """Whether one of the deletions since it was begun takes along what is about to be stored.
+
+    It does by tenant and session. A search is in what was whole when it ran, before which deletion `whole` was the
+    last: what it looked for nobody knows any more, so that all of that goes.
+    """
+    return any(
+        (number > whole or (isinstance(stored, StoredResponse) and not scope.searched))
+        and scope.concerns_tenant(stored.tenant)
+        and scope.covers(stored.session, stored.created_at)
+        for number, scope in deletions
+    )
