@@ -1,4 +1,4 @@
-"""The local engine: any Hugging Face decoder-only model, with exact speculation (docs/engine.md)."""
+"""The local engine: Hugging Face decoder-only models, with exact speculation (docs/engine.md)."""
 
 from __future__ import annotations
 

@@ -67,10 +67,6 @@ class Inbox:
         self._most = MOST_ITEMS
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        """The number of items that wait."""
-        return len(self._items)
-
     def put(self, request: EngineRequest, item: Delta | Exception) -> bool:
         """Add an item of a choice. Returns False if the loop is closed, so that nobody will read it."""
         with self._lock:

@@ -258,7 +258,6 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
         synchronize(device)  # without a draw nothing waits for the forward, and the step would seem to cost nothing
     draw(scheduled)
     context.counters.batch_sizes[len(scheduled)] += 1
-    context.counters.step_drafts[sum(len(each.proposal) for each in scheduled)] += 1
     deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
     if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
         context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))

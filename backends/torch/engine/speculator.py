@@ -136,7 +136,6 @@ class Speculator:
 
     def _count(self, proposal: Proposal, path: Sequence[int]) -> None:
         self._counters.steps += 1
-        self._counters.draft_sizes[len(proposal)] += 1
         self._counters.drafted.update(proposal.sources)
         self._counters.accepted.update(proposal.sources[node] for node in path)
 

@@ -22,7 +22,6 @@ class Counters:
     scheduler writes under its lock.
 
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
-    `draft_sizes` counts answers' steps, and `step_drafts` whole steps, by the number of draft tokens verified.
     `drafted` and `accepted` count tokens by their `Source`, `draft_failures` answers whose drafter failed, and
     `substituted` drafted tokens that a lossy rule accepted in place of the model's own.
     """
@@ -38,8 +37,6 @@ class Counters:
     accepted: Counter[int] = field(default_factory=Counter)
     preempted: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
-    draft_sizes: Counter[int] = field(default_factory=Counter)
-    step_drafts: Counter[int] = field(default_factory=Counter)
     draft_failures: int = 0
     substituted: int = 0
 
@@ -64,7 +61,6 @@ class EngineStats(Counters):
     draft_model: str | None
     queued: int
     active: int
-    prefix_sequences: int
     prefix_bytes: int
     kv_rows: int
     kv_rows_limit: int
@@ -98,7 +94,6 @@ def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, s
         draft_model=None if drafters.draft_model is None else drafters.draft_model.name,
         queued=scheduler.num_waiting,
         active=len(scheduler.active),
-        prefix_sequences=len(scheduler.prefix_cache),
         prefix_bytes=scheduler.prefix_cache.nbytes,
         kv_rows=scheduler.kv_slots,
         kv_rows_limit=scheduler.kv_budget.limit,

@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from tokenizers.processors import TemplateProcessing
 
 from agentspec.backends.model_store import resolve
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
 from agentspec.backends.torch.sampling.constraints import Constraints
-from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.benchmarks.judge_training import JudgePair, labelled_states, main, read_pairs, train_judge
 from agentspec.errors import ConfigurationError
 from agentspec.types import LossyAcceptance, Source
@@ -69,33 +67,6 @@ async def test_what_both_answers_begin_with_is_right(backend: TorchBackend) -> N
     prompt = backend.encode_chat([{"role": "user", "content": "q"}])
     (wrong,) = await backend.hidden_states([[*prompt, *await backend.tokenize("same wrong")]])
     assert np.allclose(states[-5:].numpy(), wrong[-5:], atol=1e-5)
-
-
-class Beginning:
-    """A model whose tokenizer puts a token before a prompt and one behind it; it hears what it is asked to read."""
-
-    fingerprint = "f"
-
-    def __init__(self, tokenizer: Any) -> None:
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|user|> $A <|end|>", special_tokens=[("<|user|>", 257), ("<|end|>", 256)]
-        )
-        self._tokenizer, self.read = TokenizerAdapter(tokenizer), [[0]]
-        self.encode_chat = self._tokenizer.encode_chat
-
-    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, special=begins)
-
-    async def hidden_states(self, texts: Any) -> Any:
-        self.read = texts
-        return [np.zeros((len(text), 2), np.float32) for text in texts]
-
-
-async def test_answers_are_read_as_what_goes_on_behind_the_prompt(tokenizer_of: Any) -> None:
-    model = Beginning(tokenizer_of("{{ messages[0].content }}|"))
-    assert (await model.tokenize("a", begins=True)) == [257, *await model.tokenize("a"), 256]
-    _, labels = await labelled_states(model, JudgePair("q", "ab", "ac"))
-    assert model.read == [await model.tokenize("q|ab"), await model.tokenize("q|ac")] and labels.tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -109,44 +109,6 @@ def test_an_error_of_learning_late_is_logged_once_and_not_raised(caplog: pytest.
     assert request.calls == ["extend", "abandon"] and caplog.text.count("going on without the token cache") == 1
 
 
-class Recording:
-    """A cache request that lists what it is told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, list[int]]] = []
-
-    def draft(self, max_tokens: int, min_probability: float, *, behind: Any, patience: float) -> None:
-        self.calls.append(("draft", behind.tolist()))
-
-    def extend(self, tokens: Any) -> None:
-        self.calls.append(("extend", tokens.tolist()))
-
-    def close(self, *, ended: bool) -> None:
-        self.calls.append(("close", []))
-
-
-def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
-    request = Recording()
-    memory = CacheSession(request, late=True)
-    memory.draft(4)
-    memory.flush_to_cache()
-    memory.extend([1])
-    memory.draft(4)
-    memory.flush_to_cache()
-    memory.extend([2])
-    memory.extend([3, 4] * HELD)
-    memory.draft(4)
-    memory.close(clean=True)
-    assert request.calls == [
-        ("draft", []),
-        ("draft", [1]),
-        ("extend", [1]),
-        ("draft", [2, *[3, 4] * HELD]),
-        ("extend", [2, *[3, 4] * HELD]),
-        ("close", []),
-    ]
-
-
 @pytest.mark.parametrize("clean", [True, False])
 def test_late_or_not_the_cache_ends_with_the_same(clean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of a text that was said before, what is counted of them, and what others see in the end."""

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import prefill
-from agentspec.backends.torch.engine.prefill import after_calls, known_prompt
+from agentspec.backends.torch.engine.prefill import known_prompt
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.responses import Accumulator
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -78,18 +77,6 @@ def test_thoughts_that_the_template_leaves_out_are_not_part_of_it(tokenizer_of: 
 def test_a_template_that_refuses_results_is_told(tokenizer_of: Any) -> None:
     with pytest.raises(InvalidRequestError, match="no"):
         known_prompt(TokenizerAdapter(tokenizer_of(NO_TOOLS)), GenerateRequest("m", messages=[calling("1")]))
-
-
-def test_what_follows_an_answer_is_its_text_and_calls_without_thoughts() -> None:
-    request = GenerateRequest("m", messages=[{"role": "user", "content": "hi"}])
-    answer = Accumulator()
-    answer.add(Delta("so", extra={"reasoning": "hm", "tool_calls": [{"index": 0, **calling("1")["tool_calls"][0]}]}))
-    answer.add(Delta(finish_reason="tool_calls"))
-    following = after_calls(request, answer)
-    assert following is not None and following.messages is not None
-    assert following.messages[1:] == [{**calling("1"), "content": "so"}]
-    assert after_calls(request, Accumulator()) is None
-    assert after_calls(GenerateRequest("m", text="hi"), answer) is None
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}

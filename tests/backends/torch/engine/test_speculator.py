@@ -105,7 +105,6 @@ def test_totals_are_counted_by_source() -> None:
     for _ in range(2):
         subject.observe(draft_alone(subject.proposing([5, 6], 10)), [0, 1], BILL)
     assert (counters.drafted, counters.accepted, counters.steps) == ({2: 6}, {2: 4}, 2)
-    assert counters.draft_sizes == {3: 2}
     total = subject.speculation
     assert (total.drafted, total.accepted, total.steps) == (6, 4, 2)
     assert 3 < total.estimated_seconds_saved < 4

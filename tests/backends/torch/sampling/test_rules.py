@@ -189,15 +189,6 @@ def test_no_end_comes_before_min_tokens(lab: Any, tree_of: Any, sampling: str, m
         assert outcome.tokens == want
 
 
-def test_stop_strings_count_only_behind_min_tokens(lab: Any) -> None:
-    free = lab.run(PROMPT, SAMPLINGS["plain"])
-    first = free.text[0]
-    stopped = lab.run(PROMPT, SamplingParams(seed=5, stop=(first,)))
-    later = lab.run(PROMPT, SamplingParams(seed=5, stop=(first,), min_tokens=3))
-    assert stopped.text == "" and stopped.finish == "stop"
-    assert len(later.tokens) > 3 and later.tokens == free.tokens[: len(later.tokens)]
-
-
 @pytest.mark.parametrize(
     "sampling", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLINGS]
 )
