@@ -11,17 +11,21 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.request import getproxies, proxy_bypass
 
 import httptools
 
-try:  # httpx2, which the extra `proxy` brings, or else httpx: both have the same interface
+if TYPE_CHECKING:
     import httpcore2 as httpcore
     import httpx2 as httpx
-except ModuleNotFoundError:
-    import httpcore  # type: ignore[no-redef]
-    import httpx  # type: ignore[no-redef]
+else:
+    try:  # httpx2, which the extra `proxy` brings, or else httpx: both have the same interface
+        import httpcore2 as httpcore
+        import httpx2 as httpx
+    except ModuleNotFoundError:
+        import httpcore
+        import httpx
 
 __all__ = [
     "MAX_HEAD_BYTES",
