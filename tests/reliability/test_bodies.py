@@ -198,11 +198,11 @@ def engine(shared_gateway: Any, tiny_model: Path) -> Iterator[httpx.Client]:
     """A client of a gateway with the local engine, which compiles forms, renders templates and tokenizes."""
     pytest.importorskip("torch")
     settings = Settings(
-        server=ServerSettings(request_timeout=60),
+        server=ServerSettings(request_timeout=600),
         backends={"tiny": TorchSettings(model=str(tiny_model), device="cpu")},
         models={"local": ModelSettings(backend="tiny")},
     )
-    with httpx.Client(base_url=shared_gateway({}, settings).url, headers=JSON, timeout=120) as client:
+    with httpx.Client(base_url=shared_gateway({}, settings).url, headers=JSON, timeout=600) as client:
         yield client
 
 
