@@ -111,7 +111,7 @@ def store(database: Database | None) -> Open:
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def location(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     """Where a cache may be kept."""
     return tmp_path if request.param == "sqlite" else None
 
@@ -217,8 +217,8 @@ def test_a_search_looks_into_arguments_and_names(store: Open, text: str) -> None
     assert answers(opened, ["whole", "cut", "other"]) == ["other"]
 
 
-def test_what_a_pattern_refuses_is_not_stored(location: Path | None) -> None:
-    with SuffixCache.open(location, refuse_patterns=["sk-[0-9]+"]) as cache:
+def test_what_a_pattern_refuses_is_not_stored(place: Path | None) -> None:
+    with SuffixCache.open(place, refuse_patterns=["sk-[0-9]+"]) as cache:
         escaped = json.dumps({"key": "\u0073k-1"}, ensure_ascii=True)
         assert not cache.responses.put(make("r1", "my sk-12 key"))
         assert not cache.responses.put(make("r2", response={"output": [{"arguments": escaped}]}))
@@ -237,7 +237,7 @@ def test_what_a_pattern_refuses_is_not_stored(location: Path | None) -> None:
         ({"text": "nobody wrote it", "decode": str}, ["whole", "old"]),
     ],
 )
-def test_what_was_forgotten_meanwhile_is_not_stored(location: Path | None, conditions: Any, refused: list[str]) -> None:
+def test_what_was_forgotten_meanwhile_is_not_stored(place: Path | None, conditions: Any, refused: list[str]) -> None:
     """A store that is slow, or has a queue, comes to an answer after the deletion that covers it."""
     now = time.time()
     answers = {
@@ -246,7 +246,7 @@ def test_what_was_forgotten_meanwhile_is_not_stored(location: Path | None, condi
         "under way": make("under way", session="s", created_at=now + 100, begun=now),
         "later": make("later", session="s", created_at=now + 100),
     }
-    with SuffixCache.open(location) as cache:
+    with SuffixCache.open(place) as cache:
         cache.forget(**conditions)
         assert [id for id, one in answers.items() if not cache.responses.put(one)] == refused
         assert cache.responses.put(make("new", session="s"))
@@ -255,15 +255,15 @@ def test_what_was_forgotten_meanwhile_is_not_stored(location: Path | None, condi
 @pytest.mark.parametrize("hours", [-2, 2])
 @pytest.mark.parametrize("when", ["before the deletion", "after it"])
 def test_a_clock_that_is_set_hides_no_deletion(
-    location: Path | None, monkeypatch: pytest.MonkeyPatch, hours: int, when: str
+    place: Path | None, monkeypatch: pytest.MonkeyPatch, hours: int, when: str
 ) -> None:
     clock, begun = time.time, time.monotonic()
-    with SuffixCache.open(location) as cache:
+    with SuffixCache.open(place) as cache:
         turn = new_turn("a", "agent", "s", "a secret")
         cache.tool_turns.put(turn)
         for step in ("before the deletion", "after it"):
             if step == "after it":
-                with SuffixCache.open(location) if location else nullcontext(cache) as other:
+                with SuffixCache.open(place) if place else nullcontext(cache) as other:
                     other.forget(session="s")
             if step == when:
                 monkeypatch.setattr(time, "time", lambda: clock() + 3600.0 * hours)
