@@ -230,8 +230,10 @@ def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
     backend = Endless()
     running = gateway({"fake": backend})
     with ExitStack() as stack:
-        readers = [stack.enter_context(ask(running.url, STREAMED, 4096)) for _ in range(count)]
-        highest, begun = 0, time.monotonic()
+        readers, highest, begun = [], 0, time.monotonic()
+        for _ in range(count):
+            readers.append(stack.enter_context(ask(running.url, STREAMED, 4096)))
+            highest = max(highest, most_buffered(running))
         while (backend.begun < count or running.server.server_state.connections) and time.monotonic() - begun < 100:
             highest = max(highest, most_buffered(running))
             for reader in readers[: count // 2]:  # the others never read
