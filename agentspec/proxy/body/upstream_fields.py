@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.types import Scope
@@ -310,8 +310,7 @@ class UpstreamFields:
         """
         named = type(value) is dict
         text = _text_of(value) if named else frozenset()
-        items: Iterable[tuple[Any, Any]] = value.items() if named else enumerate(value)
-        for key, one in items:
+        for key, one in cast("Iterable[tuple[Any, Any]]", value.items() if named else enumerate(value)):
             name, place = key if named else nearest, (at, key)
             if region.media and named and _TENSORS.fullmatch(key) and key not in self._added:
                 raise _refused(_path(place))

@@ -127,7 +127,8 @@ class NextTurns:
         await asyncio.gather(*waiting, return_exceptions=True)
 
     def _expect(self, following: GenerateRequest) -> None:
-        first = str((following.messages or ())[-1]["tool_calls"][0].get("id"))
+        assert following.messages, "a turn follows an answer"
+        first = str(following.messages[-1]["tool_calls"][0].get("id"))
         task = self._waiting[first] = asyncio.create_task(self._launch(following))
         task.add_done_callback(lambda _: self._waiting.pop(first, None))
 
