@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
+from agentspec.types import Delta, GenerateRequest, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.openai.isolation import TenantIsolation
@@ -137,13 +137,4 @@ class ReportsMetrics(Protocol):
         """The counts of this backend, whose name is `name`; None if there are none now. Never raises; takes seconds at
         most.
         """
-        ...
-
-
-@runtime_checkable
-class Embeds(Protocol):
-    """A backend that turns texts into vectors whose directions tell how similar the texts are."""
-
-    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        """One vector for each text, all of the same length. The texts are the tenant's."""
         ...

@@ -589,6 +589,19 @@ SMUGGLED = {
     "HTTP/3.1": POST.replace(b"1.1", b"3.1") + HOST + TYPE + LENGTH + b"\r\n" + CONTENT,
     "nonsense": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
 }
+PATHS = [
+    "//v1/chat/completions",
+    "/v1//chat/completions",
+    "/./v1/chat/completions",
+    "/v1/%2e%2e/v1/chat/completions",
+    "/v1/..%2fchat/completions",
+    "/v1/chat/completions/",
+    "/v1/chat/completions;x",
+    "/V1/chat/completions",
+    "/%76%31/chat%2fcompletions/..",
+    *("/invocations", "/pooling", "/score", "/rerank", "/pause", "/resume"),
+    *("/update_weights", "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_lora_adapter", "/start_profile"),
+]
 WAITED_FOR = {("a huge chunk", "408"), ("a longer chunk", "408"), ("HTTP/0.9", "408")}
 """Messages that may be the beginning of longer ones."""
 
@@ -619,6 +632,16 @@ def test_c9_a_proper_request_passes(behind: Any) -> None:
             connection.sendall(message)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
     assert [request.json for request in requests] == [BODY, BODY]
+
+
+def test_c9_only_the_listed_paths_reach_the_upstream(behind: Any) -> None:
+    running, requests = behind
+    for path in PATHS:
+        with socket.create_connection(address(running.url), timeout=60) as connection:
+            head = POST.replace(CHAT.encode(), path.encode())
+            connection.sendall(head + HOST + TYPE + LENGTH + b"connection: close\r\n\r\n" + CONTENT)
+            assert rest(connection).split(b" ")[1] in (b"400", b"404", b"405"), path
+        assert requests == [], path
 
 
 def test_c9_a_long_head_gets_431(behind: Any) -> None:

@@ -528,3 +528,18 @@ def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, ups
         + TELLS.replace(b"sk-oper****6789", b"***").replace(b"org-Canary0123456789", b"***")
         + end
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ({}, [chunk("a", "stop")]),
+        ({}, [chunk("a"), b"data: [DONE]"]),
+        ({"n": 2}, [chunk("", "stop", 1), chunk("", "stop", 0)]),
+        ({"n": 2}, [chunk("", "stop", 0), DONE]),
+    ],
+)
+def test_u6_what_is_whole_is_left_as_it_is(cutting: Any, fields: dict[str, Any], pieces: list[bytes]) -> None:
+    running, _, state = cutting
+    state.update(pieces=pieces, clean=True)
+    assert post(running, **fields).content == b"".join(pieces)

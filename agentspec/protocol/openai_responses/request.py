@@ -220,6 +220,11 @@ def _is_includable(names: list[str]) -> list[str]:
     return names
 
 
+_Metadata = Annotated[  # bounds of OpenAI's
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=16)
+]
+
+
 class _ResponsesBody(Body):
     """The fields of a request. `input` and `tools` are read by `items.py` and `tools.py`."""
 
@@ -232,7 +237,7 @@ class _ResponsesBody(Body):
     store: bool = True
     max_output_tokens: Annotated[Count, must(lambda count: count > 0, " must be at least 1")] | None = None
     max_tool_calls: Count | None = None  # of hosted tools, of which there are none
-    metadata: dict[Text, Text] | None = None
+    metadata: _Metadata | None = None
     include: Annotated[list[Text], AfterValidator(_is_includable)] | None = None
     top_logprobs: Annotated[Count, must(lambda count: count == 0, " must be 0: chats tell probabilities")] = 0
     truncation: Annotated[Text, must(lambda one: one == "disabled", _WHOLE)] = "disabled"

@@ -164,3 +164,11 @@ def test_each_event_loop_has_its_own_connections() -> None:
     asyncio.run(send())
     asyncio.run(send())
     assert len(recorder.requests) == 2
+
+
+async def test_without_a_key_the_clients_own_passes() -> None:
+    recorder = Recorder()
+    endpoint = Endpoint(settings(), transport=recorder.transport)
+    async with endpoint.send("GET", "/models", headers={"Authorization": "Bearer client"}):
+        pass
+    assert recorder.requests[0].headers["authorization"] == "Bearer client"

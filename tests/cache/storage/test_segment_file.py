@@ -16,6 +16,8 @@ from agentspec.cache.tokens import SequenceMeta, Tokens
 from agentspec.errors import (
     CacheDamagedError,
     CacheFormatError,
+    CacheNamespaceError,
+    CacheVersionError,
     InvalidRequestError,
 )
 from agentspec.types import Namespace, Source
@@ -276,3 +278,15 @@ def usable(data: bytes) -> bool:
             index.append(number, [1, 2, 3] * 100)
     index.remove(numbers[:2])
     return True
+
+
+def test_three_distinct_refusals() -> None:
+    data = packed(*an_index())
+    with pytest.raises(CacheNamespaceError, match="'tokenizer'"):
+        opened(data, Namespace("tenant", "model", "another", "template"))
+    with pytest.raises(CacheVersionError, match="version 2, not 1"):
+        opened(data[:12] + struct.pack("=I", 2) + data[16:])
+    with pytest.raises(CacheVersionError, match="byte order"):
+        opened(data[:8] + data[8:12][::-1] + data[12:])
+    with pytest.raises(CacheDamagedError, match="no segment"):
+        opened(b"SQLite format 3\0" + data[16:])

@@ -191,6 +191,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "word " * 201}, "input"),
     ({"messages": [{}]}, "messages"),
     ({"metadata": {"a": 5}}, "metadata.a"),
+    ({"metadata": {str(number): "a" for number in range(17)}}, "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "metadata.a"),
     ({"truncation": "auto"}, "truncation"),
     ({"tools": [{"type": "tool_search", "execution": "client"}]}, "tools[0].type"),
     ({"previous_response_id": "resp_unknown"}, "previous_response_id"),

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+import zlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.cache.storage import codec
+from agentspec.cache.tokens import SequenceRecord
+from agentspec.errors import CacheFormatError
+from agentspec.types import Labels, Namespace
+
+tokens = st.lists(st.integers(0, 2**31 - 2), max_size=80).map(lambda ids: np.array(ids, dtype=np.int32))
+
+
+def record(row: SequenceRecord, **changes: Any) -> Any:
+    return SimpleNamespace(**codec.encode(row) | {"id": 7} | changes)
+
+
+@given(tokens, tokens)
+def test_what_is_read_is_what_was_recorded(output: np.ndarray, context: np.ndarray) -> None:
+    row = SequenceRecord(1 << 40, Namespace("t", "m", "k", "c"), Labels("s", None, "p"), output, context, 12.5)
+    found = codec.decode(record(row))
+    assert (found.tokens.tolist(), found.context.tolist()) == (output.tolist(), context.tolist())
+    assert (found.sequence, found.namespace, found.labels, found.created_at) == (
+        row.sequence,
+        row.namespace,
+        row.labels,
+        row.created_at,
+    )
+    assert len(record(row).tokens) == record(row).size
+
+
+DAMAGED = [
+    {"tokens": b"x"},
+    {"tokens": b""},
+    {"tokens": "text"},
+    {"tokens": None},
+    *({"tokens": zlib.compress(np.array([1, 2, id_], dtype="<i4").tobytes())} for id_ in (-1, -(2**31), 2**31 - 1)),
+    {"token_count": 4},
+    {"token_count": -1},
+    {"token_count": 2**62},
+    {"token_count": "two"},
+    {"number": 1.5},
+    {"namespace": "0" * 64},
+    {"tenant": "u"},
+    {"tenant": b"t"},
+    {"template_hash": None},
+    {"session": b"s"},
+    {"created_at": "yesterday"},
+    {"created_at": math.nan},
+    {"created_at": math.inf},
+]
+
+
+@pytest.mark.parametrize("changes", DAMAGED)
+def test_damage_of_every_kind_is_told(changes: dict[str, object]) -> None:
+    row = SequenceRecord(1, Namespace("t"), Labels(), np.array([1, 2], np.int32), np.array([3], np.int32), 0.0)
+    with pytest.raises(CacheFormatError):
+        codec.decode(record(row, **changes))
+
+
+def test_every_flipped_bit_of_the_tokens_is_told() -> None:
+    tokens = np.arange(100, 300, dtype=np.int32)
+    row = SequenceRecord(1, Namespace("t"), Labels(), tokens, tokens[:60], 0.0)
+    packed = codec.encode(row)["tokens"]
+    assert isinstance(packed, bytes)
+    for bit in range(8 * len(packed)):
+        data = bytearray(packed)
+        data[bit // 8] ^= 1 << bit % 8
+        try:
+            found = codec.decode(record(row, tokens=bytes(data)))
+        except CacheFormatError:
+            continue
+        assert (found.tokens == tokens).all() and (found.context == tokens[:60]).all()  # bits that mean nothing
