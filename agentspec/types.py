@@ -273,7 +273,7 @@ class StepSpeculation(Speculation):
     `drafted` and `accepted` count the small model's tokens, `steps` the reasoning steps. `spent_tokens` counts all
     tokens that each role generated, dropped ones included. `estimated_seconds_saved` compares the time of the reasoning
     with that of as many tokens at the base model's own pace, measured while it writes; below 0, time was lost.
-    `degraded` maps each abandoned model to the reason. `trace` is the answer's id for `agentspec trace`.
+    `degraded` maps each abandoned model to the reason. `trace` names the answer's file in the folder of traces.
     """
 
     steps_are_forwards = False

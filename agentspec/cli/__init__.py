@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, fleet, kb, model, serve, trace, verify
+from agentspec.cli import bench, cache, config, demo, fleet, kb, model, serve, verify
 from agentspec.cli.bench import engines
 from agentspec.cli.bench.placement import placement
 from agentspec.cli.common import ErrorGroup
@@ -55,5 +55,4 @@ app.add_typer(fleet.app, name="fleet")
 app.add_typer(kb.app, name="kb")
 app.add_typer(kb.knn, name="knn")
 app.command()(config.doctor)
-app.command()(trace.trace)
 app.command()(verify.verify)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.errors import ConfigurationError
 from agentspec.reasoning.delegation.steps import Event, ThinkingText
 from agentspec.reasoning.settings import StrategySettings, TraceSettings
 from agentspec.types import GenerateRequest
@@ -52,10 +52,6 @@ class TraceFolder:
                 written[file.stem] = file.stat().st_mtime
         return sorted(written, key=written.__getitem__, reverse=True)
 
-    def read(self, trace: str) -> list[dict[str, Any]]:
-        """The records of a trace: head, one for each event, answer. Raises `InvalidRequestError` for an unknown id."""
-        return [json.loads(line) for line in self._file(trace).read_text(encoding="utf-8").split("\n") if line]
-
     def write(self, trace: str, records: list[dict[str, Any]]) -> None:
         """Write a trace and delete the oldest ones. If writing fails, the trace is lost and the answer is not."""
         text = "".join(json.dumps(record, ensure_ascii=False, default=repr) + "\n" for record in records)
@@ -74,11 +70,6 @@ class TraceFolder:
         except OSError:
             path.unlink(missing_ok=True)  # half of a trace could not be read
             raise
-
-    def _file(self, trace: str) -> Path:
-        if trace not in self.ids():
-            raise InvalidRequestError(f"no trace {trace!r} in {self.path}", param="id")
-        return self.path / f"{trace}{SUFFIX}"
 
 
 @dataclass(slots=True)
