@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 import pytest
 
-from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy import endpoint
 from agentspec.proxy.body import reading
 from agentspec.proxy.body.budget import INLINE_BYTES
@@ -30,118 +28,6 @@ pytestmark = pytest.mark.reliability
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 JSON = {"content-type": "application/json"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
-BODIES: dict[str, list[dict[str, Any]]] = {
-    CHAT: [
-        {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 5, "stream": False},
-        {
-            "messages": [
-                {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
-                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
-                {"role": "tool", "tool_call_id": "c", "content": "1"},
-            ],
-            "tools": [TOOL],
-            "tool_choice": {"type": "function", "function": {"name": "f"}},
-            "stop": ["a", "b"],
-            "logit_bias": {"1": 2.5},
-        },
-        {
-            "messages": [{"role": "user", "content": "hi", "name": "me"}],
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
-            "chat_template_kwargs": {"enable_thinking": False},
-            "prediction": {"type": "content", "content": "hello"},
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "logprobs": True,
-            "top_logprobs": 2,
-            "metadata": {"a": "b"},
-            "n": 2,
-            "seed": 7,
-        },
-    ],
-    COMPLETIONS: [
-        {"prompt": "hi", "logprobs": 1, "echo": True, "stop": "x", "min_p": 0.1, "top_k": 3, "bad_words": ["y"]},
-        {"prompt": [1, 2, 3], "return_token_ids": True, "prompt_logprobs": 1, "stop_token_ids": [5], "n": 2},
-        {"prompt": ["hi"], "structured_outputs": {"choice": ["a", "b"]}, "stream": True, "priority": 1, "suffix": ""},
-    ],
-    EMBEDDINGS: [{"input": "hi"}, {"input": ["a", "b"], "encoding_format": "float", "dimensions": 3}],
-}
-# Written as they stand into a body where a value was: JSON, and what is not.
-ODD = [
-    *"""
-    null true false 0 -0 -1 1.5 0.0 2 1e-320 5e-324 1e308 1e-400 -1e308 127 128 129 4294967296 2147483647 2147483648
-    65535 9223372036854775807 9223372036854775808 18446744073709551615 9999999999999999999999 "" "x" [] {} [[]] [null]
-    {"":null} "\\u0000" "http://169.254.169.254/" {"url":"file:///etc/passwd"} {"a":1} {"api_base":"x"} "1" "NaN" [1,2]
-    ["a","b"] [[[[[[[[[[]]]]]]]]]] {"type":"text","text":"x"} {"type":"object"} "\\ud83d\\ude00" "assistant" "tool"
-    "text" "auto" [""] {"type":"json_object"} {"role":"user","content":"x"} "(a|aa)*b" "[" "{{7*7}}" "%s" "\\u202e"
-    """.split(),
-    json.dumps("x" * 70_000),
-    json.dumps(["x"] * 3000),
-    json.dumps([{}] * 3000),
-    json.dumps({str(number): number for number in range(3000)}),
-    "[" * 100 + "]" * 100,
-]
-BROKEN = [
-    *"""
-    1e999 -1e400 NaN -Infinity 01 +1 1. ' ' "\\ud800" "\\udfff\\ud800" {"\\ud83d":1} {"a":1,"a":2} "\\x" /**/1 [1,]
-    {"a":} nil
-    """.split(),
-    "9" * 5000,
-    "[" * 1000 + "]" * 1000,
-    '{"a":' * 1000 + "1" + "}" * 1000,
-    "[" * 1000,
-]
-
-
-def mutated(seed: int, path: str) -> bytes:
-    """A body of the route with up to three changes: other values, keys twice or gone, bytes flipped, cut or doubled."""
-    chance = random.Random(f"{path} {seed}")
-    body = {"model": "local", **chance.choice(BODIES[path])}
-    if chance.random() < 0.2:
-        body[chance.choice(["unheard_of", "api_base", "n", "max_tokens", "x" * 300])] = "MARK"
-    body = json.loads(json.dumps(body))
-    for _ in range(chance.randint(1, 2)):
-        place = chance.choice(list(_places(body)))
-        if isinstance(place[0], dict) and chance.random() < 0.2:
-            del place[0][place[1]]
-        else:
-            place[0][place[1]] = "MARK"
-    text = json.dumps(body, ensure_ascii=chance.random() < 0.5)
-    while '"MARK"' in text:
-        text = text.replace('"MARK"', chance.choice(ODD if chance.random() < 0.85 else BROKEN), 1)
-    data = text.encode("utf-8", "surrogatepass")
-    if chance.random() < 0.05:
-        data = data.replace(b"{", b'{"model": "local",' if chance.random() < 0.5 else b'{"a":1,"a":1,', 1)
-    if chance.random() < 0.1:
-        data = _broken(bytearray(data), chance)
-    return data
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    waiting = [value]
-    for one in waiting:
-        for key, item in one.items() if isinstance(one, dict) else enumerate(one):
-            yield one, key
-            if isinstance(item, (dict, list)):
-                waiting.append(item)
-
-
-def _broken(data: bytearray, chance: random.Random) -> bytes:
-    at = chance.randrange(len(data))
-    match chance.randrange(5):
-        case 0:
-            data[at] = chance.randrange(256)
-        case 1:
-            del data[at:]
-        case 2:
-            data[at:at] = chance.choice(
-                [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b'"', b"\\", b"}"]
-            )
-        case 3:
-            data += data[:at]
-        case _:
-            data[:0] = chance.choice([b"\xef\xbb\xbf", b" ", b"\x1f\x8b", b"//", b"[", b"\xfe\xff"])
-    return bytes(data)
 
 
 def configured(url: str, **server: Any) -> tuple[dict[str, Any], Settings]:
@@ -165,51 +51,6 @@ def served(shared_gateway: Any, shared_upstream: Any) -> Any:
 def client(served: Any) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served[0].url, headers=JSON, timeout=60) as client:
         yield client
-
-
-COUNTS = [
-    pytest.param(25, id="25"),
-    pytest.param(500, id="500", marks=pytest.mark.slow),
-    pytest.param(20_000, id="20000", marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("model", ["local", "up"])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS])
-def test_c1_mutated_bodies_get_2xx_or_4xx(client: httpx.Client, count: int, model: str, path: str) -> None:
-    check_mutated(client, count, model, path)
-
-
-def check_mutated(client: httpx.Client, count: int, model: str, path: str) -> None:
-    for seed in range(count):
-        body = mutated(seed, path).replace(b'"local"', b'"%s"' % model.encode())
-        response = client.post(path, content=body)
-        assert 200 <= response.status_code < 300 or 400 <= response.status_code < 500, (seed, body[:500], response.text)
-        if response.status_code >= 400:
-            error = response.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"} and error["message"], (seed, error)
-            assert len(response.content) < 4096, (seed, body[:500])
-    assert client.get("/health").status_code == 200
-
-
-@pytest.fixture(scope="module")
-def engine(shared_gateway: Any, tiny_model: Path) -> Iterator[httpx.Client]:
-    """A client of a gateway with the local engine, which compiles forms, renders templates and tokenizes."""
-    pytest.importorskip("torch")
-    settings = Settings(
-        server=ServerSettings(request_timeout=600),
-        backends={"tiny": TorchSettings(model=str(tiny_model), device="cpu")},
-        models={"local": ModelSettings(backend="tiny")},
-    )
-    with httpx.Client(base_url=shared_gateway({}, settings).url, headers=JSON, timeout=600) as client:
-        yield client
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_c1_mutated_bodies_to_the_local_engine(engine: httpx.Client, count: int, path: str) -> None:
-    check_mutated(engine, count, "local", path)
 
 
 HOSTILE = {
@@ -397,7 +238,7 @@ ELSEWHERE = """
     /v1/chat/%2e%2e/completions /v1/chat%2Fcompletions/x /v1/chat%252Fcompletions /V1/chat/completions
     /v1/chat/completions%00 /v1/chat/completions%20 /v1/chat/completions;x /v1/chat\\completions
     /v1/chat/completions/../../pause /v1/models/../../pause /v1/models/%2e%2e/%2e%2e/pause
-    /v1/models/x%2f..%2f..%2fpause
+    /v1/models/x%2f..%2f..%2fpause /./v1/chat/completions /v1/..%2fchat/completions /%76%31/chat%2fcompletions/..
 """.split()  # fmt: skip
 
 
@@ -411,37 +252,6 @@ def test_c9_no_other_path_reaches_an_upstream(served: Any) -> None:
     for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "POSTX"):
         assert _raw(running, method, CHAT, body)[0] in (400, 405), method
     assert server.requests == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x-original-url: /pause",
-        "x-rewrite-url: /pause",
-        "x-http-method-override: DELETE",
-        "x-forwarded-host: evil",
-        "x-forwarded-prefix: /pause",
-        "forwarded: host=evil",
-        "connection: keep-alive, content-type",
-        "host: evil/pause",
-        "upgrade: h2c",
-        "x-agentspec-step: %0d%0ax-evil: 1",
-        "te: trailers",
-        "expect: 100-continue",
-    ],
-)
-def test_c9_no_header_leads_elsewhere(served: Any, line: str) -> None:
-    """What the upstream gets is the listed path with the listed headers, or nothing."""
-    running, server = served
-    server.requests.clear()
-    body = json.dumps({"model": "up", "messages": []}).encode()
-    for target in (CHAT, f"http://evil{CHAT}", f"{CHAT}?x=%0d%0ahost:evil"):
-        _raw(running, "POST", target, body, line)
-    name = line.partition(":")[0]
-    for request in server.requests:
-        assert request.target.partition("?")[0] in (CHAT, "/v1/models", "/metrics"), request.target
-        assert f"127.0.0.1:{server.url.rsplit(':', 1)[1].removesuffix('/v1')}" == request.headers["host"]
-        assert "x-evil" not in request.headers and (name in ("connection", "host") or name not in request.headers)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -142,49 +141,19 @@ async def stream_to_end(url: str, begun: Callable[[], None] = lambda: None) -> b
     return received
 
 
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def resident(pid: int) -> int:
-    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
-    return int(line.split()[1]) << 10
-
-
-def check_streams(url: str, pid: int, count: int, words: int) -> None:
-    """So many streams at once end well, and leave the gateway's process no files open and little memory taken."""
-    httpx.post(url + CHAT, json=BODY, timeout=600)
-    files, memory = descriptors(pid), resident(pid)
+def test_c2_concurrent_streams_end_well_and_leave_nothing(gateway: Any, until: Callable[..., None]) -> None:
+    """`test_load.py` has a thousand of them."""
+    running = gateway({"fake": FakeBackend(Answer("word " * 5, latency=0.02))}, max_concurrent=50)
+    httpx.post(running.url + CHAT, json=BODY, timeout=600)
+    files = len(os.listdir("/proc/self/fd"))
 
     async def all_of_them() -> list[bytes]:
-        return await asyncio.gather(*(stream_to_end(url) for _ in range(count)))
+        return await asyncio.gather(*(stream_to_end(running.url) for _ in range(50)))
 
     answers = asyncio.run(all_of_them())
     assert all(b'"finish_reason":"stop"' in one and b"data: [DONE]" in one for one in answers)
-    assert all(one.count(b"word") == words for one in answers)
-    print(f"\n{count} streams: resident memory grew by {(resident(pid) - memory) >> 20} MiB")
-    assert resident(pid) - memory <= 150 << 20
-    limit = time.monotonic() + 60
-    while descriptors(pid) > files and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert descriptors(pid) <= files
-
-
-def test_c2_concurrent_streams_end_well_and_leave_nothing(gateway: Any) -> None:
-    running = gateway({"fake": FakeBackend(Answer("word " * 5, latency=0.02))}, max_concurrent=50)
-    check_streams(running.url, os.getpid(), 50, 5)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(25, marks=pytest.mark.slow),
-        pytest.param(1500, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
-    ],
-)
-def test_c2_more_streams_end_well_and_leave_nothing(words: int) -> None:
-    with process(words, 0.2) as running:
-        check_streams(running.url, running.pid, 1000, words)
+    assert all(one.count(b"word") == 5 for one in answers)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= files)
 
 
 # ---- C3: slow readers --------------------------------------------------------------------------------------------
@@ -405,39 +374,29 @@ def test_c5_half_heads_disturb_nobody_and_are_closed(gateway: Any, monkeypatch: 
 
 
 @pytest.mark.usefixtures("brief")
-@pytest.mark.parametrize("part", [b"x-header: 1\r\n", b"x"])
-def test_c5_a_head_that_trickles_is_closed(gateway: Any, part: bytes) -> None:
-    running = gateway({"fake": FakeBackend()})
+@pytest.mark.parametrize(
+    ("begun", "part", "said"),
+    [
+        (b"", b"x-header: 1\r\n", b"no complete head"),
+        (b"", b"x", b"no complete head"),
+        (b"content-length: 100000\r\n\r\n{", b" ", b"server.request_timeout"),
+        (b"content-length: 100000\r\n\r\n{", b"", b"server.request_timeout"),
+    ],
+    ids=["lines", "a line", "a body", "a body that stops"],
+)
+def test_c5_what_trickles_is_closed(
+    gateway: Any, until: Callable[..., None], begun: bytes, part: bytes, said: bytes
+) -> None:
+    running = gateway({"fake": FakeBackend()}, request_timeout=1.0)
     with socket.create_connection(address(running.url), timeout=0.05) as connection:
-        connection.sendall(HEAD)
+        connection.sendall(HEAD + begun)
         received, limit = b"", time.monotonic() + 60
         while not received and time.monotonic() < limit:
             with suppress(TimeoutError):
                 connection.sendall(part)
                 received = connection.recv(1000)
-    assert received.startswith(b"HTTP/1.1 408 ") and b"no complete head" in received
-
-
-def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., None]) -> None:
-    running = gateway({"fake": FakeBackend()}, request_timeout=1.0)
-    with socket.create_connection(address(running.url), timeout=0.05) as connection:
-        connection.sendall(HEAD + b"content-length: 100000\r\n\r\n{")
-        received, limit = b"", time.monotonic() + 60
-        while not received and time.monotonic() < limit:
-            with suppress(TimeoutError):
-                connection.sendall(b" ")
-                received = connection.recv(1000)
-    assert received.startswith(b"HTTP/1.1 408 ") and b"server.request_timeout" in received
+    assert received.startswith(b"HTTP/1.1 408 ") and said in received
     until(lambda: running.app.limiter.running == 0)
-
-
-def test_c5_a_body_may_take_as_long_as_the_request_and_no_longer(gateway: Any) -> None:
-    running = gateway({"fake": FakeBackend("fine")}, request_timeout=1.0)
-    with socket.create_connection(address(running.url), timeout=60) as connection:
-        connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
-        answer = rest(connection)  # the place is free again, and so is the connection
-    assert answer.startswith(b"HTTP/1.1 408 ") and b"server.request_timeout" in answer
-    assert running.app.limiter.running == 0
 
 
 def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: Any, until: Callable[..., None]) -> None:
@@ -589,19 +548,6 @@ SMUGGLED = {
     "HTTP/3.1": POST.replace(b"1.1", b"3.1") + HOST + TYPE + LENGTH + b"\r\n" + CONTENT,
     "nonsense": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
 }
-PATHS = [
-    "//v1/chat/completions",
-    "/v1//chat/completions",
-    "/./v1/chat/completions",
-    "/v1/%2e%2e/v1/chat/completions",
-    "/v1/..%2fchat/completions",
-    "/v1/chat/completions/",
-    "/v1/chat/completions;x",
-    "/V1/chat/completions",
-    "/%76%31/chat%2fcompletions/..",
-    *("/invocations", "/pooling", "/score", "/rerank", "/pause", "/resume"),
-    *("/update_weights", "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_lora_adapter", "/start_profile"),
-]
 WAITED_FOR = {("a huge chunk", "408"), ("a longer chunk", "408"), ("HTTP/0.9", "408")}
 """Messages that may be the beginning of longer ones."""
 
@@ -632,16 +578,6 @@ def test_c9_a_proper_request_passes(behind: Any) -> None:
             connection.sendall(message)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
     assert [request.json for request in requests] == [BODY, BODY]
-
-
-def test_c9_only_the_listed_paths_reach_the_upstream(behind: Any) -> None:
-    running, requests = behind
-    for path in PATHS:
-        with socket.create_connection(address(running.url), timeout=60) as connection:
-            head = POST.replace(CHAT.encode(), path.encode())
-            connection.sendall(head + HOST + TYPE + LENGTH + b"connection: close\r\n\r\n" + CONTENT)
-            assert rest(connection).split(b" ")[1] in (b"400", b"404", b"405"), path
-        assert requests == [], path
 
 
 def test_c9_a_long_head_gets_431(behind: Any) -> None:

@@ -1,13 +1,13 @@
-"""C1: bodies with parts of odd types, and fields of wrong types, on each route: an answer or the client's own error."""
+"""C1: mutated bodies on every route, and fields of wrong types: an answer or the client's own error."""
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import pkgutil
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +16,16 @@ from pydantic import BaseModel
 
 import agentspec.protocol
 import agentspec.proxy
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
 from tests.proxy.encoder import ConstantEncoder
 
 pytestmark = pytest.mark.reliability
 
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+JSON = {"content-type": "application/json"}
 MESSAGES: dict[str, Any] = {
     "model": "m",
     "max_tokens": 10,
@@ -99,139 +102,218 @@ RESPONSE: dict[str, Any] = {
     "user": "u",
     "previous_response_id": None,
 }  # fmt: skip
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": MESSAGES,
-    "/v1/responses": RESPONSE,
-    "/v1/embeddings": {"model": "e", "input": ["a b", "c"], "encoding_format": "base64", "dimensions": 3, "user": "u"},
-    "/tokenize": {"model": "m", "messages": MESSAGES["messages"][:1], "tools": [], "add_special_tokens": False},
-    "/detokenize": {"model": "m", "tokens": [0, 1, 2]},
-    "/v1/completions": {"model": "m", "prompt": ["a", "b"], "n": 2, "max_tokens": 3, "echo": True, "stream": False},
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+BODIES: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 5, "stream": False},
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+                {"role": "tool", "tool_call_id": "c", "content": "1"},
+            ],
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "stop": ["a", "b"],
+            "logit_bias": {"1": 2.5},
+        },
+        {
+            "messages": [{"role": "user", "content": "hi", "name": "me"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+            "chat_template_kwargs": {"enable_thinking": False},
+            "prediction": {"type": "content", "content": "hello"},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+            "top_logprobs": 2,
+            "metadata": {"a": "b"},
+            "n": 2,
+            "seed": 7,
+        },
+    ],
+    COMPLETIONS: [
+        {"prompt": "hi", "logprobs": 1, "echo": True, "stop": "x", "min_p": 0.1, "top_k": 3, "bad_words": ["y"]},
+        {"prompt": [1, 2, 3], "return_token_ids": True, "prompt_logprobs": 1, "stop_token_ids": [5], "n": 2},
+        {"prompt": ["hi"], "structured_outputs": {"choice": ["a", "b"]}, "stream": True, "priority": 1, "suffix": ""},
+    ],
+    EMBEDDINGS: [{"input": "hi"}, {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 3, "user": "u"}],
+    "/v1/messages": [MESSAGES],
+    "/v1/messages/count_tokens": [MESSAGES],
+    "/v1/responses": [RESPONSE],
+    "/tokenize": [{"messages": MESSAGES["messages"][:1], "tools": [], "add_special_tokens": False}],
+    "/detokenize": [{"tokens": [0, 1, 2]}],
 }
-ODD: list[Any] = [
-    None, True, 0, -1, 1.5, 1e300, 2**40, "", "x", "\x00", "text", "user", "system", "tool_use", "image",
-    "disabled", [], {}, [[]], [None], {"type": "text"}, {"type": "text", "text": 1},
-    {"type": "image", "source": {"type": "url", "url": "x"}},
-    {"type": "tool_use", "id": "", "name": "", "input": {}}, {"a": {"b": [1]}}, ["x"] * 70, "\u00e9\U0001f642",
-    2**70, "function", "message", "reasoning", "item_reference", "input_image", {"type": "input_text", "text": 1},
-    {"type": "function_call", "call_id": "c2", "name": "", "arguments": ""}, {"type": "json_object"}, {"effort": []},
-    {"type": "function_call_output", "call_id": "c1"}, {"type": "tool_search", "execution": "client"}, "start: start",
-    {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "regex", "definition": "("}},
-    {"type": "namespace", "name": "look", "tools": [{"type": "function", "name": "look"}]}, "\ud800",
-    {"type": "additional_tools", "role": "developer", "tools": []}, {"type": "tool", "name": "look"},
-    {"type": "web_search_20250305", "name": "web_search"}, {"role": "user"},
-]  # fmt: skip
-PARTS = sorted(
-    {key for key in json.dumps([MESSAGES, RESPONSE]).replace('"', " ").split() if key.isidentifier()}
-    | {
-        "background",
-        "conversation",
-        "prompt",
-        "stream_options",
-        "seed",
-        "stop",
-        "n",
-        "logit_bias",
-        "prediction",
-        "priority",
-    }
-)
+NAMES = sorted({key for key in json.dumps([MESSAGES, RESPONSE]).replace('"', " ").split() if key.isidentifier()})
+# Written as they stand into a body where a value was: JSON, and what is not.
+ODD = [
+    *"""
+    null true false 0 -0 -1 1.5 0.0 2 1e-320 5e-324 1e308 1e-400 -1e308 127 128 129 4294967296 2147483647 2147483648
+    65535 9223372036854775807 9223372036854775808 18446744073709551615 9999999999999999999999 "" "x" [] {} [[]] [null]
+    {"":null} "\\u0000" "http://169.254.169.254/" {"url":"file:///etc/passwd"} {"a":1} {"api_base":"x"} "1" "NaN" [1,2]
+    ["a","b"] [[[[[[[[[[]]]]]]]]]] {"type":"text","text":"x"} {"type":"object"} "\\ud83d\\ude00" "assistant" "tool"
+    "text" "auto" [""] {"type":"json_object"} {"role":"user","content":"x"} "(a|aa)*b" "[" "{{7*7}}" "%s" "\\u202e"
+    """.split(),
+    json.dumps("x" * 70_000),
+    json.dumps(["x"] * 3000),
+    json.dumps([{}] * 3000),
+    json.dumps({str(number): number for number in range(3000)}),
+    "[" * 100 + "]" * 100,
+    *"""
+    {"type":"image","source":{"type":"url","url":"x"}} {"type":"tool_use","id":"","name":"","input":{}} "item_reference"
+    {"type":"text","text":1} {"type":"input_text","text":1} {"type":"function_call_output","call_id":"c1"} {"effort":[]}
+    {"type":"function_call","call_id":"c2","name":"","arguments":""} {"type":"tool_search","execution":"client"}
+    {"type":"custom","name":"edit","format":{"type":"grammar","syntax":"regex","definition":"("}}
+    {"type":"namespace","name":"look","tools":[{"type":"function","name":"look"}]} {"type":"tool","name":"look"}
+    {"type":"additional_tools","role":"developer","tools":[]} {"type":"web_search_20250305","name":"web_search"}
+    """.split(),
+]
+BROKEN = [
+    *"""
+    1e999 -1e400 NaN -Infinity 01 +1 1. ' ' "\\ud800" "\\udfff\\ud800" {"\\ud83d":1} {"a":1,"a":2} "\\x" /**/1 [1,]
+    {"a":} nil
+    """.split(),
+    "9" * 5000,
+    "[" * 1000 + "]" * 1000,
+    '{"a":' * 1000 + "1" + "}" * 1000,
+    "[" * 1000,
+]
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in `value`, with one of its keys."""
-    for key in value if isinstance(value, dict) else range(len(value)):
-        yield value, key
-        if isinstance(value[key], (dict, list)):
-            yield from places(value[key])
+def mutated(seed: int, path: str) -> bytes:
+    """A body of the route with up to three changes: other values, keys twice or gone, bytes flipped, cut or doubled."""
+    chance = random.Random(f"{path} {seed}")
+    body = {**chance.choice(BODIES[path]), "model": "local"}
+    if chance.random() < 0.2:
+        body[chance.choice(["unheard_of", "api_base", "n", "max_tokens", "x" * 300])] = "MARK"
+    body = json.loads(json.dumps(body))
+    for _ in range(chance.randint(1, 2)):
+        place = chance.choice(list(_places(body)))
+        if isinstance(place[0], dict) and chance.random() < 0.2:
+            del place[0][place[1]]
+        elif isinstance(place[0], dict) and chance.random() < 0.2:
+            place[0][chance.choice(NAMES)] = "MARK"
+        else:
+            place[0][place[1]] = "MARK"
+    text = json.dumps(body, ensure_ascii=chance.random() < 0.5)
+    while '"MARK"' in text:
+        text = text.replace('"MARK"', chance.choice(ODD if chance.random() < 0.85 else BROKEN), 1)
+    data = text.encode("utf-8", "surrogatepass")
+    if chance.random() < 0.05:
+        data = data.replace(b"{", b'{"model": "local",' if chance.random() < 0.5 else b'{"a":1,"a":1,', 1)
+    if chance.random() < 0.1:
+        data = _broken(bytearray(data), chance)
+    return data
 
 
-def mutated(rng: random.Random, whole: dict[str, Any]) -> dict[str, Any]:
-    body = copy.deepcopy(whole)
-    for name in rng.sample(list(body), rng.randrange(min(4, len(body)))):
-        if name != "model":
-            del body[name]
-    for _ in range(rng.randint(1, 4)):
-        free = [(place, key) for place, key in places(body) if place is not body or key != "model"]
-        if not free:
-            body[rng.choice(PARTS)] = copy.deepcopy(rng.choice(ODD))
-            continue
-        place, key = rng.choice(free)
-        match rng.randrange(5):
-            case 0:
-                del place[key]
-            case 1 if isinstance(place, dict):
-                place[rng.choice(PARTS)] = copy.deepcopy(rng.choice(ODD))
-            case 2 if isinstance(place, list):
-                place.append(copy.deepcopy(rng.choice(ODD)))
-            case _:
-                place[key] = copy.deepcopy(rng.choice(ODD))
-        body["model"] = whole["model"]
-    return body
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    waiting = [value]
+    for one in waiting:
+        for key, item in one.items() if isinstance(one, dict) else enumerate(one):
+            yield one, key
+            if isinstance(item, (dict, list)):
+                waiting.append(item)
+
+
+def _broken(data: bytearray, chance: random.Random) -> bytes:
+    at = chance.randrange(len(data))
+    match chance.randrange(5):
+        case 0:
+            data[at] = chance.randrange(256)
+        case 1:
+            del data[at:]
+        case 2:
+            data[at:at] = chance.choice(
+                [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b'"', b"\\", b"}"]
+            )
+        case 3:
+            data += data[:at]
+        case _:
+            data[:0] = chance.choice([b"\xef\xbb\xbf", b" ", b"\x1f\x8b", b"//", b"[", b"\xfe\xff"])
+    return bytes(data)
 
 
 @pytest.fixture(scope="module")
-def urls(shared_gateway: Any, shared_upstream: Any) -> dict[str, str]:
-    """Gateways in front of a model of this process, of an upstream that answers chats, and of one with Responses."""
-
-    def chats(request: Any) -> None:
-        if request.target.startswith("/v1/chat/completions"):
-            request.answer(b'{"choices":[{"message":{"content":"Hi"},"finish_reason":"stop"}]}')
-        elif request.target.startswith("/tokenize"):
-            request.answer(b'{"tokens":[1,2,3],"count":3,"max_model_len":100}')
-        else:
-            request.answer(b"{}", 404)
+def client(shared_gateway: Any, shared_upstream: Any) -> Iterator[httpx.Client]:
+    """Of a gateway with models of its own, an upstream that answers chats, and one that knows Responses."""
 
     def native(request: Any) -> None:
         if request.method == "GET":
             request.answer(b'{"data": []}')
         elif request.body == b"{}":
             request.answer(b"{}", 400)
-        elif request.json.get("stream") is True:
+        elif b'"stream": true' in request.body or b'"stream":true' in request.body:
             ended = b'{"type":"response.completed","response":{"id":"resp_1"}}'
             request.answer(b"event: response.completed\ndata: " + ended + b"\n\n", content_type="text/event-stream")
         else:
             request.answer(b'{"id": "resp_1", "object": "response", "output": []}')
 
-    def gateway(script: Callable[[Any], None]) -> str:
-        up = OpenAISettings(base_url=shared_upstream(script).url)  # type: ignore[arg-type]
-        settings = Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
-        return str(shared_gateway({}, settings).url)
-
-    local = {"m": FakeBackend(lambda request: "Hi there"), "e": ConstantEncoder()}
-    return {"local": shared_gateway(local).url, "chats": gateway(chats), "native": gateway(native)}
-
-
-def check(url: str, seed: int, count: int, whole: dict[str, Any]) -> None:
-    rng, statuses = random.Random(seed), set[int]()
-    with httpx.Client(timeout=60) as client:
-        for number in range(count):
-            body = mutated(rng, whole)
-            response = client.post(url, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
-            statuses.add(response.status_code)
-            assert 200 <= response.status_code < 500, (seed, number, body, response.text)
-            if response.status_code >= 400:
-                error = response.json()
-                assert error["error"]["message"], (seed, number, body)
-                assert error.get("type") == ("error" if "/messages" in url else None)
-            elif response.headers["content-type"].startswith("text/event-stream"):
-                assert not url.endswith("responses") or "event: response.completed\n" in response.text, body
-            else:
-                assert "error" not in response.json() or url.endswith("responses")
-    assert 200 in statuses
+    urls = {"up": shared_upstream(as_vllm).url, "native": shared_upstream(native).url}
+    settings = Settings(
+        backends={name: OpenAISettings(base_url=url) for name, url in urls.items()},
+        models={name: ModelSettings(backend=name) for name in urls},
+    )
+    own = {"local": FakeBackend(lambda request: "fine"), "e": ConstantEncoder()}
+    with httpx.Client(base_url=shared_gateway(own, settings).url, headers=JSON, timeout=60) as client:
+        yield client
 
 
+@pytest.fixture(scope="module")
+def engine(shared_gateway: Any, tiny_model: Path) -> Iterator[httpx.Client]:
+    """A client of a gateway with the local engine, which compiles forms, renders templates and tokenizes."""
+    pytest.importorskip("torch")
+    settings = Settings(
+        server=ServerSettings(request_timeout=600),
+        backends={"tiny": TorchSettings(model=str(tiny_model), device="cpu")},
+        models={"local": ModelSettings(backend="tiny")},
+    )
+    with httpx.Client(base_url=shared_gateway({}, settings).url, headers=JSON, timeout=600) as client:
+        yield client
+
+
+COUNTS = [
+    pytest.param(25, id="25"),
+    pytest.param(500, id="500", marks=pytest.mark.slow),
+    pytest.param(20_000, id="20000", marks=pytest.mark.long),
+]
 ROADS = [
-    *(("local", path) for path in BODIES),
-    *(("chats", path) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")),
+    *((model, path) for model in ("local", "up") for path in (CHAT, COMPLETIONS, EMBEDDINGS)),
+    *(("local", path) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize")),
+    ("local", "/detokenize"),
+    *(("up", path) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")),
     ("native", "/v1/responses"),
 ]
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("kind", "path"), ROADS)
-def test_odd_bodies(urls: dict[str, str], kind: str, path: str, count: int) -> None:
-    check(f"{urls[kind]}{path}", 7, count, BODIES[path])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("model", "path"), ROADS)
+def test_c1_mutated_bodies_get_2xx_or_4xx(client: httpx.Client, count: int, model: str, path: str) -> None:
+    own = model == "local" and path == EMBEDDINGS
+    check(client, count, "e" if own else model, path)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_c1_mutated_bodies_to_the_local_engine(engine: httpx.Client, count: int, path: str) -> None:
+    check(engine, count, "local", path)
+
+
+def check(client: httpx.Client, count: int, model: str, path: str) -> None:
+    statuses = set[int]()
+    for seed in range(count):
+        body = mutated(seed, path).replace(b'"model": "local"', b'"model": "%s"' % model.encode())
+        response = client.post(path, content=body)
+        statuses.add(response.status_code)
+        assert 200 <= response.status_code < 300 or 400 <= response.status_code < 500, (seed, body[:500], response.text)
+        if response.status_code >= 400:
+            told = response.json()
+            error = told["error"]
+            assert {"message", "type"} <= {*error} and error["message"], (seed, error)
+            assert {"param", "code"} <= {*error} or "/messages" in path, (seed, error)
+            assert told.get("type") == ("error" if "/messages" in path else None) and len(response.content) < 4096
+        elif path == "/v1/responses" and response.headers["content-type"].startswith("text/event-stream"):
+            assert "event: response.completed\n" in response.text, (seed, body[:500])
+    assert 200 in statuses or path == "/detokenize"  # where each change is one too many
+    assert client.get("/health").status_code == 200
 
 
 Json = Any
@@ -264,7 +346,7 @@ def fields() -> list[str]:
     return sorted(names - {"model"})
 
 
-def script(request: Any) -> None:
+def as_vllm(request: Any) -> None:
     """An upstream as vLLM: chats, and the tokenizer's routes; it takes whatever comes."""
     answers = {
         "/v1/chat": b'{"choices":[{"message":{"content":"Hi"},"finish_reason":"stop"}]}',
@@ -282,7 +364,7 @@ def script(request: Any) -> None:
               pytest.param(1.0, id="all", marks=pytest.mark.long)],
 )  # fmt: skip
 def test_c1_no_wrong_type_of_any_field_is_an_error_of_ours(gateway: Any, upstream: Any, share: float) -> None:
-    up = OpenAISettings(base_url=upstream(script).url)
+    up = OpenAISettings(base_url=upstream(as_vllm).url)
     settings = Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
     servers = [gateway({"m": FakeBackend(lambda request: "Hi there"), "e": ConstantEncoder()}), gateway({}, settings)]
     chosen, names, statuses = random.Random(5), fields(), set[int]()

@@ -229,6 +229,7 @@ def test_i5_text_and_the_arguments_of_tools_are_text(served: Served) -> None:
 
 HEADERS = """
     x-api-base x-forwarded-host x-forwarded-for x-forwarded-proto x-original-url forwarded referer origin host
+    x-rewrite-url x-http-method-override x-forwarded-prefix te
     x-upstream-url x-litellm-api-base x-portkey-custom-host helicone-target-url via true-client-ip x-agentspec-backend
 """.split()
 
