@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from starlette.types import Receive
@@ -169,9 +168,6 @@ def _closed() -> ShuttingDownError:
     return ShuttingDownError("the server is shutting down; send the request elsewhere or later")
 
 
-T = TypeVar("T")
-
-
 class Deadlines:
     """The deadlines of the running requests."""
 
@@ -195,70 +191,34 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.at = asyncio.get_running_loop().time() + seconds
-        self.error: AgentSpecError = RequestTimeoutError(
-            f"no complete answer within {seconds:g} seconds (server.request_timeout)"
-        )
-        self.active: TimeLimit | None = None
+        self._seconds = seconds
+        self._interruption: AgentSpecError | None = None
+        self._active: asyncio.Timeout | None = None
 
     def interrupt(self, error: AgentSpecError) -> None:
         """End the time now, if it is not over; what is limited raises `error`."""
         now = asyncio.get_running_loop().time()
         if self.at <= now:
             return
-        self.at, self.error = now, error
-        if self.active is not None:
-            self.active.end_now()
+        self.at, self._interruption = now, error
+        if self._active is not None:
+            self._active.reschedule(now)
 
-    def limit(self) -> TimeLimit:
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
         """A context that raises `RequestTimeoutError`, or what `interrupt` was given, once the time is over."""
-        return TimeLimit(self)
-
-    async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
-        """Yield `items`; raises `RequestTimeoutError` once the time is over. Closes `items` on the way out."""
-        async with aclosing(cast(Any, items)):
-            while True:
-                try:
-                    async with self.limit():
-                        item = await anext(items)
-                except StopAsyncIteration:
-                    return
-                yield item
-
-
-class TimeLimit:
-    """What `asyncio.timeout_at` does, in a third of its time: it is entered for each delta of an answer."""
-
-    __slots__ = ("_cancelling", "_deadline", "_expired", "_task", "_timer")
-
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
-        self._expired = False
-
-    async def __aenter__(self) -> None:
-        self._task = cast("asyncio.Task[Any]", asyncio.current_task())
-        self._cancelling = self._task.cancelling()
-        self._timer = self._start_timer()
-        self._deadline.active = self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._timer.cancel()
-        self._deadline.active = None
-        if self._expired and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
-            raise self._deadline.error from None
-
-    def end_now(self) -> None:
-        if not self._expired:
-            self._timer.cancel()
-            self._timer = self._start_timer()
-
-    def _start_timer(self) -> asyncio.Handle:
-        loop, at = asyncio.get_running_loop(), self._deadline.at
-        # A time that is over ends the block before it does anything else.
-        return loop.call_soon(self._expire) if at <= loop.time() else loop.call_at(at, self._expire)
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._task.cancel()
+        limit = asyncio.timeout_at(self.at)
+        try:
+            async with limit:
+                self._active = limit
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            seconds = f"{self._seconds:g} seconds (server.request_timeout)"
+            raise self._interruption or RequestTimeoutError(f"no complete answer within {seconds}") from None
+        finally:
+            self._active = None
 
 
 @dataclass(slots=True)

@@ -11,9 +11,8 @@ import hmac
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,83 +44,58 @@ from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
 MAX_READ = 4096  # characters of a name that are looked at; longer ones are no names
 
 
-@dataclass(frozen=True, slots=True)
-class NamedBy:
-    """One place where clients name themselves: a header, or a field of the body. `read` finds the name in its value."""
-
-    label: str
-    header: str = ""
-    field: str = ""
-    read: Callable[[str], str] = str
-
-    def value(self, headers: Mapping[str, str], fields: Mapping[str, Any]) -> str | None:
-        """The label, None if the client names none here."""
-        given: Any = headers.get(self.header) if self.header else _member(fields, self.field)
-        if not isinstance(given, str) or len(given) > MAX_READ:
-            return None
-        return _as_label(self.read(given.strip()))
+_OF_HEADERS = {
+    "session": (
+        *("x-claude-code-session-id", "x-dynamo-session-id", "session-id"),
+        *("session_id", "x-session-id", "x-session-affinity"),
+    ),
+    "workflow": (SESSION_PARENT,),
+    "step": ("x-claude-code-agent-id",),
+}
+"""Other headers in which clients name what a label says: of those that a request has, the first."""
 
 
-def _session_of_user(user: str) -> str:
+def _labels(headers: Mapping[str, str]) -> Labels:
+    """The labels in our own headers, or else as the client names itself in others. Raises `InvalidRequestError`."""
+    own = read_labels(headers)
+    found = {name: _first(headers[one] for one in names if one in headers) for name, names in _OF_HEADERS.items()}
+    return Labels(**{name: getattr(own, name) or label for name, label in found.items()})
+
+
+def _first(given: Iterable[Any]) -> str | None:
+    """The first that can be a label, or stand for one."""
+    return next((label for one in given if (label := _as_label(one)) is not None), None)
+
+
+def _session_of(fields: Mapping[str, Any]) -> str | None:
+    """The session that the fields of a body name. Never raises."""
+    metadata = fields.get("metadata")
+    inner: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
+    user = inner.get("user_id")
+    named = (fields.get("session_id"), inner.get("session_id"), inner.get("thread_id"), fields.get("prompt_cache_key"))
+    return _first((*named, _session_of_user(user), fields.get("previous_response_id")))
+
+
+def _session_of_user(user: Any) -> Any:
     """The session in Claude Code's `metadata.user_id`: JSON, or words joined by underscores; else the user itself."""
+    if not isinstance(user, str) or len(user) > MAX_READ:
+        return None
+    user = user.strip()
     if user.startswith("{"):
         session = object_in(user).get("session_id")
         return session if isinstance(session, str) else user
     return user.rpartition("_session_")[2] or user
 
 
-SOURCES = (
-    NamedBy("session", header="x-claude-code-session-id"),
-    NamedBy("session", header="x-dynamo-session-id"),
-    NamedBy("session", header="session-id"),
-    NamedBy("session", header="session_id"),
-    NamedBy("session", header="x-session-id"),
-    NamedBy("session", header="x-session-affinity"),
-    NamedBy("session", field="session_id"),
-    NamedBy("session", field="metadata.session_id"),
-    NamedBy("session", field="metadata.thread_id"),
-    NamedBy("session", field="prompt_cache_key"),
-    NamedBy("session", field="metadata.user_id", read=_session_of_user),
-    NamedBy("session", field="previous_response_id"),
-    NamedBy("workflow", header=SESSION_PARENT),
-    NamedBy("step", header="x-claude-code-agent-id"),
-)
-"""Where the label comes from: of those that a request has, the first."""
-
-
-def identified(labels: Labels, headers: Mapping[str, str], fields: Mapping[str, Any]) -> Labels:
-    """`labels`, our own, with those that are missing as the client names itself elsewhere. Never raises."""
-    named = dict(_named(headers, fields))
-    return Labels(
-        labels.session or named.get("session"),
-        labels.workflow or named.get("workflow"),
-        labels.step or named.get("step"),
-    )
-
-
-def _named(headers: Mapping[str, str], fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Labels with their values, the one that counts last."""
-    for source in reversed(SOURCES):
-        if (value := source.value(headers, fields)) is not None:
-            yield source.label, value
-
-
-def _member(fields: Mapping[str, Any], path: str) -> Any:
-    outer, _, inner = path.rpartition(".")
-    place = fields.get(outer) if outer else fields
-    return place.get(inner) if isinstance(place, Mapping) else None
-
-
-def _as_label(name: str) -> str | None:
+def _as_label(given: Any) -> str | None:
     """A client's name as a label: one that no label may be is replaced by its digest."""
-    if not name:
+    if not isinstance(given, str) or len(given) > MAX_READ or not (name := given.strip()):
         return None
     if len(name) <= MAX_LABEL and name.isprintable():
         return name
     return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()
 
 
-NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -143,6 +117,12 @@ class Caller:
     def off(self) -> tuple[str, ...]:
         """What is switched off, for servers that draft and store themselves."""
         return switched_off(store=self.store and self.cached, speculation=self.speculation)
+
+    def asking(self, fields: Mapping[str, Any]) -> Caller:
+        """The caller with what the body's `fields` say: the session, unless a header did, and the priority."""
+        session = self.labels.session or _session_of(fields)
+        policy = self.policy if fields.get("priority") is None else replace(self.policy, priority=None)  # 0 is one too
+        return replace(self, labels=replace(self.labels, session=session), policy=policy)
 
     def sign(self, request: GenerateRequest) -> GenerateRequest:
         """`request` with this caller's tenant, labels and switches, and with the policy where the body says nothing."""
@@ -211,18 +191,11 @@ class Authenticator:
         return matches[0] if key and matches else None
 
 
-def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FIELDS) -> Caller:
-    """The caller that the headers describe, or else the `fields` of the body.
-
-    Raises `InvalidRequestError` that names the wrong header of ours.
-    """
-    refuse_misspelt(headers.keys())
-    labels = identified(read_labels(headers), headers, fields)
-    speculation, store = read_switch(headers, "speculation"), read_switch(headers, "store")
-    prefill, policy = read_switch(headers, "prefill"), read_policy(headers)
-    if fields.get("priority") is not None:  # 0 too is a priority, and that of the body counts
-        policy = replace(policy, priority=None)
-    return Caller(tenant, labels, speculation=speculation, store=store, policy=policy, prefill=prefill)
+def read_caller(headers: Mapping[str, str], tenant: str, *, cached: bool = True) -> Caller:
+    """The caller that the headers (lower case) describe. Raises `InvalidRequestError` that names the wrong header."""
+    refuse_misspelt(headers)
+    switches = {name: read_switch(headers, name) for name in ("speculation", "store", "prefill")}
+    return Caller(tenant, _labels(headers), policy=read_policy(headers), cached=cached, **switches)
 
 
 def request_id(headers: Headers) -> str:

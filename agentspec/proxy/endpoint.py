@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend
 from agentspec.backends.openai.backend import OpenAIBackend
@@ -18,10 +18,10 @@ from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.prompt import prompt_pieces, scoped_call
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
-from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
+from agentspec.protocol.headers import STRATEGY_HEADER
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import ChatWriter, CompletionWriter, ResponseWriter
-from agentspec.proxy.admission import Deadline, Deadlines, Slot, Slots, Watch, until_disconnect
+from agentspec.proxy.admission import Deadline, Deadlines, Slots, Watch, until_disconnect
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget
@@ -38,7 +38,7 @@ from agentspec.proxy.forwarding import (
 )
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.streaming import CHUNKS, Framing, collected, send_json, send_sse
+from agentspec.proxy.streaming import CHUNKS, Framing, send_json, send_sse
 from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
@@ -107,14 +107,18 @@ class GenerationEndpoint:
 
     async def _answer_to(self, body: bytes, receive: Receive, arrival: Arrival) -> None:
         """Answer a request whose body was read: a client that sends slowly takes no slot from others."""
-        headers, record = Headers(scope=arrival.scope), RequestRecord.of(arrival.scope)
-        patience = read_policy(headers).deadline_s
-        async with until_disconnect(receive) as client, self.limiter.enter(record.tenant, patience) as slot:
+        record = RequestRecord.of(arrival.scope)
+        headers = dict(reversed(Headers(scope=arrival.scope).items()))  # the first line of a name counts
+        caller = read_caller(headers, record.tenant, cached=self.runtime.settings.cache.store)
+        async with (
+            until_disconnect(receive) as client,
+            self.limiter.enter(record.tenant, caller.policy.deadline_s) as record.slot,
+        ):
             fields = await self.budget.run(record.tenant, len(body), parse_object, body)
-            route = self._route(fields, headers, record)
-            caller = replace(read_caller(headers, record.tenant, fields), cached=self.runtime.settings.cache.store)
+            route = self._route(fields, caller, record)
+            caller = caller.asking(fields)
             record.labels = caller.labels
-            send, deadline, account = _releasing(arrival.send, record, slot), arrival.deadline, arrival.account
+            send, deadline, account = arrival.send, arrival.deadline, arrival.account
             exchange = Exchange(arrival.scope, send, deadline, account, record, caller, route, body, fields)
             async with self._within_limits(record, body, fields):
                 del body, fields  # an answer can take minutes
@@ -124,12 +128,14 @@ class GenerationEndpoint:
                     await self._respond(exchange)
         note_disconnect(client, record)
 
-    def _route(self, fields: Mapping[str, Any], headers: Headers, record: RequestRecord) -> Route:
+    def _route(self, fields: Mapping[str, Any], caller: Caller, record: RequestRecord) -> Route:
         """The way to the model that is asked for, whose name `record` gets."""
-        runtime = self.ready()
-        model = _chosen(runtime, _model(fields), headers)
-        name, route = runtime.aliases.meant(model), runtime.route(model)
-        record.model = name if name in runtime.models() else OTHER
+        try:
+            route = self.ready().route(_model(fields), caller.policy.strategy)
+        except InvalidRequestError as error:
+            error.param = STRATEGY_HEADER if error.param == "strategy" else error.param
+            raise
+        record.model = route.model or OTHER
         return route
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
@@ -137,11 +143,15 @@ class GenerationEndpoint:
         kept, tries = [(exchange.route, exchange.body, exchange.fields)], exchange.tries(pool)
         if pool.reads_prompts:
             await self._run(exchange, len, tries.call.blocks)  # computed here, off the loop if the body is large
-        async for attempt in exchange.deadline.within(tries):
+        while (attempt := await self._next(tries, exchange.deadline)) is not None:
             async with attempt:
                 exchange.at(attempt, *kept[0])
                 attempt.when_answered = kept.clear
                 await self._respond(exchange)
+
+    async def _next(self, tries: Attempts, deadline: Deadline) -> Attempt | None:
+        async with deadline.limit():
+            return await anext(tries, None)
 
     async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
         """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
@@ -176,7 +186,7 @@ class GenerationEndpoint:
             return
         request, writer = await self._run(exchange, self._parse, exchange.fields, exchange.caller, backend, record)
         exchange.release()
-        await self._answer(self.runtime.generate(request), writer, exchange)
+        await self._answer(self.runtime.answer(request, exchange.route), writer, exchange)
 
     async def _forward(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         check_head(exchange.scope)
@@ -229,30 +239,16 @@ class GenerationEndpoint:
         return request, kind(request, form)
 
     async def _answer(self, deltas: AsyncGenerator[Delta], writer: ResponseWriter, exchange: Exchange) -> None:
-        record, send, deadline = exchange.record, exchange.send, exchange.deadline
-        if not record.stream:
-            deltas = deadline.within(collected(deltas, exchange.account))
-            await send_json(deltas, writer, record, send, exchange.account)
+        if not exchange.record.stream:
+            await send_json(deltas, writer, exchange)
             return
-        obfuscate = bool(writer.format.obfuscation)
-        await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate, framing=self.framing)
+        await send_sse(deltas, writer, exchange, obfuscate=bool(writer.format.obfuscation), framing=self.framing)
 
     def ready(self) -> Runtime:
         """The runtime. Raises `NotReadyError` while its backends are not built."""
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
-
-
-def _releasing(send: Send, record: RequestRecord, slot: Slot) -> Send:
-    """`send` that gives the slot back before a whole answer: a client that reads it slowly takes none from others."""
-
-    async def sent(message: Message) -> None:
-        if not record.stream:
-            slot.release()
-        await send(message)
-
-    return sent
 
 
 def note_disconnect(client: Watch, record: RequestRecord) -> None:
@@ -274,12 +270,3 @@ def _model(fields: Mapping[str, Any]) -> str:
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_NAME:
         raise InvalidRequestError(f"model must be a string of 1 to {MAX_MODEL_NAME} characters", param="model")
     return model
-
-
-def _chosen(runtime: Runtime, model: str, headers: Headers) -> str:
-    """The name of the model that answers: `model`, or one with the strategy that the headers ask for."""
-    try:
-        return runtime.with_strategy(model, read_policy(headers).strategy)
-    except InvalidRequestError as error:
-        param = STRATEGY_HEADER if error.param == "strategy" else error.param
-        raise type(error)(error.message, param=param) from None

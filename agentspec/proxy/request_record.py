@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from starlette.types import Message, Scope, Send
 
 from agentspec.backends.http import MEMBER_HEADER
+from agentspec.proxy.admission import Slot
 from agentspec.proxy.auth import Identity
 from agentspec.types import Delta, Labels, Speculation, Usage
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _KEY = "agentspec.request_record"
 BYTES_PER_TOKEN = 4
+PIECE = 31 << 10  # so that a connection's full buffer, a piece and its frame stay within 64 KiB
 _MESSAGES = "/v1/messages/"
 _LIMITS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
@@ -54,6 +56,7 @@ class RequestRecord:
     anthropic: bool = False
     limit_headers: tuple[tuple[bytes, bytes], ...] = ()
     labels: Labels = field(default_factory=Labels)
+    slot: Slot | None = None
     attempt: Attempt | None = None  # at one of several servers
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
@@ -112,13 +115,20 @@ class RequestRecord:
         self.outcome, self.error = outcome, error
 
     def sending(self, send: Send) -> Send:
-        """Wrap `send` to note the status and to add the request id and the backend's headers to the response."""
+        """Wrap `send` to note the status, to add the request id and the backend's headers to the response, and to write
+        large bodies piece by piece, each once the client took enough of those before.
+        """
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.status, self.body_begun = message["status"], True
                 message["headers"] = [*self._without_limits(message.get("headers", ())), *self._headers()]
-            await send(message)
+                if not self.stream and self.slot is not None:
+                    self.slot.release()  # a client that reads a whole answer slowly takes no slot from others
+            if len(message.get("body", b"")) > PIECE:
+                await _send_pieces(message, send)
+            else:
+                await send(message)
             self.body_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         return watched
@@ -144,3 +154,10 @@ class RequestRecord:
             yield b"x-agentspec-fallback", self.attempt.fallback.removeprefix("models.").encode("ascii", "replace")
         if self.attempt is not None and self.identity is not None and self.identity.reads_metrics:
             yield MEMBER_HEADER.encode(), self.attempt.member.encode("ascii", "replace")
+
+
+async def _send_pieces(message: Message, send: Send) -> None:
+    body = message["body"]
+    for start in range(0, len(body), PIECE):
+        more = start + PIECE < len(body) or message.get("more_body", False)
+        await send({**message, "body": body[start : start + PIECE], "more_body": more})

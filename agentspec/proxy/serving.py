@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentspec.backends.model_store import store
@@ -41,7 +40,6 @@ HEAD_SECONDS = 10.0  # for a whole head
 WRITE_SECONDS = 30.0  # that a client may take nothing of its answer before it is cut off
 KEEP_ALIVE_SECONDS = 75  # of a connection without a request
 WRITE_BUFFER = 32 << 10  # bytes of an answer: writing pauses above it
-PIECE = 31 << 10  # so that a full buffer, a piece and its frame stay within 64 KiB
 OTHER_FILES = 128  # besides connections and upstream calls: logs, the index, model files
 END_SECONDS = 2.0  # for the last events of answers that the end of the drain interrupts
 COLLECT_AFTER = (5000, 20, 20)  # new objects, and collections of the younger generation; Python's are 700, 10, 10
@@ -173,7 +171,7 @@ class GatewayServer(uvicorn.Server):
         self._app, self._settings = app, settings.server
         super().__init__(
             uvicorn.Config(
-                in_pieces(app),
+                app,
                 interface="asgi3",
                 host=self._settings.host,
                 port=self._settings.port,
@@ -268,24 +266,6 @@ def end_process() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def in_pieces(app: ASGIApp) -> ASGIApp:
-    """`app` with its answers written piece by piece, each once the client took enough of those before."""
-
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_pieces(message: Message) -> None:
-            body = message.get("body", b"")
-            if len(body) <= PIECE:
-                await send(message)
-                return
-            for start in range(0, len(body), PIECE):
-                more = start + PIECE < len(body) or message.get("more_body", False)
-                await send({**message, "body": body[start : start + PIECE], "more_body": more})
-
-        await app(scope, receive, send_pieces)
-
-    return wrapped
 
 
 def _response(error: AgentSpecError) -> bytes:

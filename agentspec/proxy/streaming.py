@@ -15,8 +15,8 @@ from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import size_of
 from agentspec.protocol.responses import Accumulator, ResponseWriter, obfuscated
 from agentspec.protocol.wire import DONE, encode, event, named_event
-from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.errors import anthropic_error_event, error_event, log_unexpected, outcome
+from agentspec.proxy.forwarding import Arrival
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Delta
 
@@ -50,36 +50,22 @@ EVENT_STREAM = [
 ]
 
 
-async def collected(deltas: AsyncGenerator[Delta], account: BodyAccount) -> AsyncGenerator[Delta]:
-    """The same deltas for who keeps them all: `account` has room for each before it comes, and waits for it.
-
-    Raises `AnswerMemoryError`.
-    """
-    size = 0
-    async with aclosing(deltas):
-        async for delta in deltas:
-            size += size_of(delta)
-            await account.cover(size)
-            yield delta
-
-
-async def send_json(
-    deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send, account: BodyAccount
-) -> None:
+async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, arrival: Arrival) -> None:
     """Answer with one JSON object."""
-    answer = Accumulator()
-    async with aclosing(deltas):
+    record, answer = RequestRecord.of(arrival.scope), Accumulator()
+    async with aclosing(deltas), arrival.deadline.limit():
         async for delta in deltas:
+            await arrival.account.grow(size_of(delta))
             note(record, delta)
             answer.add(delta)
-    await respond(send, await account.run(account.answer, lambda: json_response(writer.body(answer))))
+    response = await arrival.account.run(arrival.account.answer, lambda: json_response(writer.body(answer)))
+    await respond(arrival.send, response)
 
 
 async def send_sse(
     deltas: AsyncGenerator[Delta],
     writer: ResponseWriter,
-    record: RequestRecord,
-    send: Send,
+    arrival: Arrival,
     *,
     obfuscate: bool = False,
     framing: Framing = CHUNKS,
@@ -88,30 +74,31 @@ async def send_sse(
 
     An error before the first delta is raised and gets its own HTTP status.
     """
+    record, send = RequestRecord.of(arrival.scope), arrival.send
+
+    async def send_chunks(delta: Delta) -> None:
+        note(record, delta)
+        for data in [framing.event(chunk, obfuscate=obfuscate) for chunk in writer.chunks(delta)]:
+            await send_piece(send, data)
+
     async with aclosing(deltas):
-        first = await anext(deltas, Delta(finish_reason="stop"))
+        async with arrival.deadline.limit():
+            first = await anext(deltas, Delta(finish_reason="stop"))
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         try:
-            await _send_chunks(first, writer, record, send, framing, obfuscate)
-            async for delta in deltas:
-                await _send_chunks(delta, writer, record, send, framing, obfuscate)
+            async with arrival.deadline.limit():
+                await send_chunks(first)
+                async for delta in deltas:
+                    await send_chunks(delta)
         except Exception as error:
             record_failure(record, error)
-            await _send(send, framing.error(error, record.request_id))
-        await _send(send, framing.end)
+            await send_piece(send, framing.error(error, record.request_id))
+        await send_piece(send, framing.end)
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_chunks(
-    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, framing: Framing, obfuscate: bool
-) -> None:
-    note(record, delta)
-    events = [framing.event(chunk, obfuscate=obfuscate) for chunk in writer.chunks(delta)]
-    for data in events:
-        await _send(send, data)
-
-
-async def _send(send: Send, data: bytes) -> None:
+async def send_piece(send: Send, data: bytes) -> None:
+    """Send a part of an answer that is not its last."""
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 

@@ -6,11 +6,11 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
-from agentspec.backends.base import Backend, SharesCaches, closing_items, is_local
+from agentspec.backends.base import Backend, SharesCaches, is_local
 from agentspec.backends.pool.attempts import retry_after
 from agentspec.errors import (
     AgentSpecError,
@@ -40,11 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The backend that serves a model name, and the backend's own name for the model."""
+    """The backend that serves a model name, and the backend's own name for the model.
+
+    `model` is the name in the settings that it stands for, None for one that only the upstream knows. `upstream`: the
+    backend, or every server of the pool, is reached by HTTP.
+    """
 
     backend_name: str
     backend: Backend
     upstream_model: str
+    model: str | None = None
+    upstream: bool = True
 
 
 class Runtime:
@@ -70,6 +76,7 @@ class Runtime:
         self._pools: dict[str, PoolBackend] = {}
         self._directory = ModelDirectory(self.settings, self._backends)
         self._strategies: dict[str, Strategy[Any]] = {}
+        self._routes: dict[str, Route] = {}
         self._knowledge = dict(knowledge or {})
         self._given_cache = cache
         self._own_cache: SuffixCache | None = None
@@ -123,11 +130,12 @@ class Runtime:
             self._limit_upstreams()
             self._strategies = self._strategies or build_strategies(self.settings, self._backend, self._knowledge)
             self._started = True
+            self._routes = {name: self.route(name) for name in self.models()}
 
     async def start_for(self, model: str) -> None:
         """Call `start` in a thread unless it is done. Raises `ModelNotFoundError` first, and what `start` raises."""
-        self._directory.find(self.aliases.meant(model))
         if not self.ready:
+            self._directory.find(self.aliases.meant(model))
             await anyio.to_thread.run_sync(self.start)
 
     def models(self) -> list[str]:
@@ -153,13 +161,20 @@ class Runtime:
         """The backends and pools by name; empty before `start()`."""
         return {**self._backends, **self._pools} if self.ready else {}
 
-    def route(self, model: str) -> Route:
-        """The backend for `model`. Raises `ModelNotFoundError` if it is unknown, `NotReadyError` before `start()`."""
-        model = self.aliases.meant(model)
+    def route(self, model: str, strategy: str | None = None) -> Route:
+        """The way to what answers for `model` by `strategy`, as `ModelDirectory.with_strategy` says.
+
+        Raises `ModelNotFoundError`, `InvalidRequestError`, and `NotReadyError` before `start()`.
+        """
+        if strategy is None and self.ready and (known := self._routes.get(model)):
+            return known
+        model = self._directory.with_strategy(self.aliases.meant(model), strategy)
         backend_name, upstream_model = self._directory.find(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
-        return Route(backend_name, self._strategies.get(model) or self._backend(backend_name), upstream_model)
+        backend = self._strategies.get(model) or self._backend(backend_name)
+        upstream = model not in self._strategies and self._directory.is_upstream(backend_name)
+        return Route(backend_name, backend, upstream_model, model if model in self._directory else None, upstream)
 
     def base_of(self, model: str) -> Route:
         """The route of a plain model; of a strategy, that of its base model. Raises as `route` does."""
@@ -170,29 +185,30 @@ class Runtime:
     def _backend(self, name: str) -> Backend:
         return self._pools.get(name) or self._backends[name]
 
-    def with_strategy(self, model: str, strategy: str | None) -> str:
-        """The name of the model that answers for `model` by `strategy`, as `ModelDirectory.with_strategy` says."""
-        return self._directory.with_strategy(model, strategy)
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Run `request` on the backend of its model, and start the runtime first if necessary.
 
         Closing the iterator cancels the request. Raises what `route`, `start` and the backend raise.
         """
         await self.start_for(request.model)
-        model = self.with_strategy(request.model, request.strategy)
-        route = self.route(model)
+        async with aclosing(self.answer(request, self.route(request.model, request.strategy))) as answer:
+            async for delta in answer:
+                yield delta
+
+    def answer(self, request: GenerateRequest, route: Route) -> AsyncGenerator[Delta]:
+        """Run `request` by `route`, which its model and strategy have led to. Closing the iterator cancels it."""
         configured = self.settings.backends.get(route.backend_name)
-        if model in self._strategies or not self._directory.is_upstream(route.backend_name):
-            request = replace(request, strategy=None)  # it is not for the models that the strategy asks
         if configured is not None and configured.local:
             request = with_deadline(with_extra(request))
-        store = request.store and self.settings.cache.store
+        request = replace(
+            request,
+            model=route.upstream_model,
+            store=request.store and self.settings.cache.store,
+            strategy=request.strategy if route.upstream else None,  # else not for the models that the strategy asks
+        )
+        answer = cast("AsyncGenerator[Delta]", route.backend.generate(request))
         shown = request.include_reasoning and request.extra.get("include_reasoning") is not False
-        answer = route.backend.generate(replace(request, model=route.upstream_model, store=store))
-        async with closing_items(answer):
-            async for delta in answer:
-                yield delta if shown else without_reasoning(delta)
+        return answer if shown else _without_reasoning(answer)
 
     async def aclose(self) -> None:
         """Cancel running requests, release the backends, then flush and close the cache. Idempotent."""
@@ -239,6 +255,12 @@ class Runtime:
         """The backends, the servers of pools, and what looks after these."""
         fleet = self.fleet
         return [*self._backends.values(), *((fleet, *fleet.servers.values()) if fleet is not None else ())]
+
+
+async def _without_reasoning(answer: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    async with aclosing(answer):
+        async for delta in answer:
+            yield without_reasoning(delta)
 
 
 _RETRIED = (429, 502, 503, 504)

@@ -257,6 +257,9 @@ class ModelDirectory:
         """The names that are known; a sole upstream accepts further ones."""
         return list(self._names)
 
+    def __contains__(self, model: str) -> bool:
+        return model in self._names
+
     @property
     def takes_any_model(self) -> bool:
         """Whether requests for other names go to the sole upstream."""
@@ -283,18 +286,17 @@ class ModelDirectory:
         return backend in self._upstreams
 
     def with_strategy(self, model: str, strategy: str | None) -> str:
-        """The name of the model that answers for `model` by `strategy`, a name or a kind; "plain" is without one.
+        """The name of the model that answers for `model`, no alias, by `strategy`: a name, a kind, or "plain" for none.
 
         `model` itself where its upstream, which may be another gateway, has to decide. Raises `InvalidRequestError` if
         no model of the settings has this strategy and the base of `model`, `ModelNotFoundError` as `find`.
         """
         if strategy is None:
             return model
-        meant = self.aliases.meant(model)
-        base = self.base_of(meant)
+        base = self.base_of(model)
         kinds = self._kinds_on(base)
         named = [name for name, kind in kinds.items() if strategy in (name, kind)]
-        if meant in named:
+        if model in named:
             return model
         if named:
             return named[0]

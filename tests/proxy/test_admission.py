@@ -8,7 +8,6 @@ import random
 import threading
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -199,27 +198,15 @@ async def test_random_use_leaves_nothing_behind() -> None:
         await crowd.close()
 
 
-async def slowly(count: int, seconds: float, closed: list[bool]) -> AsyncIterator[int]:
-    try:
-        for number in range(count):
-            await asyncio.sleep(seconds)
-            yield number
-    finally:
-        closed.append(True)
-
-
-async def test_items_within_the_limit_pass() -> None:
-    closed: list[bool] = []
-    assert [item async for item in Deadline(5).within(slowly(3, 0, closed))] == [0, 1, 2] and closed
-
-
-async def test_the_limit_is_for_all_items_together() -> None:
-    closed: list[bool] = []
+async def test_the_limit_is_for_all_that_is_done_together() -> None:
     seen = []
+    deadline = Deadline(0.12)
     with pytest.raises(RequestTimeoutError, match=r"0\.12 seconds"):
-        async for item in Deadline(0.12).within(slowly(9, 0.05, closed)):
-            seen.append(item)
-    assert len(seen) <= 2 and closed  # each of them alone would be in time
+        for number in range(9):
+            async with deadline.limit():
+                await asyncio.sleep(0.05)
+            seen.append(number)
+    assert len(seen) <= 2  # each of them alone would be in time
 
 
 async def test_a_time_out_of_someone_elses_is_not_ours() -> None:

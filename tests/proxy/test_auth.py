@@ -13,11 +13,9 @@ from starlette.datastructures import Headers
 
 from agentspec.errors import AgentSpecError, AuthenticationError, ConfigurationError, HeadersTooLargeError
 from agentspec.proxy.auth import (
-    SOURCES,
     Authenticator,
     HostCheck,
     Identity,
-    identified,
     is_loopback,
     read_caller,
     request_id,
@@ -116,7 +114,7 @@ def test_a_key_of_two_tenants_is_a_configuration_error(tmp_path: Path) -> None:
 
 
 def test_the_headers_describe_the_caller() -> None:
-    caller = read_caller(Headers({"X-AgentSpec-Session": "s", "x-agentspec-speculation": "OFF"}), "t")
+    caller = read_caller({"x-agentspec-session": "s", "x-agentspec-speculation": "OFF"}, "t")
     request = caller.sign(GenerateRequest("m", text="x"))
     assert request == GenerateRequest("m", text="x", tenant="t", labels=Labels(session="s"), speculation=False)
 
@@ -126,6 +124,10 @@ def test_request_ids_are_echoed_only_if_harmless() -> None:
     for bad in ("", "a b", "x" * 129, "é", '"}'):
         made = request_id(Headers({"x-request-id": bad}))
         assert made != bad and made.startswith("req-")
+
+
+def labels_of(headers: dict[str, str], fields: dict[str, Any]) -> Labels:
+    return read_caller(headers, "t").asking(fields).labels
 
 
 CLAUDE = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "s-1"})
@@ -153,30 +155,24 @@ CLAUDE = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "s-1"})
     ],
 )
 def test_what_agents_send(headers: dict[str, str], fields: dict[str, Any], labels: Labels) -> None:
-    assert identified(Labels(), headers, fields) == labels
+    assert labels_of(headers, fields) == labels
 
 
 def test_our_own_labels_count_first() -> None:
+    own = {"x-agentspec-session": "mine", "x-agentspec-workflow": "flow"}
     headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
-    assert identified(Labels("mine", "flow"), headers, {}) == Labels("mine", "flow", "a")
+    assert labels_of(own | headers, {}) == Labels("mine", "flow", "a")
 
 
 @pytest.mark.parametrize("odd", ["", " ", 5, None, [], {"a": 1}, "x" * 5000])
 def test_what_is_no_name_is_none(odd: Any) -> None:
     fields = {"session_id": odd, "metadata": {"user_id": odd}, "prompt_cache_key": odd}
-    assert identified(Labels(), {}, fields) == Labels()
-    assert identified(Labels(), {}, {"metadata": odd}) == Labels()
+    assert labels_of({}, fields) == labels_of({}, {"metadata": odd}) == Labels()
 
 
 def test_a_name_that_no_label_may_be_is_replaced_by_its_digest() -> None:
-    long, broken = (identified(Labels(), {}, {"session_id": name}).session for name in ("x" * 300, "a\nb"))
+    long, broken = (labels_of({}, {"session_id": name}).session for name in ("x" * 300, "a\nb"))
     assert long is not None and broken is not None and len(long) == len(broken) == 64 and long != broken
-
-
-def test_every_source_names_one_place_and_one_label() -> None:
-    assert all(bool(source.header) != bool(source.field) for source in SOURCES)
-    assert {source.label for source in SOURCES} == {"session", "workflow", "step"}
-    assert all(source.header == source.header.lower() for source in SOURCES)
 
 
 KEYS = (ApiKey(key_env="KEY"),)

@@ -23,7 +23,8 @@ from agentspec.errors import ConfigurationError
 from agentspec.proxy import logs
 from agentspec.proxy.app import Loading
 from agentspec.proxy.auth import is_unprotected
-from agentspec.proxy.serving import COLLECT_AFTER, PIECE, in_pieces, serve, spare_what_is_loaded
+from agentspec.proxy.request_record import PIECE, RequestRecord
+from agentspec.proxy.serving import COLLECT_AFTER, serve, spare_what_is_loaded
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ApiKey, ServerSettings
@@ -101,14 +102,15 @@ def test_answers_are_sent_in_pieces(size: int, more: bool) -> None:
     sent: list[Any] = []
     content = bytes(range(256)) * (size // 256) + bytes(size % 256)
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": content, "more_body": more})
-
     async def keep(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(in_pieces(app)({}, keep, keep))  # type: ignore[arg-type]
+    async def answer() -> None:
+        send = RequestRecord("r", "POST").sending(keep)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": content, "more_body": more})
+
+    asyncio.run(answer())
     start, *bodies = sent
     assert start["status"] == 200 and b"".join(one["body"] for one in bodies) == content
     assert all(len(one["body"]) <= PIECE for one in bodies)

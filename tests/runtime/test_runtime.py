@@ -31,6 +31,7 @@ from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.runtime.runtime import delay_before
 from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.models import ModelDirectory
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob, Usage
 
@@ -264,8 +265,8 @@ def test_aliases_that_cannot_work_are_refused(aliases: dict[str, str]) -> None:
 # Strategies asked for by a step --------------------------------------------------------------------------------------
 
 
-def strategies() -> Runtime:
-    return Runtime(
+def strategies() -> ModelDirectory:
+    return ModelDirectory(
         Settings(
             backends={"big": TorchSettings(model="b"), "small": TorchSettings(model="s"), "up": upstream()},
             models={
@@ -275,7 +276,8 @@ def strategies() -> Runtime:
                 "far": ModelSettings(backend="up", upstream_model="x"),
             },
             model_aliases={"gpt": "shown"},
-        )
+        ),
+        (),
     )
 
 
@@ -283,7 +285,7 @@ def strategies() -> Runtime:
     ("model", "strategy", "answers"),
     [
         ("shown", None, "shown"),
-        ("gpt", None, "gpt"),
+        ("gpt", None, "shown"),
         ("shown", "specreason", "fast"),
         ("gpt", "fast", "fast"),
         ("fast", "specreason", "fast"),
@@ -294,7 +296,8 @@ def strategies() -> Runtime:
     ],
 )
 def test_a_strategy_leads_to_the_model_that_has_it(model: str, strategy: str | None, answers: str) -> None:
-    assert strategies().with_strategy(model, strategy) == answers
+    directory = strategies()
+    assert directory.with_strategy(directory.aliases.meant(model), strategy) == answers
 
 
 def test_a_strategy_that_no_model_has_is_refused() -> None:

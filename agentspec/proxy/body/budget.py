@@ -99,12 +99,12 @@ class _Held:
 class BodyAccount:
     """What one request holds of a budget: the pieces of its body, and of a large answer to it."""
 
-    __slots__ = ("_answer", "_body", "_budget", "tenant")
+    __slots__ = ("_answer", "_body", "_budget", "_collected", "tenant")
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
-        self._body = self._answer = 0
+        self._body = self._answer = self._collected = 0
 
     def __enter__(self) -> BodyAccount:
         return self
@@ -145,9 +145,10 @@ class BodyAccount:
                 "too many large answers are being sent already (server.max_body_memory); try again later"
             ) from None
 
-    async def cover(self, size: int) -> None:
-        """Have room for an answer of `size` bytes, of which the first 64 KiB need none. Raises as `wait_for`."""
-        missing = size - INLINE_BYTES - self._answer
+    async def grow(self, size: int) -> None:
+        """Have room for `size` bytes more of an answer, of which the first 64 KiB need none. Raises as `wait_for`."""
+        self._collected += size
+        missing = self._collected - INLINE_BYTES - self._answer
         if missing > 0:
             await self.wait_for(-(-missing // INLINE_BYTES) * INLINE_BYTES)  # seldom, however small its pieces are
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.types import Send
-
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.stored import StoredResponse
 from agentspec.errors import InvalidRequestError, OverloadedError
+from agentspec.protocol.deltas import size_of
 from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import is_id
@@ -24,17 +23,15 @@ from agentspec.protocol.requests import MAX_MESSAGES, parse_chat
 from agentspec.protocol.responses import obfuscated
 from agentspec.protocol.wire import encode, named_event
 from agentspec.proxy.auth import Caller
-from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.body.kept_names import refuse_what_others_keep
 from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.forwarding import added_fields, pass_through, request_headers, with_fields
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
-from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.stored import History, Keeper, not_found
 from agentspec.proxy.responses.upstreams import ResponsesInspector, telling_id
-from agentspec.proxy.streaming import EVENT_STREAM, collected, json_response, note, record_failure, respond
+from agentspec.proxy.streaming import EVENT_STREAM, json_response, note, record_failure, respond, send_piece
 from agentspec.types import Delta, GenerateRequest
 
 T = TypeVar("T")
@@ -66,7 +63,8 @@ class ResponsesEndpoint(GenerationEndpoint):
         added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
         exchange.record.response_headers = {**added, **_unenforced(request)}
         exchange.release()
-        await self._send_answer(exchange, request, self._generated(first, request))
+        with _own_names(request):
+            await self._send_answer(exchange, request, self.runtime.answer(first, exchange.route))
 
     def _local(self, caller: Caller, request: ResponsesRequest, history: History) -> GenerateRequest:
         """The request for a backend, with the whole conversation."""
@@ -74,12 +72,6 @@ class ResponsesEndpoint(GenerationEndpoint):
         with _own_names(request):
             parsed, _ = parse_chat(chat)
         return caller.sign(parsed)
-
-    async def _generated(self, first: GenerateRequest, request: ResponsesRequest) -> AsyncGenerator[Delta]:
-        with _own_names(request):
-            async with aclosing(self.runtime.generate(first)) as deltas:
-                async for delta in deltas:
-                    yield delta
 
     async def _forward(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         check_head(exchange.scope)
@@ -175,12 +167,10 @@ class ResponsesEndpoint(GenerationEndpoint):
         stored = request.store and exchange.caller.store and self.keeper.stores
         writer = EventWriter(request, stored=stored)
         keep = self._keeping(exchange, request)
-        # A stream ends with the whole answer, too.
-        deltas = exchange.deadline.within(collected(deltas, exchange.account))
         if request.stream:
-            await send_events(deltas, writer, record, exchange.send, keep, obfuscate=bool(request.obfuscation))
+            await send_events(deltas, writer, exchange, keep, obfuscate=bool(request.obfuscation))
         else:
-            await send_whole(deltas, writer, record, exchange.send, keep, exchange.account)
+            await send_whole(deltas, writer, exchange, keep)
 
     def _keeping(self, exchange: Exchange, request: ResponsesRequest) -> Keep:
         tenant, session = exchange.record.tenant, exchange.caller.labels.session
@@ -237,64 +227,56 @@ Keep = Callable[[EventWriter], Awaitable[None]]
 """Called with a finished answer, before its client is told that it is."""
 
 
-async def send_whole(
-    deltas: AsyncGenerator[Delta],
-    writer: EventWriter,
-    record: RequestRecord,
-    send: Send,
-    keep: Keep,
-    account: BodyAccount,
-) -> None:
+async def send_whole(deltas: AsyncGenerator[Delta], writer: EventWriter, exchange: Exchange, keep: Keep) -> None:
     """Answer with one response object."""
-    async with aclosing(deltas):
+    account = exchange.account
+    async with aclosing(deltas), exchange.deadline.limit():
         async for delta in deltas:
-            note(record, delta)
+            await account.grow(size_of(delta))
+            note(exchange.record, delta)
             for _ in writer.write(delta):
                 pass
     for _ in writer.close():
         pass
     await keep(writer)
-    await respond(send, await account.run(account.answer, json_response, writer.response))
+    await respond(exchange.send, await account.run(account.answer, json_response, writer.response))
 
 
 async def send_events(
-    deltas: AsyncGenerator[Delta],
-    writer: EventWriter,
-    record: RequestRecord,
-    send: Send,
-    keep: Keep,
-    *,
-    obfuscate: bool = False,
+    deltas: AsyncGenerator[Delta], writer: EventWriter, exchange: Exchange, keep: Keep, *, obfuscate: bool = False
 ) -> None:
     """Answer with typed events, filled up to equal sizes if `obfuscate`.
 
     An error before the first delta is raised and gets its own HTTP status; a later one ends with `response.failed`.
     """
-    encoded = obfuscated if obfuscate else encode
+    record, account, encoded = exchange.record, exchange.account, obfuscated if obfuscate else encode
 
-    async def out(one: dict[str, Any]) -> None:
-        body = named_event(one["type"], encoded(one))
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def out(events: Iterable[dict[str, Any]]) -> None:
+        for one in events:
+            await send_piece(exchange.send, named_event(one["type"], encoded(one)))
+
+    async def write(delta: Delta) -> None:
+        await account.grow(size_of(delta))  # the stream ends with the whole answer
+        note(record, delta)
+        await out(writer.write(delta))
 
     async with aclosing(deltas):
-        first: Delta | None = await anext(deltas, Delta(finish_reason="stop"))
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        for one in writer.begin():
-            await out(one)
+        async with exchange.deadline.limit():
+            first = await anext(deltas, Delta(finish_reason="stop"))
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        await out(writer.begin())
         try:
-            while first is not None:
-                note(record, first)
-                for one in writer.write(first):
-                    await out(one)
-                first = await anext(deltas, None)
-            for one in writer.close():
-                await out(one)
+            async with exchange.deadline.limit():
+                await write(first)
+                async for delta in deltas:
+                    await write(delta)
+            await out(writer.close())
             await keep(writer)
-            await out(writer.last())
+            await out([writer.last()])
         except Exception as error:
             record_failure(record, error)
-            await out(writer.fail(*failure(error, record.request_id)))
-    await send({"type": "http.response.body", "body": b""})
+            await out([writer.fail(*failure(error, record.request_id))])
+    await exchange.send({"type": "http.response.body", "body": b""})
 
 
 def failure(error: Exception, request_id: str) -> tuple[str, str]:

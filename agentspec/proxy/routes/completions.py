@@ -48,7 +48,7 @@ class CompletionsEndpoint(GenerationEndpoint):
         whole = replace(first, sampling=replace(first.sampling, n=count))
         shown = CompletionWriter(whole, writer.format, per)
         exchange.release()
-        answers = [partial(self.runtime.generate, request) for request, _ in parsed]
+        answers = [partial(self.runtime.answer, request, exchange.route) for request, _ in parsed]
         await self._answer(merged(answers, per), shown, exchange)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from starlette.datastructures import Headers
-
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Pool
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
+from agentspec.proxy.auth import Caller
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding import StreamInspector, pass_through, with_fields
@@ -41,11 +40,11 @@ class ExtraRoute(GenerationEndpoint):
     root: ClassVar[str] = ""
     upstream: str = ""
 
-    def _route(self, fields: Mapping[str, Any], headers: Headers, record: RequestRecord) -> Route:
+    def _route(self, fields: Mapping[str, Any], caller: Caller, record: RequestRecord) -> Route:
         if not isinstance(fields.get("model"), str):
             record.model = OTHER
             return Route(self.upstream, self.ready().backends()[self.upstream], "")
-        route = super(ExtraRoute, self)._route(fields, headers, record)
+        route = super(ExtraRoute, self)._route(fields, caller, record)
         # All servers of all pools are the only upstream's.
         if route.backend_name != self.upstream and not isinstance(route.backend, PoolBackend):
             message = f"{self.path} is passed to an upstream that does not serve this model"
