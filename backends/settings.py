@@ -81,7 +81,7 @@ class OpenAISettings(SettingsModel):
     api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
     api_key_file: str | None = Field(default=None, description="File holding the API key")
     read_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte from the upstream")
-    server_kind: Literal["auto", "vllm", "sglang", "dynamo", "other"] = Field(
+    server_kind: Literal["auto", "vllm", "sglang", "other"] = Field(
         default="auto", description="What it is; auto recognises vLLM and SGLang by asking"
     )
     allow_fields: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from agentspec.errors import UpstreamError
-from agentspec.protocol.errors import reported
+from agentspec.protocol.wire import reported
 from agentspec.types import (
     Delta,
     FinishReason,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentspec.protocol.wire import object_in
+from agentspec.protocol.wire import object_in, reported
 
 MAX_MESSAGE = 2000
 MAX_ERROR_BYTES = 1 << 20
@@ -45,11 +45,6 @@ def error_object(content: bytes, status: int, message: str) -> bytes:
 def without_account(content: bytes) -> bytes:
     """`content` without fragments of keys and names of organisations and projects."""
     return _ACCOUNT.sub(b"***", content)
-
-
-def reported(value: Mapping[str, Any]) -> Any:
-    """The error that a chunk or an answer reports, if any: as OpenAI's, or in the form that vLLM once had."""
-    return value if value.get("object") == "error" else value.get("error")
 
 
 def error_message(given: Any) -> str | None:

@@ -18,8 +18,6 @@ MAX_LABEL = 256
 MAX_PRIORITY = 2**31 - 1
 STRATEGY_HEADER = f"{PREFIX}strategy"
 PREFILL_HEADER = f"{PREFIX}prefill"
-SESSION_PARENT, SESSION_FINAL = "x-dynamo-parent-session-id", "x-dynamo-session-final"
-"""NVIDIA Dynamo's headers for the session that began this one, and for a session's last request."""
 _REQUEST_NAMES = (
     *("session", "workflow", "step", "speculation", "store", "prefill", "strategy"),
     *("latency-ms-per-token", "deadline-s", "priority"),
@@ -107,6 +105,11 @@ def read_switch(headers: Mapping[str, str], name: str) -> bool:
     if value not in ("on", "off"):
         raise InvalidRequestError(f"{header} must be 'on' or 'off'", param=header)
     return value == "on"
+
+
+def switched_off(*, store: bool, speculation: bool) -> tuple[str, ...]:
+    """The names of the switches that are off for a request."""
+    return tuple(name for name, on in (("store", store), ("speculation", speculation)) if not on)
 
 
 def read_policy(headers: Mapping[str, str]) -> StepPolicy:

@@ -7,7 +7,7 @@ comments and the other fields are skipped.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentspec.errors import UpstreamError
@@ -40,6 +40,11 @@ def object_in(text: str | bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def reported(value: Mapping[str, Any]) -> Any:
+    """The error that a chunk or an answer reports, if any: as OpenAI's, or in the form that vLLM once had."""
+    return value if value.get("object") == "error" else value.get("error")
 
 
 def event(data: bytes) -> bytes:

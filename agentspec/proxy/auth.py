@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from agentspec.backends.openai.fields import switched_off
 from agentspec.errors import (
     AuthenticationError,
     HeadersTooLargeError,
@@ -30,12 +29,12 @@ from agentspec.errors import (
 from agentspec.protocol.headers import (
     ANY,
     MAX_LABEL,
-    SESSION_PARENT,
     StepPolicy,
     read_labels,
     read_policy,
     read_switch,
     refuse_misspelt,
+    switched_off,
 )
 from agentspec.protocol.wire import object_in
 from agentspec.settings.server import ApiKey, ServerSettings, read_keys
@@ -49,7 +48,7 @@ _OF_HEADERS = {
         *("x-claude-code-session-id", "x-dynamo-session-id", "session-id"),
         *("session_id", "x-session-id", "x-session-affinity"),
     ),
-    "workflow": (SESSION_PARENT,),
+    "workflow": ("x-dynamo-parent-session-id",),
     "step": ("x-claude-code-agent-id",),
 }
 """Other headers in which clients name what a label says: of those that a request has, the first."""

@@ -23,14 +23,14 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.fields import GOAL, PRIORITY, takes_switches
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import read_speculation, read_usage
-from agentspec.protocol.errors import anthropic_error, error_object, reported, without_account
+from agentspec.protocol.errors import anthropic_error, error_object, without_account
 from agentspec.protocol.headers import PREFIX, label_headers
-from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, object_in
+from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, object_in, reported
 from agentspec.proxy.admission import Deadline
 from agentspec.proxy.auth import Caller
 from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
 from agentspec.proxy.body.reading import set_values
-from agentspec.proxy.errors import anthropic_error_event, error_event, outcome, refused_key
+from agentspec.proxy.errors import error_event, outcome, refused_key
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Delta, Speculation, Usage
 
@@ -130,32 +130,6 @@ class Inspector(ABC):
     def failure(self, error: Exception, request_id: str) -> bytes:
         """The event that tells the client of an `error` that broke the stream off."""
         return error_event(error, request_id)
-
-
-class MessagesInspector(Inspector):
-    """Follows a stream of the Messages API, which `message_stop` ends; `message_delta` has the counts so far."""
-
-    telling = re.compile(rb'"(?:message_start|message_delta|message_stop|error)"')
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._usage: dict[str, Any] = {}
-
-    def failure(self, error: Exception, request_id: str) -> bytes:
-        return anthropic_error_event(error, request_id)
-
-    @property
-    def counts(self) -> Delta:
-        return read_counts({"usage": self._usage})
-
-    def read_event(self, event: Mapping[str, Any]) -> None:
-        kind, message = event.get("type"), event.get("message")
-        self.done = self.done or kind == "message_stop"
-        if kind == "error":
-            self.error = self.error or event.get("error") or kind
-        usage = event.get("usage") if kind == "message_delta" else isinstance(message, dict) and message.get("usage")
-        if isinstance(usage, dict):
-            self._usage |= {name: count for name, count in usage.items() if count is not None}
 
 
 class StreamInspector(Inspector):
@@ -294,12 +268,10 @@ async def pass_through(
         async with arrival.deadline.limit():
             response = await stack.enter_async_context(forward(headers=headers, body=body))
             content = await _content(response, record, arrival.account)
-        if not record.stream:
-            await _send_whole(response, content, record, arrival)
-        elif response.is_encoded:
-            await _send_encoded(response, record, arrival)
-        else:
+        if record.stream:
             await _send_stream(response, record, arrival, inspector)
+        else:
+            await _send_whole(response, content, record, arrival)
 
 
 async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
@@ -310,6 +282,8 @@ async def _content(response: UpstreamResponse, record: RequestRecord, account: B
     record.answer_arrived(response.status, response.headers, content)
     if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
         raise refused_key(f"upstream {response.name}")
+    if record.stream and response.is_encoded:
+        raise UpstreamError(f"upstream {response.name} sent a compressed stream, which was not asked for")
     return content if failed or record.stream else await response.aread(room=account.wait_for)
 
 
@@ -379,20 +353,6 @@ async def _send_stream(
 def _told(events: bytes, response: UpstreamResponse, inspector: Inspector) -> bytes:
     """`events` as the client may have them: an error tells the operator's account to nobody."""
     return without_account(events) if inspector.error and response.own_key else events
-
-
-async def _send_encoded(response: UpstreamResponse, record: RequestRecord, arrival: Arrival) -> None:
-    """Send a stream as it comes that the upstream has compressed, although it was asked not to.
-
-    A failure is raised, which breaks the connection: no event can be put into compressed bytes.
-    """
-    send = arrival.send
-    await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
-    async with arrival.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
-        async for piece in pieces:
-            record.token_arrived()
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
 
 
 def _error_body(response: UpstreamResponse, content: bytes) -> bytes:

@@ -106,7 +106,7 @@ class Settings(BaseSettings):
         for name, backend in self.backends.items():
             if not isinstance(backend, OpenAISettings) or backend.shared_upstream or len(self.server.tenant_names) < 2:
                 continue
-            if backend.server_kind in ("dynamo", "other"):
+            if backend.server_kind == "other":
                 raise ValueError(
                     f"backends.{name} is neither vLLM nor SGLang, so it cannot keep the caches of the tenants of"
                     f" server.api_keys apart: set backends.{name}.shared_upstream = true if they may share them"

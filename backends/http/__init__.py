@@ -1,7 +1,8 @@
 """The HTTP client: only this folder imports an HTTP library, so that another one is a change in one place."""
 
-from agentspec.backends.http.connections import Transport, httpx
+from agentspec.backends.http.connections import httpx
 from agentspec.backends.http.endpoint import Endpoint
+from agentspec.backends.http.proxies import Transport
 from agentspec.backends.http.response import (
     MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,

@@ -11,8 +11,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
-from urllib.request import getproxies, proxy_bypass
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 
@@ -29,16 +28,14 @@ else:
 
 __all__ = [
     "MAX_HEAD_BYTES",
+    "ConnectionPool",
     "HttpConnection",
     "NothingAnsweredError",
     "OutgoingRequest",
-    "RawAnswer",
-    "ServerConnections",
-    "Transport",
+    "PooledAnswer",
     "connect",
     "httpcore",
     "httpx",
-    "open_connections",
 ]
 MAX_UNREAD = 64 << 10
 """Bytes of an answer that wait to be read before the server is made to wait."""
@@ -262,103 +259,19 @@ def _wake(event: asyncio.Future[None] | None) -> None:
         event.set_result(None)
 
 
-Transport = httpx.AsyncBaseTransport
-
-
 @dataclass(slots=True)
 class OutgoingRequest:
-    """A request without the headers that tell its address and its length. Timeouts are in seconds, None for none."""
+    """A request without the headers that tell its address and its length. `target` is the path with the query.
+
+    Timeouts are in seconds, None for none.
+    """
 
     method: str
-    url: httpx.URL
+    target: bytes
     headers: list[tuple[bytes, bytes]]
     body: bytes
     connect_timeout: float | None
     read_timeout: float | None
-
-
-class RawAnswer(Protocol):
-    """An answer whose head has arrived. Iterating yields the body as it arrives; `aclose` ends what is under way."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-    async def aclose(self) -> None: ...
-
-
-class ServerConnections(Protocol):
-    """The way to one server. Methods raise httpx's or httpcore's errors."""
-
-    async def send(self, request: OutgoingRequest) -> RawAnswer: ...
-
-    async def aclose(self) -> None: ...
-
-
-def open_connections(
-    url: httpx.URL, keepalive_expiry: float, transport: Transport | None, address: str | None = None
-) -> ServerConnections:
-    """The connections to the server of `url`: through `transport`, or the proxy that the environment names, if any.
-
-    One that was idle for `keepalive_expiry` seconds is not used again. With `address`, one of those that the URL's host
-    has, that server is reached directly.
-    """
-    if transport is not None:
-        return LibraryConnections(transport)
-    proxy = _proxy(url) if address is None else None
-    if proxy is None:
-        return ConnectionPool(url, keepalive_expiry, address)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_expiry)
-    return LibraryConnections(httpx.AsyncHTTPTransport(proxy=proxy, limits=limits))
-
-
-def _proxy(url: httpx.URL) -> str | None:
-    """The proxy for `url` by `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY`."""
-    proxies = getproxies()
-    proxy = proxies.get(url.scheme) or proxies.get("all")
-    if proxy is None or proxy_bypass(url.host):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
-
-
-class LibraryConnections:
-    """The connections that a transport of the HTTP library keeps."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    async def send(self, request: OutgoingRequest) -> RawAnswer:
-        timeout = httpx.Timeout(request.read_timeout, connect=request.connect_timeout)
-        response = await self._transport.handle_async_request(
-            httpx.Request(
-                request.method,
-                request.url,
-                headers=request.headers,
-                content=request.body,
-                extensions={"timeout": timeout.as_dict()},
-            )
-        )
-        return LibraryAnswer(response)
-
-    async def aclose(self) -> None:
-        await self._transport.aclose()
-
-
-class LibraryAnswer:
-    """An answer of the HTTP library's, with its body as it was sent."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self.status = response.status_code
-        self.headers = response.headers.raw
-        self._response = response
-        self._stream: Any = response.stream
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return cast(AsyncIterator[bytes], aiter(self._stream))
-
-    async def aclose(self) -> None:
-        await self._response.aclose()
 
 
 class ConnectionPool:
@@ -374,14 +287,15 @@ class ConnectionPool:
         self._address = address
         secure = url.scheme == "https"
         self._host, self._port = url.host, url.port or (443 if secure else 80)
+        self._host_header = b"host: " + url.netloc
         self._context = _tls() if secure else None
         self._expiry = keepalive_expiry
         self._idle: deque[HttpConnection] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
-    async def send(self, request: OutgoingRequest) -> RawAnswer:
+    async def send(self, request: OutgoingRequest) -> PooledAnswer:
         """Send the request; the answer's body is yet to be read. Raises httpcore's errors."""
-        data = _request_bytes(request)
+        data = _request_bytes(request, self._host_header)
         used = self._take()
         if used is not None:
             try:
@@ -398,7 +312,7 @@ class ConnectionPool:
     async def _connect(self, timeout: float | None) -> HttpConnection:
         return await connect(self._address or self._host, self._port, self._context, timeout, self._host)
 
-    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> RawAnswer:
+    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> PooledAnswer:
         try:
             connection.send(data, timeout)
             await connection.read_head()
@@ -466,10 +380,9 @@ class PooledAnswer:
             self._give_back(connection)
 
 
-def _request_bytes(request: OutgoingRequest) -> bytes:
+def _request_bytes(request: OutgoingRequest, host: bytes) -> bytes:
     """The whole request: one write, and so one call of the system, for head and body."""
-    lines = [b"%s %s HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
-    lines.append(b"host: " + request.url.netloc)
+    lines = [b"%s %s HTTP/1.1" % (request.method.encode("ascii"), request.target), host]
     lines += [b"%s: %s" % pair for pair in request.headers]
     if request.body or request.method == "POST":
         lines.append(b"content-length: %d" % len(request.body))

@@ -9,9 +9,11 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from urllib.parse import quote
 
 from agentspec.backends.base import MESSAGES, NONE
-from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, httpx, open_connections
+from agentspec.backends.http.connections import ConnectionPool, OutgoingRequest, httpx
+from agentspec.backends.http.proxies import LibraryConnections, Transport, open_connections
 from agentspec.backends.http.response import (
     ACCOUNT_HEADERS,
     MAX_ANSWER_BYTES,
@@ -28,7 +30,8 @@ from agentspec.errors import UpstreamError
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 3.0  # enough for two lost packets
 KEEPALIVE_SECONDS = 4.0  # that an idle connection is kept: vLLM closes one after 5
-MOST_URLS = 64  # that are kept: stored responses have one each
+Connections = ConnectionPool | LibraryConnections
+_SAFE = "/:?@!$&'()*+,;=%[]~"  # characters of a target that stand for themselves
 
 
 class Endpoint:
@@ -48,13 +51,12 @@ class Endpoint:
         address: str | None = None,
     ) -> None:
         self._url = httpx.URL(str(settings.url).rstrip("/"))
+        self._base = self._url.raw_path.decode().rstrip("/")
         self._address = address
         self._authorization = _authorization(settings, self._url)
         self._timeouts = (CONNECT_SECONDS, settings.read_timeout)
         self._transport = transport
-        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServerConnections]
-        self._pools = weakref.WeakKeyDictionary()
-        self._urls: dict[tuple[str, bool], httpx.URL] = {}
+        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Connections] = weakref.WeakKeyDictionary()
         self._shown = str(self._url.copy_with(username=None, password=None, query=None))
         self.name = self._shown if name is None else repr(name)
 
@@ -94,10 +96,10 @@ class Endpoint:
             sent |= self._own_key(path, self._authorization)
         sent |= told
         with self._logged_errors(logging.DEBUG if probing else logging.INFO):
-            url = self._url_of(path, query, above=above)
+            target = self._target(path, query, above=above)
             given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
             timeouts = self._timeouts if timeout is None else (timeout, timeout)
-            answer = await self._connections().send(OutgoingRequest(method, url, given, body, *timeouts))
+            answer = await self._connections().send(OutgoingRequest(method, target, given, body, *timeouts))
         try:
             if answer.status >= 600:
                 raise UpstreamError(f"upstream {self.name} answered {answer.status}, which is no status of HTTP")
@@ -158,7 +160,7 @@ class Endpoint:
             logger.log(level, "%s: %s", self._shown, error.message)
             raise
 
-    def _connections(self) -> ServerConnections:
+    def _connections(self) -> Connections:
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None:
@@ -167,17 +169,9 @@ class Endpoint:
             pool = self._pools[loop] = open_connections(self._url, KEEPALIVE_SECONDS, self._transport, self._address)
         return pool
 
-    def _url_of(self, path: str, query: str, *, above: bool) -> httpx.URL:
-        """The URL of `path`. Parsing one takes long, so that a few without a query are kept."""
-        known = self._urls.get((path, above))
-        if known is None:
-            base = self._url.path.rstrip("/")
-            whole = (base.removesuffix("/v1") if above else base) + path
-            known = self._url.copy_with(username=None, password=None, path=whole, query=None)
-            if len(self._urls) >= MOST_URLS:
-                self._urls.pop(next(iter(self._urls)))
-            self._urls[path, above] = known
-        return known.copy_with(query=query.encode()) if query else known
+    def _target(self, path: str, query: str, *, above: bool) -> bytes:
+        base = self._base.removesuffix("/v1") if above else self._base
+        return (base + quote(path, _SAFE) + ("?" + quote(query, _SAFE) if query else "")).encode()
 
 
 def _authorization(settings: OpenAISettings, url: httpx.URL) -> str | None:

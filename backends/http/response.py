@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from agentspec.backends.http.connections import NothingAnsweredError, RawAnswer, httpcore, httpx
+from agentspec.backends.http.connections import NothingAnsweredError, httpcore, httpx
+from agentspec.backends.http.proxies import Answer
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.errors import MAX_ERROR_BYTES, error_message
 from agentspec.protocol.wire import loads
@@ -52,7 +53,7 @@ class UpstreamResponse:
     `own_key`: the request carried the operator's key, not the client's, so that headers about the account are left out.
     """
 
-    def __init__(self, answer: RawAnswer, name: str, *, own_key: bool = False) -> None:
+    def __init__(self, answer: Answer, name: str, *, own_key: bool = False) -> None:
         self.status = answer.status
         self.own_key = own_key
         self.name = name

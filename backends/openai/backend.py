@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
 from types import NoneType
 from typing import Any
+from urllib.parse import quote
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Endpoint, Room, Transport, UpstreamResponse
@@ -25,9 +26,7 @@ from agentspec.backends.openai.fields import (
     prediction_fields,
     priority_fields,
     session_fields,
-    session_headers,
     switch_fields,
-    switched_off,
     takes_switches,
     token_id_fields,
 )
@@ -40,7 +39,7 @@ from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import CallNumbers, merged, size_of, to_delta
-from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, policy_of, read_labels
+from agentspec.protocol.headers import label_headers, policy_of, read_labels, switched_off
 from agentspec.protocol.wire import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
@@ -50,6 +49,7 @@ logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
 MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
+_SAID = ("prediction", GOAL, PRIORITY)  # fields of requests that some servers are sent in another form
 _LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
@@ -120,7 +120,7 @@ class OpenAIBackend:
             **label_headers(labels, speculation=request.speculation, store=request.store, prefill=request.prefill_next),
             **policy_of(request).headers(),
         }
-        told = self._session_headers(request.tenant, labels, {})
+        told = self._session_headers(labels)
         async with (
             self._endpoint.send("POST", path, headers=headers, body=_encode(body), told=told) as response,
             aclosing(self.deltas(response)) as deltas,
@@ -171,7 +171,7 @@ class OpenAIBackend:
         upstream's work. Raises `UpstreamError` if nothing answers, and for redirects.
         """
         labels = self._own_labels(tenant, read_labels(headers))
-        told = self._session_headers(tenant, labels, headers)
+        told = self._session_headers(labels)
         if self._isolation is not None and self._isolation.required:
             headers = self._isolation.headers(tenant, headers) | label_headers(labels)
         return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told, above=above)
@@ -220,29 +220,27 @@ class OpenAIBackend:
             own = labels_in(given)
             named = Labels(labels.session or own.session, labels.workflow or own.workflow, labels.step)
             sent = self._apart.labels(tenant, named)
-        fields = salts | await self._labels_told(tenant, sent, labels, given)
-        kind = await self._detector.kind() if off else None
-        return fields | switch_fields(kind, path, off, {**given, **fields})
-
-    async def _labels_told(self, tenant: str, sent: Labels, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields for the labels `sent` to our drafter, the session of `labels`, and the priority in `given`."""
-        added = label_fields(sent, given)
-        predicts, hurries = (given.get(field) is not None for field in ("prediction", GOAL))
-        session = self._own_labels(tenant, labels).session
-        if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
-            raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
-        if not (added or predicts or hurries or session or PRIORITY in given):
-            return {}
+            if not isinstance(given.get(SESSION), (str, NoneType)):
+                raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
+        if not (off or sent != Labels() or any(given.get(name) is not None for name in _SAID)):
+            return salts
         kind = await self._detector.kind()
+        fields = salts | (await self._vllm_fields(sent, given) if kind == "vllm" else {})
+        session = self._own_labels(tenant, labels).session
         if given.get(SESSION) and not self._apart:
             session = None  # the client's own stays
-        fields = added if kind == "vllm" else {}
-        if predicts and kind == "vllm":
+        fields |= session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
+        return fields | (switch_fields(kind, path, off, {**given, **fields}) if off else {})
+
+    async def _vllm_fields(self, sent: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields for our drafter in a vLLM server: the labels, the prediction and the latency goal."""
+        fields = label_fields(sent, given)
+        if given.get("prediction") is not None:
             model = self.settings.model or str(given.get("model"))
             fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
-        if hurries and kind == "vllm" and await self._detector.keeps_latency():
+        if given.get(GOAL) is not None and await self._detector.keeps_latency():
             fields |= goal_fields({**given, **fields})
-        return fields | session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
+        return fields
 
     @property
     def needs_salt(self) -> bool:
@@ -339,11 +337,11 @@ class OpenAIBackend:
     def _own_labels(self, tenant: str, labels: Labels) -> Labels:
         return self._apart.labels(tenant, labels) if self._apart else labels
 
-    def _session_headers(self, tenant: str, labels: Labels, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers that name the session in `labels`, which are the tenant's own, to routers."""
-        parent = self._own_labels(tenant, Labels(headers.get(SESSION_PARENT) or None)).session
-        final = headers.get(SESSION_FINAL, "").strip().lower()
-        return session_headers(self.settings, self._detector.known, labels.session, parent, final)
+    def _session_headers(self, labels: Labels) -> dict[str, str]:
+        """The header by which SGLang's router holds the session in `labels`, which are the tenant's, on one server."""
+        if labels.session is None or self._detector.known != "sglang":
+            return {}
+        return {"x-smg-routing-key": quote(labels.session, safe=" !#$&'()*+,/:;=?@[]")}
 
     async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if self._isolation is None or not (self._apart or given.get(SALT)):

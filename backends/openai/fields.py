@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, Literal
-from urllib.parse import quote
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.http import Endpoint
@@ -13,13 +12,12 @@ from agentspec.backends.openai.server_kind import ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, UpstreamError
-from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT
 from agentspec.protocol.messages import parse_prediction
 from agentspec.text import TOKEN_CHARACTERS
 from agentspec.types import Labels, check_latency_goal
 
 Order = Literal["lowest_first", "highest_first"]
-SESSION, PRIORITY, NVEXT, XARGS = "session_id", "priority", "nvext", "vllm_xargs"
+SESSION, PRIORITY, XARGS = "session_id", "priority", "vllm_xargs"
 # Which end of the scale each kind serves first, unless its flags say otherwise.
 ORDERS: Mapping[str, Order] = {"vllm": "lowest_first", "sglang": "highest_first"}
 _SESSION_KINDS = ("vllm", "sglang")
@@ -68,11 +66,6 @@ def session_fields(kind: ServerKind | None, session: str | None, given: Mapping[
     return {SESSION: session}
 
 
-def switched_off(*, store: bool, speculation: bool) -> tuple[str, ...]:
-    """The names of the switches that are off for a request."""
-    return tuple(name for name, on in (("store", store), ("speculation", speculation)) if not on)
-
-
 def takes_switches(kind: str | None, path: str) -> bool:
     """Whether a server of that kind can be told, at that route, what is switched off for a request."""
     return kind in _SWITCHES and path in _SWITCHES[kind][1]
@@ -99,42 +92,11 @@ def priority_fields(settings: OpenAISettings, kind: ServerKind | None, given: Ma
         return {}
     if type(value) is not int or not 0 <= value < 2**31:
         raise InvalidRequestError("priority must be a whole number from 0, served first", param=PRIORITY)
-    if settings.server_kind == "dynamo":
-        return {PRIORITY: None, **hint_fields({"priority": -value}, given)}
     order = ORDERS.get(kind or "") if settings.priority == "auto" else settings.priority
     if order is None:
         message = "priority cannot be told to this upstream: it is not known which end of the scale it serves first"
         raise InvalidRequestError(message, param=PRIORITY)
     return {PRIORITY: value if order == "lowest_first" else -value}
-
-
-def hint_fields(hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Dynamo's hints about a request, beside those that the client gives itself."""
-    own = given.get(NVEXT) or {}
-    theirs = own.get("agent_hints") or {} if isinstance(own, Mapping) else None
-    if not hints or not isinstance(theirs, Mapping):
-        return {}
-    return {NVEXT: {**own, "agent_hints": {**hints, **theirs}}}
-
-
-def session_headers(
-    settings: OpenAISettings, kind: ServerKind | None, session: str | None, parent: str | None, final: str
-) -> dict[str, str]:
-    """The headers by which routers of SGLang and Dynamo hold a session on one server: its name, that of its `parent`,
-    and whether the client says that this is its last request (`final`).
-    """
-    if session is None:
-        return {}
-    name = _as_header(session)
-    told = {"x-smg-routing-key": name} if kind == "sglang" else {}
-    if settings.server_kind == "dynamo":
-        told |= {"x-dynamo-session-id": name} | ({SESSION_PARENT: _as_header(parent)} if parent else {})
-        told |= {SESSION_FINAL: final} if final in ("true", "false") else {}
-    return told
-
-
-def _as_header(name: str) -> str:
-    return quote(name, safe=" !#$&'()*+,/:;=?@[]")
 
 
 def goal_fields(given: Mapping[str, Any]) -> dict[str, Any]:

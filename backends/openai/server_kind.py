@@ -108,7 +108,7 @@ def configured_kind(settings: OpenAISettings) -> ServerKind | None:
     """What the settings say that the server is; None if it shall be asked."""
     if settings.server_kind == "auto":
         return None
-    return "other" if settings.server_kind == "dynamo" else settings.server_kind
+    return settings.server_kind
 
 
 async def look(endpoint: Endpoint) -> ServerKind:

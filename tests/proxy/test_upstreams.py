@@ -274,34 +274,23 @@ def test_a_local_model_is_told_the_labels(gateway: Any, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize(
-    ("owner", "settings", "fields", "headers"),
+    ("owner", "fields", "headers"),
     [
-        ("vllm", {}, {"session_id": "s1", "vllm_xargs": {"agentspec_session": "s1", "agentspec_step": "a1"}}, {}),
-        ("sglang", {}, {"session_id": "s1"}, {"x-smg-routing-key": "s1"}),
-        ("somebody", {}, {}, {}),
-        ("somebody", {"server_kind": "dynamo"}, {}, {"x-dynamo-session-id": "s1"}),
+        ("vllm", {"session_id": "s1", "vllm_xargs": {"agentspec_session": "s1", "agentspec_step": "a1"}}, {}),
+        ("sglang", {"session_id": "s1"}, {"x-smg-routing-key": "s1"}),
+        ("somebody", {}, {}),
     ],
 )
 def test_an_upstream_is_told_in_its_words(
-    gateway: Any, upstream: Any, path: str, owner: str, settings: Any, fields: Any, headers: dict[str, str]
+    gateway: Any, upstream: Any, path: str, owner: str, fields: Any, headers: dict[str, str]
 ) -> None:
     server = upstream(with_models(owner))
-    assert send(gateway({}, through(server.url, **settings)), path, **CLAUDE, **TRACE).status_code == 200
+    assert send(gateway({}, through(server.url)), path, **CLAUDE, **TRACE).status_code == 200
     request = asked(server)
     assert request.json == {**BODY, **fields}
-    said = {name: value for name, value in request.headers.items() if name.startswith(("x-smg", "x-dynamo"))}
+    said = {name: value for name, value in request.headers.items() if name.startswith("x-smg")}
     assert said == headers
     assert {name: request.headers[name] for name in TRACE} == TRACE
-
-
-def test_dynamo_is_told_of_parents_and_ends(gateway: Any, upstream: Any) -> None:
-    server = upstream(with_models("somebody"))
-    running = gateway({}, through(server.url, server_kind="dynamo", priority="auto"))
-    said = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p", "x-dynamo-session-final": "true"}
-    send(running, body={**BODY, "priority": 4}, **said)
-    request = asked(server)
-    assert {name: request.headers[name] for name in said} == said
-    assert request.json["nvext"] == {"agent_hints": {"priority": -4}} and request.json["priority"] is None
 
 
 @pytest.mark.parametrize(("owner", "sent"), [("vllm", 4), ("sglang", -4)])

@@ -76,7 +76,6 @@ _OTHER_ROUTES: Final = frozenset[str]().union(*BY_API.values()) | _names("""
 BY_KIND: Final[Mapping[str, frozenset[str]]] = {
     "vllm": _names("cache_salt session_id vllm_xargs"),
     "sglang": _names("cache_salt session_id"),
-    "dynamo": _names("cache_salt session_id"),
 }
 TOOL_TYPES: Final = _names("""
     function custom namespace tool_search file_search code_interpreter image_generation local_shell shell apply_patch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +22,38 @@ from agentspec.proxy.auth import Caller
 from agentspec.proxy.body.amounts import check_characters
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
-from agentspec.proxy.forwarding import MessagesInspector, request_headers
+from agentspec.proxy.errors import anthropic_error_event
+from agentspec.proxy.forwarding import Inspector, read_counts, request_headers
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming import MESSAGE_EVENTS, Framing, json_response, respond
-from agentspec.types import GenerateRequest
+from agentspec.types import Delta, GenerateRequest
+
+
+class MessagesInspector(Inspector):
+    """Follows a stream of the Messages API, which `message_stop` ends; `message_delta` has the counts so far."""
+
+    telling = re.compile(rb'"(?:message_start|message_delta|message_stop|error)"')
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._usage: dict[str, Any] = {}
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        return anthropic_error_event(error, request_id)
+
+    @property
+    def counts(self) -> Delta:
+        return read_counts({"usage": self._usage})
+
+    def read_event(self, event: Mapping[str, Any]) -> None:
+        kind, message = event.get("type"), event.get("message")
+        self.done = self.done or kind == "message_stop"
+        if kind == "error":
+            self.error = self.error or event.get("error") or kind
+        usage = event.get("usage") if kind == "message_delta" else isinstance(message, dict) and message.get("usage")
+        if isinstance(usage, dict):
+            self._usage |= {name: count for name, count in usage.items() if count is not None}
 
 
 @dataclass(slots=True)

@@ -22,11 +22,6 @@ def settings(**given: Any) -> OpenAISettings:
         ("sglang", {"priority": "auto"}, {"priority": -3}),
         ("sglang", {"priority": "lowest_first"}, {"priority": 3}),
         ("other", {"priority": "highest_first"}, {"priority": -3}),
-        (
-            "other",
-            {"priority": "auto", "server_kind": "dynamo"},
-            {"priority": None, "nvext": {"agent_hints": {"priority": -3}}},
-        ),
         ("vllm", {"priority": "off"}, {}),
     ],
 )
@@ -45,9 +40,3 @@ def test_an_unknown_scale_is_not_guessed() -> None:
     for kind in ("other", None):
         with pytest.raises(InvalidRequestError):
             priority_fields(settings(priority="auto"), kind, {"priority": 1})  # type: ignore[arg-type]
-
-
-def test_hints_of_the_clients_own_stay() -> None:
-    own = {"nvext": {"use_raw_prompt": True, "agent_hints": {"osl": 5}}, "priority": 2}
-    told = priority_fields(settings(priority="auto", server_kind="dynamo"), "other", own)
-    assert told["nvext"] == {"use_raw_prompt": True, "agent_hints": {"priority": -2, "osl": 5}}
