@@ -1,4 +1,4 @@
-"""`agentspec fleet`: shows and drains the servers behind a running gateway."""
+"""`agentspec fleet`: shows the servers behind a running gateway."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from agentspec.errors import ConfigurationError, UpstreamError, UpstreamStatusEr
 if TYPE_CHECKING:
     from agentspec.backends.http.endpoint import Endpoint
 
-app = typer.Typer(no_args_is_help=True, help="Show and drain several servers of one model.")
+app = typer.Typer(no_args_is_help=True, help="Show several servers of one model.")
 UrlOption = Annotated[str, typer.Option(help="Address of the gateway")]
 KeyOption = Annotated[
     Path | None, typer.Option(help="File with an operator's key, if the gateway has keys", dir_okay=False)
 ]
-NameArgument = Annotated[str, typer.Argument(help="A member as `fleet status` names it, or a backend for all of its")]
 LOCAL = "http://127.0.0.1:8700"
 SECONDS = 10.0
 _COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "calls", "retries", "failures")
@@ -28,7 +27,7 @@ _COLUMNS = ("member", "state", "in_flight", "running", "waiting", "kv_use", "cal
 @app.command()
 def status(url: UrlOption = LOCAL, key_file: KeyOption = None, json: JsonOption = False) -> None:
     """Show each server: its state, its calls, and how busy it is by its own metrics."""
-    members = _asked(url, key_file, "members", "GET", "/fleet")
+    members = _members(url, key_file)
     if json:
         print_json(members)
         return
@@ -38,36 +37,21 @@ def status(url: UrlOption = LOCAL, key_file: KeyOption = None, json: JsonOption 
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-@app.command()
-def drain(
-    name: NameArgument,
-    undo: Annotated[bool, typer.Option("--undo", help="Send it calls again")] = False,
-    url: UrlOption = LOCAL,
-    key_file: KeyOption = None,
-) -> None:
-    """Send a server no new calls. Those that run go on; `fleet status` shows when none is left."""
-    what = "resume" if undo else "drain"
-    drained = _asked(url, key_file, "drained", "POST", f"/fleet/{what}", {"name": name})
-    typer.echo(f"drained: {', '.join(drained) or 'none'}")
-
-
-def _asked(
-    url: str, key_file: Path | None, wanted: str, method: str, path: str, body: dict[str, str] | None = None
-) -> Any:
-    """The list `wanted` in the gateway's answer. Raises `UpstreamError`."""
+def _members(url: str, key_file: Path | None) -> list[dict[str, Any]]:
+    """The servers as the gateway lists them. Raises `UpstreamError`."""
     import anyio
 
     endpoint = _endpoint(url, key_file)
-    content = b"" if body is None else jsonlib.dumps(body).encode()
 
     async def run() -> bytes:
         try:
-            return await endpoint.fetch(method, path, body=content, above=True, timeout=SECONDS)
+            return await endpoint.fetch("GET", "/fleet", above=True, timeout=SECONDS)
         finally:
             await endpoint.leave_loop()
 
     try:
-        return jsonlib.loads(anyio.run(run))[wanted]
+        members: list[dict[str, Any]] = jsonlib.loads(anyio.run(run))["members"]
+        return members
     except UpstreamStatusError:
         raise
     except UpstreamError as error:

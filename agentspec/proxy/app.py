@@ -46,7 +46,7 @@ from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from agentspec.proxy.metering import Metering
-from agentspec.proxy.pages import FleetPages, Pages
+from agentspec.proxy.pages import Pages
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
 from agentspec.proxy.responses.stored import StoredRoute
@@ -80,8 +80,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     metering = Metering(server, pages.registry, budget) if server.api_keys else None
     common: EndpointArguments = (runtime, server, limiter, budget, deadlines, metering)
     endpoints, responses = _endpoints(settings, common)
-    fleet = FleetPages(runtime)
-    routes = [*_generating(endpoints), *_describing(pages, fleet), *_stored(responses)]
+    routes = [*_generating(endpoints), *_describing(pages), *_stored(responses)]
     _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
@@ -128,13 +127,11 @@ def _generating(endpoints: Iterable[GenerationEndpoint]) -> Iterator[_RecordedRo
         yield _RecordedRoute(f"{one.root}{one.path}", one, "POST", "uses_models")
 
 
-def _describing(pages: Pages, fleet: FleetPages) -> Iterator[_RecordedRoute]:
+def _describing(pages: Pages) -> Iterator[_RecordedRoute]:
     for path, handler in pages.routes().items():
         yield _RecordedRoute(path, handler, "GET")
-    for path, page in {"/metrics": pages.metrics, "/fleet": fleet.status}.items():
+    for path, page in {"/metrics": pages.metrics, "/fleet": pages.fleet}.items():
         yield _RecordedRoute(path, page, "GET", "reads_metrics")
-    for path, page in {"/fleet/drain": fleet.drain, "/fleet/resume": fleet.resume}.items():
-        yield _RecordedRoute(path, page, "POST", "reads_metrics")
 
 
 def _stored(responses: ResponsesEndpoint) -> Iterator[_RecordedRoute]:

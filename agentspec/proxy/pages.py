@@ -15,18 +15,14 @@ from starlette.responses import Response
 from agentspec.backends.base import ReportsMetrics
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
-from agentspec.backends.pool.fleet import Fleet
 from agentspec.errors import (
-    InvalidRequestError,
     ModelNotFoundError,
     UpstreamStatusError,
     UpstreamTimeoutError,
 )
 from agentspec.proxy.admission import Slots, until_disconnect
-from agentspec.proxy.body.reading import parse_object
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.proxy.forwarding import request_headers
-from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming import json_response
 from agentspec.runtime import Runtime
@@ -35,7 +31,6 @@ from agentspec.telemetry.samples import BackendSample, IndexFigures
 from agentspec.version import __version__
 
 MODELS_SECONDS = 10.0  # to list the models of an upstream
-MAX_BODY_BYTES = 4096
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -89,6 +84,11 @@ class Pages:
         rendered = await anyio.to_thread.run_sync(self.registry.render)
         return Response(rendered, headers={"content-type": CONTENT_TYPE})
 
+    async def fleet(self, request: Request) -> Response:
+        """The members of pools: their states, loads and calls."""
+        fleet = self._runtime.fleet
+        return json_response({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
+
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": await self._objects(request)})
 
@@ -132,51 +132,6 @@ class Pages:
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
-
-
-class FleetPages:
-    """The routes."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    async def status(self, request: Request) -> Response:
-        """The members: their states, loads and calls."""
-        fleet = self._runtime.fleet
-        return json_response({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
-
-    async def drain(self, request: Request) -> Response:
-        """Send no new calls to a member, or to all of a backend; those that run go on."""
-        return await self._switch(request, on=True)
-
-    async def resume(self, request: Request) -> Response:
-        """Send it calls again."""
-        return await self._switch(request, on=False)
-
-    async def _switch(self, request: Request, *, on: bool) -> Response:
-        name = await _name(request)
-        fleet = self._fleet()
-        fleet.drain(name, on=on)
-        logger.info("member drained" if on else "member resumed", member=name)
-        return json_response({"drained": fleet.drained()})
-
-    def _fleet(self) -> Fleet:
-        if self._runtime.fleet is None:
-            raise InvalidRequestError("this gateway has no pool of servers")
-        return self._runtime.fleet
-
-
-async def _name(request: Request) -> str:
-    """The `name` in the body. Raises `InvalidRequestError`."""
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequestError(f"the body is longer than {MAX_BODY_BYTES} bytes")
-    name = parse_object(body).get("name")
-    if not isinstance(name, str) or not name:
-        raise InvalidRequestError('name must be a member or a backend: {"name": "..."}', param="name")
-    return name
 
 
 def index_size(runtime: Runtime) -> IndexFigures | None:

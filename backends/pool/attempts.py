@@ -64,7 +64,6 @@ class Attempts:
         if not self._begun:
             self._begun = True
             await self.pool.prepare()
-            self.pool.budget.called(self.pool.clock())
         elif self._delay:
             await asyncio.sleep(self._delay)
             self._delay = 0.0
@@ -83,7 +82,7 @@ class Attempts:
     def another(self, error: UpstreamError) -> bool:
         """Whether the call is tried again after `error`; if so, the next iteration waits as long as it should."""
         delay = self._next_delay()
-        if delay is None or not self.pool.budget.take(self.pool.clock()):
+        if delay is None:
             return False
         self._delay, self._over, self._last = delay, False, error
         return True

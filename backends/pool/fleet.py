@@ -1,4 +1,4 @@
-"""All pools of a gateway and their servers: built from settings, looked after, drained by operators."""
+"""All pools of a gateway and their servers: built from settings, and looked after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings, PoolSpec
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
+from agentspec.errors import UpstreamError, UpstreamStatusError
 from agentspec.placement import POLICIES
 from agentspec.telemetry.samples import MemberSample
 
@@ -177,25 +177,7 @@ class Fleet:
         for servers in self.servers.values():
             await servers.aclose()
 
-    def drain(self, name: str, *, on: bool) -> list[str]:
-        """Send no new calls to the member `name`, or to all members of the backend `name`; or, with `on` false, again.
-        Returns their names. Raises `InvalidRequestError` if there is none.
-        """
-        members = [one for servers in self.servers.values() for one in servers.drain(name, on=on)]
-        if not members:
-            known = ", ".join(member.name for member in self._members()) or "none"
-            message = f"no pool has a member or a backend {name[:256]!r}; members: {known}"
-            raise InvalidRequestError(message, param="name")
-        return members
-
-    def drained(self) -> list[str]:
-        """The members that get no new calls."""
-        return [member.name for member in self._members() if member.draining]
-
     def samples(self) -> list[MemberSample]:
         """How the members are now."""
         now = monotonic()
-        return [member.sample(now) for member in self._members()]
-
-    def _members(self) -> list[PoolMember]:
-        return [member for servers in self.servers.values() for member in servers.members]
+        return [member.sample(now) for servers in self.servers.values() for member in servers.members]

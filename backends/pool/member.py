@@ -16,7 +16,7 @@ from agentspec.telemetry.samples import MemberSample
 logger = logging.getLogger(__name__)
 
 BreakerState = Literal["closed", "open", "half_open"]
-MemberState = Literal["ready", "busy", "unhealthy", "erring", "half_open", "open", "draining"]
+MemberState = Literal["ready", "busy", "unhealthy", "erring", "half_open", "open"]
 FAILED_PROBES = 2  # in a row, after which a server counts as unhealthy
 FORGIVEN = 0.25  # of a failure, by each answer that begins: who fails more than a fifth of its calls is left out
 _LAST_RESORT = ("busy", "unhealthy")
@@ -110,7 +110,6 @@ class PoolMember:
         lost: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.name, self.group, self.backend = name, group, backend
-        self.draining = False
         self.kind: ServerKind | None = None  # what it is, once it has been looked at
         self.load: ServerLoad | None = None
         self.in_flight = self.calls = self.retries = self.failures = 0
@@ -125,8 +124,6 @@ class PoolMember:
         self._seen: Member | None = None
 
     def state(self, now: float) -> MemberState:
-        if self.draining:
-            return "draining"
         breaker = self._breaker.state(now)
         if breaker != "closed":
             if self._breaker.allows(now):
@@ -138,7 +135,7 @@ class PoolMember:
 
     def takes_calls(self, now: float, *, erring: bool = False, last_resort: bool = False) -> bool:
         """Whether a call may be sent; also to one that is `erring`, or, as a `last_resort`, seems not to be well."""
-        if self._well and not self.draining:
+        if self._well:
             return True
         state = self.state(now)
         self._well = state == "ready"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,48 +13,7 @@ from agentspec.backends.pool.settings import FleetSettings
 from agentspec.errors import NoServerError
 from agentspec.placement import Call, PlacementPolicy
 
-WINDOW = 10  # seconds
-
-
-class RetryBudget:
-    """Allows as many retries in 10 seconds as `share` of their calls, or `floor` a second if those are more.
-
-    They may come at once, since a server that dies fails all of its calls in one moment. The scheme of Finagle's and
-    Linkerd's retry budgets. Times are seconds of any clock that does not go back.
-    """
-
-    def __init__(self, share: float, floor: float) -> None:
-        self._share, self._floor = share, floor * WINDOW
-        self._seconds: deque[list[int]] = deque()  # [second, calls, retries]
-        self._calls = self._retries = 0
-
-    def called(self, now: float) -> None:
-        """Count a call, its retries not among them."""
-        self._slot(now)[1] += 1
-        self._calls += 1
-
-    def take(self, now: float) -> bool:
-        """Whether a retry may be sent now; it is counted if so."""
-        slot = self._slot(now)
-        if self._retries >= max(self._floor, self._share * self._calls):
-            return False
-        slot[2] += 1
-        self._retries += 1
-        return True
-
-    def _slot(self, now: float) -> list[int]:
-        second = int(now)
-        if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append([second, 0, 0])
-        while self._seconds[0][0] <= second - WINDOW:
-            _, calls, retries = self._seconds.popleft()
-            self._calls -= calls
-            self._retries -= retries
-        return self._seconds[-1]
-
-
 Clock = Callable[[], float]
-RETRY_SHARE, RETRY_FLOOR = 0.2, 10.0  # of the calls of the last 10 s, or so many a second
 _MOST_WAIT = 60.0  # seconds that a client is told to wait, at most
 
 
@@ -87,7 +45,6 @@ class Pool:
     ) -> None:
         self.name, self.targets, self.policy, self.fleet = name, tuple(targets), policy, fleet
         self.fallbacks, self.clock, self.rng = tuple(fallbacks), clock, rng or random.Random()
-        self.budget = RetryBudget(RETRY_SHARE, RETRY_FLOOR)
         self.prepare: Callable[[], Awaitable[None]] = _nothing
         for servers, _ in self.targets:
             servers.lost.append(policy.removed)

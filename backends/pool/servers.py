@@ -130,7 +130,6 @@ class Servers:
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._complaint = ""
-        self._drained: set[str] = set()
         if not settings.has_several_servers:
             backend = only or OpenAIBackend(settings, name=name)
             self.members = (PoolMember(name, name, backend, fleet, lost=self._tell_lost),)
@@ -178,24 +177,7 @@ class Servers:
             backend.isolate(self._isolation)
         if self._most_tokens is not None:
             backend.limit(self._most_tokens)
-        member = PoolMember(self._named(address), self.name, backend, self._fleet, lost=self._tell_lost)
-        member.draining = member.name in self._drained
-        return member
-
-    def drain(self, name: str, *, on: bool) -> list[str]:
-        """Send no further calls to the member `name`, or to all if it is the backend's; returns the names of those.
-
-        A member that leaves and comes back is still drained.
-        """
-        found = [member for member in self.members if name in (member.name, self.name)]
-        for member in found:
-            member.draining = on
-        names = [member.name for member in found]
-        if on:
-            self._drained.update(names)
-        else:
-            self._drained = set() if name == self.name else self._drained - {name}
-        return names
+        return PoolMember(self._named(address), self.name, backend, self._fleet, lost=self._tell_lost)
 
     def is_due(self, now: float) -> bool:
         """Whether to look for servers now."""

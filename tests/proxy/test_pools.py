@@ -160,53 +160,29 @@ def test_a_strategy_asks_a_pool_as_it_asks_a_server(gateway: Any, upstream: Any)
     assert counted.json() == {"input_tokens": 1}
 
 
-def test_operators_drain_and_resume_servers(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    servers = [upstream(working), upstream(working)]
-    running = gateway({}, pooled(*(one.url for one in servers)))
-    run, url = CliRunner(), ["--url", running.url]
-    drained = run.invoke(program, ["fleet", "drain", "s0", *url])
-    assert drained.exit_code == 0 and drained.output == "drained: s0\n"
-    for _ in range(4):
-        httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
-    assert (len(posts(servers[0])), len(posts(servers[1]))) == (0, 4)
-    shown = json.loads(run.invoke(program, ["fleet", "status", "--json", *url]).output)
-    assert [(one["member"], one["state"], one["calls"]) for one in shown] == [("s0", "draining", 0), ("s1", "ready", 4)]
-    table = run.invoke(program, ["fleet", "status", *url]).output.splitlines()
-    assert table[0].split()[:3] == ["member", "state", "in_flight"] and table[1].split()[:2] == ["s0", "draining"]
-    assert run.invoke(program, ["fleet", "drain", "s0", "--undo", *url]).output == "drained: none\n"
-    httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
-    httpx.post(f"{running.url}{CHAT}", json=BODY, verify=TRUST)
-    assert len(posts(servers[0])) == 1
-    wrong = run.invoke(program, ["fleet", "drain", "s7", *url])
-    assert wrong.exit_code == 1 and "members: s0, s1" in wrong.output
-
-
-def test_tenants_neither_see_nor_drain_servers(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_see_the_servers_and_tenants_do_not(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TENANT", "a-tenants-key")
     monkeypatch.setenv("OPERATOR", "an-operators-key")
     keys = [{"tenant": "t", "key_env": "TENANT"}, {"role": "operator", "key_env": "OPERATOR"}]
-    running = gateway({}, pooled(upstream(working).url, server={"api_keys": keys}))
-    tenant, operator = ({"authorization": f"Bearer {key}"} for key in ("a-tenants-key", "an-operators-key"))
+    running = gateway({}, pooled(upstream(working).url, upstream(working).url, server={"api_keys": keys}))
+    tenant = {"authorization": "Bearer a-tenants-key"}
     assert httpx.get(f"{running.url}/fleet", headers=tenant, verify=TRUST).status_code == 403
-    assert (
-        httpx.post(f"{running.url}/fleet/drain", headers=tenant, json={"name": "s0"}, verify=TRUST).status_code == 403
-    )
-    assert running.runtime.fleet.drained() == []
-    assert httpx.post(f"{running.url}/fleet/drain", headers=operator, json={"name": "s0"}, verify=TRUST).json() == {
-        "drained": ["s0"]
-    }
-    for body in (b"", b"[]", b'{"name": 1}', b'{"name": "' + b"x" * 5000 + b'"}'):
-        assert httpx.post(f"{running.url}/fleet/drain", headers=operator, content=body, verify=TRUST).status_code == 400
-    answer = httpx.post(f"{running.url}{CHAT}", headers=tenant, json=BODY, verify=TRUST)
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_server_available"
-    assert "s0" not in answer.text
+    for _ in range(4):
+        httpx.post(f"{running.url}{CHAT}", headers=tenant, json=BODY, verify=TRUST)
+    (tmp_path / "key").write_text("an-operators-key")
+    asked = ["fleet", "status", "--url", running.url, "--key-file", str(tmp_path / "key")]
+    shown = json.loads(CliRunner().invoke(program, [*asked, "--json"]).output)
+    assert [(one["member"], one["state"], one["calls"]) for one in shown] == [("s0", "ready", 2), ("s1", "ready", 2)]
+    table = CliRunner().invoke(program, asked).output.splitlines()
+    assert table[0].split()[:3] == ["member", "state", "in_flight"] and table[1].split()[:2] == ["s0", "ready"]
 
 
 def test_a_gateway_without_pools_says_so(gateway: Any, upstream: Any) -> None:
     one = OpenAISettings(base_url=upstream(working).url)
     running = gateway({}, Settings(backends={"up": one}))
     assert httpx.get(f"{running.url}/fleet", verify=TRUST).json() == {"members": []}
-    assert httpx.post(f"{running.url}/fleet/drain", json={"name": "up"}, verify=TRUST).status_code == 400
 
 
 def test_metrics_count_by_member(gateway: Any, upstream: Any) -> None:

@@ -55,7 +55,9 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
     _length(fields, "messages", MAX_MESSAGES)
     if path == RESPONSES:
         _length(fields, "input", MAX_MESSAGES)
-        check_tools(len(_offered(fields)))
+        if len(_offered(fields)) > MAX_TOOLS:
+            message = f"more than {MAX_TOOLS} tools, those of namespaces and items counted"
+            raise InvalidRequestError(message, param="tools")
     _length(fields, "tools", MAX_TOOLS)
     _length(fields, "functions", MAX_TOOLS)
     _length(fields, "logit_bias", MAX_BIASES)
@@ -66,13 +68,6 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
         raise InvalidRequestError(f"the request asks for more than {MAX_CHOICES} answers", param="prompt")
     if path == EMBEDDINGS and _texts(fields.get("input")) > MAX_TEXTS:
         raise InvalidRequestError(f"input has more than {MAX_TEXTS} texts", param="input")
-
-
-def check_tools(count: int) -> None:
-    """Raise `InvalidRequestError` if a Responses request offers too many tools."""
-    if count > MAX_TOOLS:
-        message = f"more than {MAX_TOOLS} tools, those of namespaces and items counted"
-        raise InvalidRequestError(message, param="tools")
 
 
 def _offered(fields: Mapping[str, Any]) -> set[tuple[str, str]]:
@@ -95,10 +90,10 @@ def _count(fields: Mapping[str, Any], name: str, low: int, high: int, setting: s
     return value
 
 
-def _length(fields: Mapping[str, Any], name: str, most: int, setting: str = "") -> None:
+def _length(fields: Mapping[str, Any], name: str, most: int) -> None:
     value = fields.get(name)
     if isinstance(value, (list, dict)) and len(value) > most:
-        raise InvalidRequestError(f"{name} has {len(value)} entries; {most} are allowed{setting}", param=name)
+        raise InvalidRequestError(f"{name} has {len(value)} entries; {most} are allowed", param=name)
 
 
 def _phrases(name: str, value: Any) -> None:

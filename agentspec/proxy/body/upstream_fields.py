@@ -11,83 +11,15 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.types import Scope
 
-from agentspec.backends.base import (
-    CHAT,
-    COMPLETIONS,
-    COUNT_TOKENS,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-)
+from agentspec.backends.base import COUNT_TOKENS, MESSAGES
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
-from agentspec.sampling_params import SAMPLED
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_TOOLS_OFFERED: Final = _names("tools tool_choice parallel_tool_calls")
-# Of all APIs that generate: OpenAI's; and of vLLM, SGLang, TGI, llama.cpp, Ollama and hosted models with their own.
-_GENERATING: Final = frozenset(SAMPLED) | _names("""
-    model stream stream_options user metadata service_tier safety_identifier prompt_cache_key
-    prompt_cache_options prompt_cache_retention logprobs max_tokens n prediction response_format
-    top_a typical_p length_penalty early_stopping use_beam_search beam_width num_beams
-    best_of n_choices n_probs n_predict num_predict max_new_tokens min_new_tokens min_tokens ignore_eos stop_token_ids
-    stop_regex no_stop_trim include_stop_str_in_output bad_words allowed_token_ids logprob_token_ids prompt_logprobs
-    skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens add_special_tokens
-    add_generation_prompt continue_final_message chat_template_kwargs documents include_reasoning separate_reasoning
-    stream_reasoning reasoning thinking think thinking_budget thinking_token_budget enable_thinking structured_outputs
-    guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern structural_tag regex ebnf
-    json_schema grammar return_token_ids return_tokens_as_token_ids token_ids cache_prompt
-    latency_target_ms_per_token
-""")
-
-BY_API: Final[Mapping[str, frozenset[str]]] = {
-    CHAT: _GENERATING | _TOOLS_OFFERED | _names("""
-        messages max_completion_tokens top_logprobs reasoning_effort verbosity modalities audio moderation
-        web_search_options functions function_call store
-    """),
-    COMPLETIONS: _GENERATING | _names("prompt suffix echo"),
-    EMBEDDINGS: _names("""
-        model input encoding_format dimensions user messages input_type truncate truncate_prompt_tokens
-        add_special_tokens normalize
-    """),
-    RESPONSES: _GENERATING | _TOOLS_OFFERED | _names("""
-        input instructions max_output_tokens max_tool_calls top_logprobs text truncation include image
-        previous_response_id conversation prompt store background context_management moderation client_metadata
-    """),
-    MESSAGES: _GENERATING | _names("""
-        messages system stop_sequences tools tool_choice output_config output_format
-        cache_control container context_management compaction inference_geo speed diagnostics
-    """),
-}  # fmt: skip
-_OTHER_ROUTES: Final = frozenset[str]().union(*BY_API.values()) | _names("""
-    query queries text_1 text_2 top_n return_documents max_tokens_per_doc tokens return_token_strs
-    voice speed stream_format size quality style background moderation output_format output_compression
-    partial_images num_images
-""")  # of routes that the operator lists: rerankers, scores, tokens, speech, images
-BY_KIND: Final[Mapping[str, frozenset[str]]] = {
-    "vllm": _names("cache_salt session_id vllm_xargs"),
-    "sglang": _names("cache_salt session_id"),
-}
-TOOL_TYPES: Final = _names("""
-    function custom namespace tool_search file_search code_interpreter image_generation local_shell shell apply_patch
-    computer computer_use computer_use_preview web_search web_search_preview
-""")
-
-
-def allowed_fields(path: str, kinds: Set[str]) -> frozenset[str]:
-    """The fields of requests to `path`, below the API's root, at a server that may be of one of `kinds`."""
-    api = BY_API.get(MESSAGES if path == COUNT_TOKENS else path, _OTHER_ROUTES)
-    return api.union(*(BY_KIND[kind] for kind in kinds))
-
+from agentspec.proxy.body.allowed_fields import BY_API, BY_KIND, OTHER_ROUTES, TEMPLATE_ARGUMENTS, TOOL_TYPES
 
 _HEAD = 256  # characters of a value that decide what it is
 # What URL parsers skip: blanks and controls in front, tabs and line ends everywhere.
@@ -158,11 +90,6 @@ def check_head(scope: Scope) -> None:
             raise InvalidRequestError(f"the query's {shown!r} is refused: upstreams are configured", param=shown)
 
 
-# Arguments of chat templates that published models read; templates are programs, and others may keep them busy.
-TEMPLATE_ARGUMENTS = frozenset(
-    "enable_thinking thinking thinking_mode thinking_budget reasoning_effort preserve_thinking clear_thinking"
-    " add_vision_id date_string tools_in_user_message model_identity builtin_tools".split()
-)
 # These fields hold text, or a schema or grammar for text: no server takes an address from them.
 _TEXT_FIELDS = frozenset(
     "model suffix stop bad_words user safety_identifier prompt_cache_key response_format guided_json guided_regex"
@@ -275,7 +202,8 @@ class UpstreamFields:
                 )
 
     def _check_names(self, fields: Mapping[str, Any], path: str) -> None:
-        allowed = allowed_fields(path, self._kinds) | self._added
+        api = BY_API.get(MESSAGES if path == COUNT_TOKENS else path, OTHER_ROUTES)
+        allowed = api.union(self._added, *(BY_KIND[kind] for kind in self._kinds))
         for name in fields:
             if name not in allowed:
                 raise _refused(name, suggestion(name, allowed))

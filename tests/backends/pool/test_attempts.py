@@ -308,13 +308,13 @@ def test_a_server_that_only_seems_to_fail_is_asked_if_there_is_no_other(
     in_virtual_time: Any, make_pool: Any, server: Any
 ) -> None:
     async def work() -> None:
-        made = make_pool(server("a"), server("b"))
-        seeming, drained = (servers.members[0] for servers in made.servers)
+        made = make_pool(server("a"), server("b"), failures=1)
+        seeming, gone = (servers.members[0] for servers in made.servers)
         for _ in range(2):
             seeming.probed(0.0, alive=False)
-        drained.draining = True
+        gone.failed(0.0)
         assert seeming.state(0.0) == "unhealthy" and await ask(made.pool) == "hi" and seeming.calls == 1
-        seeming.draining = True
+        seeming.failed(0.0)
         with pytest.raises(NoServerError):
             await ask(made.pool)
 

@@ -1,4 +1,4 @@
-"""The rules that need no server: breaker, budget, blocks, load, waiting times."""
+"""The rules that need no server: breaker, blocks, load, waiting times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from agentspec.backends.openai.metrics import ServerLoad, parse_load
 from agentspec.backends.pool.attempts import retry_after
 from agentspec.backends.pool.member import CircuitBreaker
-from agentspec.backends.pool.pool import RetryBudget
 from agentspec.backends.pool.prompt import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks, block_hashes
 
 
@@ -103,31 +102,6 @@ def test_something_else_that_shows_the_server_is_back_brings_the_trial_forward()
     breaker.failed(0.0)
     breaker.reached(1.0)
     assert breaker.state(1.0) == "half_open"
-
-
-def test_retries_are_a_fifth_of_the_calls_and_ten_a_second_in_any_case() -> None:
-    budget = RetryBudget(0.2, 10.0)
-    assert [budget.take(0.5) for _ in range(102)] == [True] * 100 + [False] * 2  # ten seconds' retries at once
-    assert not budget.take(9.9) and budget.take(10.5)
-    budget = RetryBudget(0.2, 0.0)
-    for _ in range(100):
-        budget.called(5.0)
-    assert sum(budget.take(5.0) for _ in range(50)) == 20
-    assert not budget.take(14.9)
-    assert not budget.take(15.0)  # the calls are forgotten, too
-
-
-@given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=300), st.floats(0, 1), st.floats(0, 5))
-def test_retries_never_exceed_share_and_floor(events: list[tuple[float, bool]], share: float, floor: float) -> None:
-    budget, calls, taken = RetryBudget(share, floor), list[int](), list[int]()
-    for at, is_call in sorted(events):
-        if is_call:
-            budget.called(at)
-            calls.append(int(at))
-        elif budget.take(at):
-            taken.append(int(at))
-            recent = [sum(second > int(at) - 10 for second in times) for times in (calls, taken)]
-            assert recent[1] - 1 < max(10 * floor, share * recent[0])
 
 
 @given(st.binary(max_size=5000), st.binary(max_size=3000), st.integers(1, 999))

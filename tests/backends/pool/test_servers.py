@@ -1,4 +1,4 @@
-"""Servers that are listed, and those that come and go by DNS. A drained one stays drained."""
+"""Servers that are listed, and those that come and go by DNS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from agentspec.backends.pool.fleet import Fleet
 from agentspec.backends.pool.servers import Servers, listed
 from agentspec.backends.pool.settings import FleetSettings, PoolSpec, PoolTarget
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import InvalidRequestError
 
 
 def settings(**given: Any) -> OpenAISettings:
@@ -73,10 +72,9 @@ def test_each_address_of_a_name_is_a_server_of_its_own(monkeypatch: pytest.Monke
         await servers.refresh(0.0)
         assert named(servers.members) == ["a/10.0.0.1:8000", "a/10.0.0.2:8000"]
         kept = servers.members[1]
-        assert servers.drain("a/10.0.0.2:8000", on=True)
         await servers.refresh(5.0)
         assert named(servers.members) == ["a/10.0.0.2:8000", "a/10.0.0.3:8000"] and servers.members[0] is kept
-        assert lost == ["a/10.0.0.1:8000"] and kept.draining
+        assert lost == ["a/10.0.0.1:8000"]
         await servers.refresh(10.0)  # a name without addresses is no reason to lose all servers
         assert len(servers.members) == 2
         endpoint = kept.backend.endpoint
@@ -153,41 +151,3 @@ def test_a_lookup_that_fails_is_reported_once(
     for now in range(3):
         asyncio.run(servers.refresh(float(now)))
     assert servers.members == () and [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def fleet(*urls: str, **given: Any) -> Fleet:
-    own = settings(base_urls=urls, **given)
-    return Fleet({"a": PoolSpec("a", (PoolTarget("a", None),), "round_robin")}, {"a": own}, {}, FleetSettings())
-
-
-def test_a_member_or_a_whole_backend_is_drained_and_unknown_names_are_refused() -> None:
-    made = fleet("http://a:1/v1", "http://b:1/v1")
-    made.drain("a/b:1", on=True)
-    assert made.drained() == ["a/b:1"] and [one.state for one in made.samples()] == ["ready", "draining"]
-    made.drain("a", on=True)
-    assert made.drained() == ["a/a:1", "a/b:1"]
-    made.drain("a", on=False)
-    assert made.drained() == []
-    with pytest.raises(InvalidRequestError, match="members: a/a:1, a/b:1"):
-        made.drain("c", on=True)
-
-
-def test_what_is_drained_is_so_when_it_leaves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, both = [""], ["10.0.0.1", "10.0.0.2"]
-    resolving(monkeypatch, lambda: there)
-    own = settings(base_url="http://vllm.test/v1", resolve="a")
-    made = Fleet({"s": PoolSpec("s", (PoolTarget("s", None),), "round_robin")}, {"s": own}, {}, FleetSettings())
-    servers = made.servers["s"]
-
-    def look(now: float, found: list[str]) -> None:
-        there[:] = found
-        asyncio.run(servers.refresh(now))
-
-    look(0.0, both)
-    made.drain("s/10.0.0.2:80", on=True)
-    for now, found, drained in ((5.0, both[:1], []), (10.0, both, ["s/10.0.0.2:80"]), (15.0, both[:1], [])):
-        look(now, found)
-        assert made.drained() == drained
-    assert made.drain("s", on=False) == ["s/10.0.0.1:80"]  # of the backend: also of what is away
-    look(20.0, both)
-    assert made.drained() == []

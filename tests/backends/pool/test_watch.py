@@ -215,10 +215,6 @@ class MemberMachine(RuleBasedStateMachine):
     def probe(self, alive: bool) -> None:
         self.member.probed(self.now, alive=alive)
 
-    @rule(on=st.booleans())
-    def drain(self, on: bool) -> None:
-        self.member.draining = on
-
     @rule(seconds=st.floats(0, 20))
     def ask_to_wait(self, seconds: float) -> None:
         self.member.asked_to_wait(self.now + seconds)
@@ -228,7 +224,7 @@ class MemberMachine(RuleBasedStateMachine):
         state = self.member.state(self.now)
         assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
         everything = self.member.takes_calls(self.now, erring=True, last_resort=True)
-        assert everything == (state not in ("open", "draining"))
+        assert everything == (state != "open")
         assert self.member.in_flight == len(self.trials)
 
 
