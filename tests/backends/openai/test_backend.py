@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -100,12 +98,6 @@ async def test_the_settings_model_stands_in_for_none() -> None:
     assert json.loads(seen[-1].content)["model"] == "own"
 
 
-async def test_an_upstream_that_does_not_stream() -> None:
-    whole = {"choices": [{"message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}], "usage": {}}
-    deltas = await collect(backend([json.dumps(whole).encode()], content_type="application/json"))
-    assert deltas == [Delta(text="hi", finish_reason="stop")]
-
-
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
 async def test_an_error_answer_is_kept_whole(status: int) -> None:
     body = b'{"error": {"message": "no such luck"}}'
@@ -199,14 +191,6 @@ async def test_an_answer_in_pieces_is_bounded_as_a_whole_one_is(
         await collect(backend(events(*many, EVENTS[3])))
 
 
-async def test_closing_the_iterator_closes_the_connection() -> None:
-    body = Chunks([*events(EVENTS[1], done=False), 60.0])
-    deltas = backend(body).generate(REQUEST)
-    assert (await anext(deltas)).text == "Hal"
-    await deltas.aclose()
-    assert body.closed
-
-
 async def test_cancelling_closes_the_connection() -> None:
     body = Chunks([60.0])
     with anyio.move_on_after(1):
@@ -221,23 +205,6 @@ async def test_models() -> None:
     with pytest.raises(UpstreamError, match="without a list"):
         await backend([b"{}"], content_type="application/json").models()
     await upstream.aclose()
-
-
-async def test_embeddings_of_any_size_are_read_and_long_ones_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[int] = set()
-
-    def loads(text: bytes | str) -> Any:
-        threads.add(threading.get_ident())
-        return json.loads(text)
-
-    monkeypatch.setattr(backend_module, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
-    for count, apart in ((1, False), (50, True)):
-        vectors = [[0.125 * place] * 1000 for place in range(count)]
-        data = [{"object": "embedding", "index": place, "embedding": one} for place, one in enumerate(vectors)]
-        upstream = backend([json.dumps({"usage": {}, "data": data}).encode()], content_type="application/json")
-        threads.clear()
-        assert await upstream.embed(["x"] * count, "m") == vectors
-        assert (threading.get_ident() not in threads) is apart
 
 
 @pytest.mark.parametrize(

@@ -100,18 +100,6 @@ def test_parts_of_a_salt_cannot_be_moved_into_each_other() -> None:
     assert len({SEVERAL.salt(*each) for each in parts}) == len(parts)
 
 
-async def test_names_of_sessions_are_a_tenants_own() -> None:
-    upstream = backend(Server("vllm"))
-    sent = [(await upstream.body_fields(CHAT, tenant, LABELS, {}))["vllm_xargs"] for tenant in ("a", "b")]
-    assert sent[0]["agentspec_step"] == sent[1]["agentspec_step"] == "plan"
-    for name in ("agentspec_session", "agentspec_workflow"):
-        assert sent[0][name] != sent[1][name] and len(sent[0][name]) == 64
-    assert sent[0]["agentspec_session"] != sent[0]["agentspec_workflow"]
-    given = {"vllm_xargs": {"agentspec_session": "s1", "x": 1}}
-    direct = (await upstream.body_fields(CHAT, "a", Labels(), given))["vllm_xargs"]
-    assert direct == {"x": 1, "agentspec_session": sent[0]["agentspec_session"]}
-
-
 async def test_one_tenant_needs_no_salt_and_may_choose_one() -> None:
     for upstream in (backend(Server("vllm"), ONE), backend(Server("vllm"), shared_upstream=True)):
         await upstream.check_isolation()
@@ -154,17 +142,6 @@ async def test_an_upstream_that_does_not_answer_gets_nothing(
     server.down, server.owner, now[0] = False, "somebody", now[0] + server_kind.RETRY_SECONDS + 1
     with pytest.raises(UpstreamIsolationError):
         await fields(upstream)
-
-
-@pytest.mark.parametrize("owner", ["vllm", "sglang"])
-async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics(owner: str) -> None:
-    assert "cache_salt" in await fields(backend(Server(owner, key="secret")))
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_a_server_behind_a_router_is_named_by_the_settings(kind: str) -> None:
-    server = Server("router")
-    assert "cache_salt" in await fields(backend(server, server_kind=kind))
 
 
 async def collect(upstream: OpenAIBackend, **request: Any) -> None:

@@ -11,7 +11,6 @@ import pytest
 from agentspec.backends.base import CHAT, EMBEDDINGS
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, server_kind
-from agentspec.backends.openai.fields import label_fields, token_id_fields
 from agentspec.backends.openai.metrics import parse_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
@@ -151,30 +150,10 @@ async def test_what_an_upstream_is_holds_for_a_while(monkeypatch: pytest.MonkeyP
     assert await upstream.body_fields(CHAT, "default", LABELS, {}) == {}
 
 
-async def test_a_server_that_never_answered_is_told_nothing() -> None:
-    server = VllmServer()
-    server.down = True
-    upstream = backend(server)
-    assert await upstream.body_fields(CHAT, "default", LABELS, {}) == {}
-    assert await upstream.metrics("up") is None
-    assert server.paths == ["/v1/models"]
-
-
 async def test_nothing_to_tell_asks_nothing() -> None:
     server = VllmServer()
     assert await backend(server).body_fields(CHAT, "default", Labels(), {"vllm_xargs": {"a": 1}}) == {}
     assert server.requests == []
-
-
-def test_labels_are_merged_into_the_clients_own_arguments() -> None:
-    assert label_fields(Labels(step="plan"), {"vllm_xargs": {"x": 1.5, "agentspec_step": "theirs"}}) == {
-        "vllm_xargs": {"x": 1.5, "agentspec_step": "plan"}
-    }
-    assert label_fields(Labels(step="p"), {"vllm_xargs": {"agentspec_session": "t"}}) == {
-        "vllm_xargs": {"agentspec_session": "t", "agentspec_step": "p"}
-    }
-    assert label_fields(Labels(step="p"), {"vllm_xargs": None}) == {"vllm_xargs": {"agentspec_step": "p"}}
-    assert label_fields(Labels(step="p"), {"vllm_xargs": [1]}) == {}
 
 
 GOAL = {"vllm_xargs": {"agentspec_latency_ms_per_token": 20.0}}
@@ -235,11 +214,6 @@ async def test_who_drafts_is_asked_again_after_a_while(monkeypatch: pytest.Monke
     assert await upstream.keeps_latency(CHAT)  # silence is no other drafter
 
 
-@pytest.mark.parametrize("given", [{"return_token_ids": False}, {"return_token_ids": None}, {"echo": True}])
-def test_token_ids_are_not_asked_for_where_the_caller_decided_or_the_text_would_go(given: dict[str, Any]) -> None:
-    assert token_id_fields(given) == {}
-
-
 def test_counters_are_summed_over_engines_and_models() -> None:
     expected = ServerMetrics(True, DraftCounts(7, 120, 90), DrafterInfo("agentspec", "suffix", "0.1.0"))
     assert parse_metrics(COUNTERS + DRAFTER) == expected
@@ -278,17 +252,3 @@ async def test_the_probe_tells_what_the_server_tells() -> None:
     assert report.token_ids and report.vllm == VllmReport("0.32.0", parse_metrics(COUNTERS + DRAFTER))
     assert (await backend(VllmServer("somebody")).probe()).vllm is None
     assert (await backend(server, server_kind="other").probe()).vllm is None
-
-
-async def test_an_older_server_says_little() -> None:
-    class Older(VllmServer):
-        def _chat(self, request: httpx.Request) -> httpx.Response:
-            return reply({"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]})
-
-        def _version(self, request: httpx.Request) -> httpx.Response:
-            return reply("<html>")
-
-        def _metrics(self, request: httpx.Request) -> httpx.Response:
-            return reply({"detail": "Not Found"}, 404)
-
-    assert (await backend(Older()).probe()).vllm == VllmReport()

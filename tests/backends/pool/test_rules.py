@@ -80,30 +80,6 @@ def test_a_trial_that_runs_when_the_server_shows_to_be_back_closes_the_breaker()
     assert breaker.state(4.0) == "closed"
 
 
-def test_a_trial_that_tells_nothing_makes_room_for_another() -> None:
-    breaker = CircuitBreaker(1, 10.0)
-    breaker.failed(0.0)
-    assert breaker.begin(10.0)
-    breaker.given_up()
-    assert breaker.allows(10.0)
-
-
-def test_failures_of_calls_that_began_before_do_not_keep_the_breaker_open() -> None:
-    breaker = CircuitBreaker(2, 10.0)
-    for second in (0.0, 0.0, 9.0, 9.5):
-        breaker.failed(second)
-    assert breaker.allows(10.0)
-
-
-def test_something_else_that_shows_the_server_is_back_brings_the_trial_forward() -> None:
-    breaker = CircuitBreaker(1, 10.0)
-    breaker.reached(0.0)
-    assert breaker.state(0.0) == "closed"
-    breaker.failed(0.0)
-    breaker.reached(1.0)
-    assert breaker.state(1.0) == "half_open"
-
-
 @given(st.binary(max_size=5000), st.binary(max_size=3000), st.integers(1, 999))
 def test_equal_beginnings_have_equal_blocks_however_the_text_is_cut(text: bytes, more: bytes, size: int) -> None:
     pieces = [text[start : start + size] for start in range(0, len(text), size)]

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin import rounds
 from agentspec.backends.engine_plugin.request_state import PREDICTION
-from agentspec.backends.sglang import drafting
 from agentspec.backends.sglang.corpus import SEPARATOR, TokenCacheCorpus, request_info
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import DEPTH, IndexDrafter
-from agentspec.cache.tokens import EMPTY
-from agentspec.types import Draft, Labels
+from agentspec.cache.index import IndexDrafter
+from agentspec.types import Labels
 from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Scheduler, parents_of, stored, verified
 
 TEXT = list(range(100, 160))
@@ -141,24 +138,6 @@ def test_what_is_switched_off_or_cannot_be_read_is_off(corpora: Corpora, cache: 
     assert first_tree(corpus, Req("b", TEXT, TEXT, sampling_params=params), TEXT) == 0
 
 
-def test_every_request_has_its_search_where_a_round_has_no_time_for_all(
-    corpora: Corpora, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = Draft(EMPTY, EMPTY, np.array([], dtype=np.float32), EMPTY, np.array([], dtype=np.uint8))
-    propose_batch = rounds.propose_batch
-    monkeypatch.setattr(
-        rounds, "propose_batch", lambda jobs, _: [*propose_batch(jobs[:3]), *[nothing] * (len(jobs) - 3)]
-    )
-    corpus, reqs = corpora(), [Req(f"r{number}", TEXT, []) for number in range(8)]
-    for req in reqs:
-        req.output_ids.extend(TEXT[:9])
-    corpus.see(reqs)
-    monkeypatch.setattr(drafting, "PATIENCE", 0.0)
-    given = [(req.rid, [*TEXT[:9]], len(TEXT) + 9) for req in reqs]
-    found = [corpus.batch_get(*zip(*given, strict=True))[0].reshape(8, NODES) for _ in range(3)]
-    assert all(any(TEXT[9] in tokens[row] for tokens in found) for row in range(8))
-
-
 def test_salts_keep_requests_apart(corpora: Corpora, cache: SuffixCache) -> None:
     server = scheduler(corpora())
     server.run(Req("a", [1], TEXT))
@@ -273,29 +252,6 @@ def test_prompts_without_token_ids_and_unknown_requests_get_no_drafts(corpora: C
     tokens, _ = corpus.batch_get(["nobody"], [[5]], [1])
     assert tokens.tolist() == [5] + [0] * (NODES - 1)
     assert cache.stats().requests == 0
-
-
-@pytest.mark.parametrize("pending", [0, 1, 5])
-def test_more_text_counts_than_the_tail_that_is_given(
-    corpora: Corpora, monkeypatch: pytest.MonkeyPatch, pending: int
-) -> None:
-    """SGLang passes the last 18 tokens, of which the last `pending` are not in the request's output yet."""
-    searched: list[list[int]] = []
-    propose_batch = rounds.propose_batch
-    monkeypatch.setattr(
-        rounds,
-        "propose_batch",
-        lambda jobs, *more: (searched.extend(job[2].tolist() for job in jobs), propose_batch(jobs, *more))[1],
-    )
-    corpus = corpora()
-    for prompt, output in ((TEXT[:10], OTHER[:20]), (TEXT, OTHER[:20]), (TEXT, [*OTHER, *TEXT])):
-        req = Req("a", prompt, [])
-        req.output_ids.extend(output[: len(output) - pending])
-        corpus.see([req])
-        text = [*prompt, *output]
-        corpus.batch_get(["a"], [text[-18:]], [len(text)])
-        assert searched.pop() == text[-DEPTH:]
-        corpus.reset()
 
 
 def test_a_failure_costs_drafts_only(corpora: Corpora, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from agentspec.backends.vllm import drafting
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.cache import SuffixCache
-from agentspec.cache.chains import ChainTurn, StepCurve, propose_chains
+from agentspec.cache.chains import StepCurve
 from agentspec.cache.tokens import Tokens
 from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client, tokens
 
@@ -58,27 +55,10 @@ def test_a_prediction_is_drafted_from_before_everything_else(drafter: ServerDraf
     assert len(chains) < len(edited) / 3
 
 
-def test_a_wrong_prediction_is_soon_left_alone(drafter: ServerDrafter) -> None:
-    output = np.random.default_rng(0).integers(0, 5, 100).astype(np.int32)
-    client = Client(drafter, tokens(1), tokens(*range(200, 230)))
-    client.turn(output, 8)
-    client.state.advance(output)
-    assert client.state.from_prediction(8) == []
-
-
 def test_a_prediction_of_what_the_model_does_not_know_is_cut(drafter: ServerDrafter) -> None:
     client = Client(drafter, tokens(1, 2), tokens(5, 6, VOCABULARY, 7))
     (chain,) = drafter.propose([client.turn(tokens(5), 8)])
     assert chain in ([], [6])
-
-
-def test_a_prompt_is_drafted_from_at_once(drafter: ServerDrafter) -> None:
-    prompt = np.concatenate((TEXT, tokens(1, 2)))
-    client = Client(drafter, prompt)
-    drafter.flush()
-    (chain,) = drafter.propose([client.turn(TEXT[:3], 4)])
-    assert chain == TEXT[3:7].tolist()[: len(chain)]
-    assert chain
 
 
 def test_no_more_than_asked_and_nothing_the_model_does_not_know(drafter: ServerDrafter) -> None:
@@ -91,53 +71,6 @@ def test_no_more_than_asked_and_nothing_the_model_does_not_know(drafter: ServerD
     for limit in (3, 1, 0):
         (chain,) = drafter.propose([other.turn(TEXT[:3], limit)])
         assert len(chain) <= limit
-
-
-def test_requests_side_by_side(drafter: ServerDrafter) -> None:
-    """Each gets what follows its own text, in the order asked, and those without a past get nothing."""
-    others = [np.arange(200 + 50 * i, 240 + 50 * i, dtype=np.int32) for i in range(3)]
-    clients = [Client(drafter, text) for text in others] + [Client(drafter, tokens(1))]
-    drafter.flush()
-    turns = [c.turn(text[:4], 4) for c, text in zip(clients, [*others, tokens(7, 8, 9, 10)], strict=True)]
-    chains = drafter.propose(turns)
-    for chain, text in zip(chains, others, strict=False):
-        assert chain
-        assert chain == text[4 : 4 + len(chain)].tolist()
-    assert chains[3] == []
-
-
-def test_a_text_that_does_not_repeat_is_soon_left_alone(
-    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock on which a step takes a millisecond and drafting for it a fifth of one."""
-    times = itertools.accumulate(itertools.cycle((0.001, 0.0002)))
-    monkeypatch.setattr(drafting, "perf_counter", lambda: next(times))
-    rng = np.random.default_rng(0)
-    client = Client(drafter, rng.integers(0, 5, 500).astype(np.int32))
-    asked = []
-    for _ in range(200):
-        drafter.propose([client.turn(rng.integers(0, 5, 1).astype(np.int32), 8)])
-        drafter.flush()
-        asked.append(client.state.asked)
-    assert sum(asked[100:]) < 60
-
-
-def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step verifies four tokens of a chain that is longer."""
-    answer(drafter, tokens(1, 2, 3), TEXT)
-    drafter._cost._use(StepCurve(np.array([1.0, 5.0, 6.0]), np.array([1.0, 1.0, 1e6])))
-    monkeypatch.setattr(drafter._cost, "observe", lambda *_: None)
-    monkeypatch.setattr(drafter._trials, "begin", lambda: False)  # whether a trial comes is told by the clock
-    searched: list[int] = []
-
-    def counting(turns: Sequence[ChainTurn], *more: Any, **how: Any) -> list[list[int]]:
-        searched.extend(1 for turn in turns if turn.drafter)
-        return propose_chains(turns, *more, **{**how, "floor": 0.0})
-
-    monkeypatch.setattr(drafting, "propose_chains", counting)
-    chains = answer(drafter, tokens(1, 2, 3), TEXT, limit=32)
-    assert sum(map(len, chains)) > len(TEXT) / 2 and max(map(len, chains)) == 4
-    assert len(searched) <= len(chains) / 2
 
 
 class Clock:
@@ -169,19 +102,6 @@ def test_what_a_step_costs_is_learned_while_requests_come_and_go(
     drafter.flush()
     for size in (24, 40, 64):
         assert drafter._cost.seconds(size) == pytest.approx(clock.seconds(size), rel=0.1)
-
-
-def test_of_large_steps_those_that_read_no_prompt_are_learned_from(
-    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learned: list[int] = []
-    monkeypatch.setattr(drafting, "LARGE", 2)
-    monkeypatch.setattr(drafter._cost, "observe", lambda tokens, seconds: learned.append(tokens))
-    clients = [Client(drafter, TEXT) for _ in range(3)]
-    drafter.flush()
-    for computed, drafted in ((3, 0), (3, 0), (4, 0), (2, 8), (4, 0)):
-        drafter.propose([client.turn(tokens(100), drafted) for client in clients], computed=computed)
-    assert learned == [3, 2, 4]  # the first round knows no step before it; in the last step drafts were verified
 
 
 @pytest.mark.parametrize("predicted", [None, np.tile(TEXT, 2)])
@@ -229,29 +149,6 @@ def test_drafts_that_were_thought_too_dear_are_tried_again(
         drafter.flush()
     assert lengths[:5] == [0] * 5
     assert lengths[-10:] == [8] * 10
-
-
-def test_what_is_less_likely_than_pays_for_finding_it_is_not_searched_for(
-    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drafting, "perf_counter", clock := Clock(0.01, 0.0))
-    client = Client(drafter, TEXT)
-    for _ in range(150):
-        clock.now += clock.seconds(4)
-        drafter.propose([client.turn(TEXT[:4], 0)], computed=4)
-    monkeypatch.setattr(drafter._trials, "begin", lambda: False)
-    assert drafter._curve([])[1] == pytest.approx(drafting.FIND_SECONDS * 400, rel=0.01)  # tokens a second
-
-
-def test_what_fails_for_a_request_is_remembered_while_others_come_and_go(drafter: ServerDrafter) -> None:
-    """A request that copies nothing, of which its text says otherwise, beside one that is new in every round."""
-    client, rng = Client(drafter, np.tile(TEXT, 8)), np.random.default_rng(0)
-    for step in range(12):
-        drafter.flush()
-        other = Client(drafter, tokens(1, 2, step))
-        start = int(rng.integers(0, 40))
-        drafter.propose([client.turn(TEXT[start : start + 4], 8), other.turn(tokens(3), 8)], computed=60)
-    assert client.state.factor < 0.5
 
 
 def test_a_pause_between_requests_is_not_taken_for_a_step(

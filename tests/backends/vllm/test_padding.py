@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.vllm import drafting, padding
+from agentspec.backends.vllm import drafting
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.backends.vllm.padding import ChainPadding, largest_graph, padding_for
 from agentspec.cache import SuffixCache
@@ -46,17 +46,6 @@ def test_steps_without_a_graph_are_not_filled() -> None:
     assert filler.fits([WIDTH]) and filler.fits([WIDTH, WIDTH + 3])
     for limits in ([], [WIDTH - 1], [WIDTH, 0], [WIDTH] * 3):
         assert not filler.fits(limits)
-
-
-@pytest.mark.parametrize(("seconds", "pays"), [(0.5, True), (2.0, False)])
-def test_by_what_full_steps_take_once_they_are_known(seconds: float, pays: bool) -> None:
-    """A step as cut takes 1 s here, and gains a little less."""
-    filler = ChainPadding(WIDTH, 100)
-    for _ in range(20):
-        if filler.pays(4, gain=5.0, cut_gain=4.5, cut_seconds=1.0):
-            filler.observe(4, seconds)
-    chosen = [filler.pays(4, gain=5.0, cut_gain=4.5, cut_seconds=1.0) for _ in range(600)]
-    assert sum(chosen) == (600 if pays else 2)  # what does not pay is tried once in a long while
 
 
 class Graphs:
@@ -113,27 +102,3 @@ def test_a_server_whose_full_steps_are_cheap_and_one_whose_are_not(
     full = [set(sizes) == {WIDTH} for sizes in server.sizes[40:]]
     assert all(full) if pays else not any(full)
     drafter.close()
-
-
-def test_steps_that_read_a_prompt_too_say_nothing_of_full_chains(
-    cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The requests are the same, but a part of another one's prompt is in the step, so that no graph could run it."""
-    filler, seen = ChainPadding(WIDTH, 64), list[float]()
-    monkeypatch.setattr(filler, "observe", lambda requests, seconds: seen.append(seconds))
-    drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY, padding=lambda: filler)
-    state, prompt = drafter.begin(np.arange(1, 9, dtype=np.int32)), np.arange(1, 9, dtype=np.int32)
-    for computed in (1, 1 + WIDTH, 2048 + 1 + WIDTH, 1 + WIDTH):
-        before = len(seen)
-        prompt = np.append(prompt, np.int32(7))
-        (chain,) = drafter.propose([DraftTurn(state, prompt[-1:], prompt[-DEPTH:], WIDTH)], computed=computed)
-        assert len(chain) == WIDTH
-        assert len(seen) - before == (computed == 1 + WIDTH)
-    drafter.close()
-
-
-def test_what_chains_are_filled_with() -> None:
-    filler = ChainPadding(WIDTH, 64)
-    assert filler.filled([], 7) == [7] * 4 and filler.filled([1, 2], 7) == [1, 2, 2, 2]
-    assert filler.filled([1, 2, 3, 4], 7) == [1, 2, 3, 4]
-    assert padding.SWITCH == "VLLM_PAD"

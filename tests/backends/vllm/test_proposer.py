@@ -210,22 +210,6 @@ def test_no_drafts_where_the_scheduler_wants_none(
     assert outputs(bench) == [TEXT[:12].tolist()]
 
 
-def test_each_round_is_told_the_tokens_of_its_step(
-    runner: Runner, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And none where steps without a round came between, whose time cannot be told apart."""
-    computed, propose = [], bench.drafter.propose
-    monkeypatch.setattr(
-        bench.drafter, "propose", lambda turns, **how: (computed.append(how["computed"]), propose(turns, **how))[1]
-    )
-    runner.begin("a", TEXT)
-    for steps in ((12,), (5, 7), (0, 3), ()):
-        for tokens in steps:
-            runner.proposer.scheduled(scheduled(tokens=tokens), bench.server)
-        runner.step(a=[1])
-    assert computed == [12, 0, 3, None]
-
-
 def test_drafts_stop_where_the_model_does(runner: Runner) -> None:
     prompt = np.tile(TEXT, 4)[: MAX_LENGTH - 5]
     following = np.tile(TEXT, 4)[len(prompt) :]
@@ -255,17 +239,6 @@ def test_output_that_a_failed_load_of_blocks_has_discarded_counts_once(runner: R
     assert (state.output_length, state.finished) == (5, True)
     runner.finish("a")
     assert [text[-5:] for text in outputs(bench)] == [[1, 2, 3, 4, EOS]]
-
-
-def test_a_finished_request_of_the_same_name_is_another_one(bench: Bench) -> None:
-    runner = Runner(bench)
-    runner.begin("a", TEXT)
-    runner.step(a=[1, 2, 3])
-    runner.finish("a")
-    runner.begin("a", TEXT[:10])
-    runner.step(a=[4, 5])
-    runner.finish("a")
-    assert bench.cache.stats().sequences == 2
 
 
 def test_salted_requests_are_kept_apart(bench: Bench) -> None:
@@ -358,13 +331,6 @@ def test_adapters_are_kept_apart(bench: Bench) -> None:
     assert bench.cache.stats().namespaces == 2
 
 
-def test_labels_of_a_request(bench: Bench) -> None:
-    runner = Runner(bench)
-    runner.begin("a", TEXT, agentspec_session="s", agentspec_workflow="w", agentspec_step="plan")
-    labels = bench.opened[0].labels  # type: ignore[attr-defined]
-    assert (labels.session, labels.workflow, labels.step) == ("s", "w", "plan")
-
-
 def test_other_ranks_propose_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposer, "drafts_here", lambda config: False)
     runner = Runner(bench)
@@ -395,11 +361,3 @@ def test_a_request_that_cannot_be_read_costs_its_own_drafts_only(
     assert drafts["a"] == drafts["b"] == [] and drafts["c"]
     runner.finish("a")
     assert caplog.text.count("goes without drafts") == 1
-
-
-def test_the_latency_goal_of_a_request(runner: Runner) -> None:
-    runner.begin("a", TEXT, agentspec_latency_ms_per_token=20)
-    runner.begin("b", TEXT)
-    latency = runner.proposer._states["a"].latency
-    assert latency is not None and latency.seconds_per_token == 0.02
-    assert runner.proposer._states["b"].latency is None

@@ -23,43 +23,6 @@ MACHINES: dict[str, Costs] = {  # seconds of a step by its tokens
 }
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_whatever_steps_come_first_there_is_a_cost_of_every_size(seed: int) -> None:
-    """Steps of about one size, by which others are guessed, and then of sizes that take the place of the guesses."""
-    random, cost = Random(seed), StepTimeModel()
-    usual, slope = random.choice([2, 8, 16, 64]), random.choice([0.0001, 0.001, 0.01])
-    for step in range(40):
-        tokens = usual + random.randrange(2 * usual + 2) if step < 25 else random.choice([1, usual, 5 * usual])
-        cost.observe(tokens, 0.02 + slope * tokens)
-    found = np.interp(np.arange(1, 1000), *cost.curve)
-    assert np.isfinite(found).all() and (found > 0).all() and (np.diff(found) > -1e-12).all()
-
-
-def test_a_noisy_machine_is_not_learned_from_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learning takes longer than drafting a token. A machine that changes is followed nevertheless."""
-    random, cost, learned = Random(1), StepTimeModel(), []
-    relearn = cost._model.relearn
-    monkeypatch.setattr(cost._model, "relearn", lambda steps: (learned.append(steps), relearn(steps)))
-    for step in range(400):
-        cost.observe(8 + step % 40, (0.02 + 0.001 * (step % 40)) * random.lognormvariate(0, 0.25))
-    assert len(learned) < 16 + 48 / 4 + 336 / 7
-    for step in range(200):
-        cost.observe(8 + step % 40, 3 * (0.02 + 0.001 * (step % 40)) * random.lognormvariate(0, 0.25))
-    assert cost.seconds(28) == pytest.approx(3 * 0.04, rel=0.25)
-
-
-@pytest.mark.parametrize("slope", [0.001, 0.0025, 0.01])
-def test_a_few_large_steps_show_what_they_cost(slope: float) -> None:
-    """Requests come one at a time, then eight at once, whose steps are larger than any before."""
-    cost = StepTimeModel()
-    for tokens in (1, 9, 17, 2, 33, 5) * 4:
-        cost.observe(tokens, 0.025 + slope * tokens)
-    for tokens in (160, 90, 130, 70):
-        cost.observe(tokens, 0.025 + slope * tokens)
-    for tokens in (8, 32, 64, 128, 264):
-        assert cost.seconds(tokens) == pytest.approx(0.025 + slope * tokens, rel=0.25)
-
-
 @given(sizes=st.lists(st.integers(8, 264), min_size=1, max_size=40), noise=st.floats(0.0, 0.1), seed=st.integers(0, 99))
 def test_steps_that_all_take_as_long_are_learned_so_in_whatever_order_they_come(
     sizes: list[int], noise: float, seed: int

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentspec.backends.vllm.runner_v2 import plugin
-from agentspec.backends.vllm.runner_v2.hybrid import NEVER, DrafterChoice, HitRate, RequestChoice, stays_exact
-from agentspec.backends.vllm.runner_v2.matching import DEPTH
+from agentspec.backends.vllm.runner_v2.hybrid import stays_exact
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.cache import SuffixCache
@@ -146,12 +143,6 @@ def test_a_model_is_judged_by_the_tokens_that_it_was_asked_for(join: Callable[..
     assert runner.speculator._choice._model.rate(0.5) > 0.9  # type: ignore[attr-defined]
 
 
-def test_a_text_that_the_model_knows_nothing_of(join: Callable[..., Runner], late: Late) -> None:
-    runner = join(right=0)
-    first, second = steps(runner, ANSWER), steps(runner, ANSWER)
-    assert first == len(ANSWER) and second <= len(ANSWER) // (DRAFTED + 1) + 3
-
-
 def test_drafts_of_ours_have_the_probability_that_they_were_drawn_with(join: Callable[..., Runner], late: Late) -> None:
     """One, of the tokens that are verified; where the model drafts, its own probabilities stay."""
     runner = join(right=0, sampled=True)
@@ -215,27 +206,3 @@ def test_what_would_not_be_exact_is_left_alone(made: Any, reason: str) -> None:
     assert "adaptive" in stays_exact(made)
     made.draft_watermarker = object()
     assert "watermark" in stays_exact(made)
-
-
-@given(rate=st.floats(0.05, 0.95), seed=st.integers(0, 2**32 - 1))
-def test_a_rate_is_learned_also_where_the_output_is_known_for_a_while_only(rate: float, seed: int) -> None:
-    """A step confirms as many tokens as the other draft had right, and one more."""
-    rng, learned = np.random.default_rng(seed), HitRate()
-    for _ in range(4000):
-        known = int(rng.integers(1, DRAFTED + 1))
-        right = next((i for i in range(known) if rng.random() >= rate), known)
-        learned.observe(right, known, fade=1.0)
-    assert learned.rate(0.5) == pytest.approx(rate, abs=0.06)
-
-
-def test_the_longer_match_is_trusted_first_and_none_that_fails() -> None:
-    choice, request = DrafterChoice(DRAFTED), RequestChoice()
-    assert 1 < choice.least_match(request) < DEPTH  # by what is assumed
-    for _ in range(200):
-        choice.observe(request, match=DEPTH, ours=DRAFTED, model=1, known=DRAFTED + 1)
-        choice.observe(request, match=1, ours=0, model=1, known=2)
-    assert 1 < choice.least_match(RequestChoice()) <= DEPTH
-    for _ in range(20):
-        choice.observe(request, match=DEPTH, ours=0, model=DRAFTED, known=DRAFTED + 1)
-    assert choice.least_match(request) == NEVER
-    assert choice.least_match(RequestChoice()) <= DEPTH  # others are not judged by one

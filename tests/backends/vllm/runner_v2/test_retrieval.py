@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Event
 
 import numpy as np
 import pytest
@@ -11,13 +10,12 @@ import pytest
 from agentspec.backends.engine_plugin import rounds
 from agentspec.backends.engine_plugin.request_state import RequestInfo
 from agentspec.backends.vllm.runner_v2 import retrieval
-from agentspec.backends.vllm.runner_v2.passages import Rows, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
-from agentspec.cache import CacheRequest, SuffixCache
+from agentspec.backends.vllm.runner_v2.passages import shape_for
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
+from agentspec.cache import SuffixCache
 from agentspec.cache.index import DraftJob, propose_batch
 from agentspec.cache.tokens import EMPTY
 from agentspec.types import Draft
-from tests.backends.vllm.runner_v2.conftest import Late, Runner
 
 SERVED = 5  # searches that a round has time for
 TEXT = np.arange(100, 900, dtype=np.int32)
@@ -53,26 +51,3 @@ def test_every_request_has_passages_soon_and_keeps_them(cache: SuffixCache, in_t
     in_time.append(0)  # a round without any time takes nothing away
     assert np.array_equal(retriever.retrieve(requests), found)
     retriever.close()
-
-
-def test_the_recorder_is_given_what_was_taken_in_after_the_search(
-    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner.begin("a", [1, 2], TEXT[:40].tolist())
-    retriever = runner.speculator._retriever
-    assert retriever is not None
-    retrieve, behind = retriever.retrieve, list[int]()
-
-    def watched(requests: Sequence[PassageRequest | None]) -> Rows:
-        done = Event()
-        retriever._recorder._queue.put((done.set, (), 0))  # what was given before is recorded now
-        assert done.wait(60)
-        [request] = requests
-        assert request is not None and isinstance(request.state.cache, CacheRequest)
-        behind.append(request.state.output_length - len(request.state.cache.output))
-        return retrieve(requests)
-
-    monkeypatch.setattr(retriever, "retrieve", watched)
-    for _ in range(4):
-        runner.step()
-    assert behind == [0, 1, 1, 1]  # the tokens of the step before

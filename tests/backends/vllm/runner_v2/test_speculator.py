@@ -84,20 +84,6 @@ def test_tokens_that_are_under_way_when_the_server_stops_are_recorded(
         assert request.draft(100, chain=True).tokens.tolist() == ANSWER[1:]
 
 
-def test_a_preempted_request_goes_on_where_it_was(runner: Runner, late: Late) -> None:
-    late.steps = 1
-    learn(runner, late)
-    runner.begin("a", PROMPT, ANSWER)
-    runner.step()
-    runner.step()
-    done = len(runner.outputs["a"])
-    runner.preempt("a")
-    runner.begin("a", PROMPT, ANSWER, done=done)
-    before = runner.steps
-    assert runner.run() == {"a": ANSWER}
-    assert runner.steps - before <= (len(ANSWER) - done) // (DRAFTED + 1) + 2
-
-
 def test_the_output_of_a_preempted_request_is_kept_once_and_whole(
     runner: Runner, late: Late, cache: SuffixCache
 ) -> None:
@@ -186,11 +172,6 @@ def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
 def test_a_prediction_is_drafted_from(runner: Runner, late: Late) -> None:
     late.steps = 1
     assert learn(runner, late, xargs={"agentspec_prediction": ANSWER}) <= len(ANSWER) // (DRAFTED + 1) + 2
-
-
-def test_prompts_without_token_ids_are_left_alone(runner: Runner) -> None:
-    runner.begin("a", PROMPT, ANSWER, embeds=object())
-    assert runner.run() == {"a": ANSWER}
 
 
 def test_a_dummy_run_touches_nothing(runner: Runner) -> None:
