@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from agentspec.benchmarks.agent_tools.computed import AgentToolsReport, run_agent_tools
 from agentspec.benchmarks.agent_tools.replay import ReplayedTurn, session_times
-from agentspec.cli.bench import app
-from agentspec.errors import ConfigurationError
 from agentspec.tools.history import ToolCall
 from agentspec.tools.model import CallForecast, CallPrediction
 
@@ -53,17 +50,6 @@ def test_calls_are_predicted_from_earlier_sessions(recorded: Path) -> None:
     assert len(replay.turns) == 48 and len(list(replay.reads())) == 24
     assert replay.turns[0].top == [] and 0.7 < replay.hit_rate(1) <= replay.hit_rate(3) < 1.0
     assert "pay" not in str(replay.turns[-2].top)
-
-
-def test_files_of_one_name_keep_their_results_apart(recorded: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other" / recorded.name
-    other.parent.mkdir()
-    other.write_text("\n".join(recorded.read_text().splitlines()[:8]))
-    told = run_agent_tools([recorded, other], progress=lambda _: None).data()["files"]
-    alone = [measured(path).data()["files"][path.name] for path in (recorded, other)]
-    assert told == {f"{tmp_path.name}/{recorded.name}": alone[0], f"other/{recorded.name}": alone[1]}
-    with pytest.raises(ConfigurationError, match="twice"):
-        run_agent_tools([recorded, other, recorded], progress=lambda _: None)
 
 
 def test_the_first_session_is_not_predicted_by_later_ones(recorded: Path, tmp_path: Path) -> None:
@@ -116,11 +102,3 @@ def test_a_start_is_used_once_and_not_after_a_change() -> None:
 def test_a_start_is_of_no_use_when_it_is_too_old() -> None:
     quick, slow = ([turn(foreseen=(READ,)), *[turn()] * count, turn(READ)] for count in (1, 3))
     assert waited(*quick) == pytest.approx(0.0) and waited(*slow) == pytest.approx(2.0)
-
-
-def test_the_command_prints_and_writes_the_figures(recorded: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    result = CliRunner().invoke(app, ["agent", "--tools", str(recorded), "--json", str(out)])
-    assert result.exit_code == 0 and "Calls predicted" in result.output, result.output
-    data = json.loads(out.read_text())["files"]["sessions.jsonl"]
-    assert data["top_1"] <= data["top_3"]

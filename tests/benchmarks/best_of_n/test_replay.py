@@ -4,17 +4,12 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.drafters.base import make_draft
 from agentspec.benchmarks.best_of_n.drafters import (
-    MixedContender,
-    NgramTable,
-    StandContender,
     SuffixContender,
-    best_first,
 )
 from agentspec.benchmarks.best_of_n.record import AnswerRecorder
 from agentspec.benchmarks.best_of_n.replay import (
@@ -73,36 +68,11 @@ def test_replay_counts_every_token_once_and_a_perfect_drafter_saves_all_it_may()
     assert outcome.nodes_per_step == 14 / 5
 
 
-@pytest.mark.parametrize(("beside", "order"), [(True, [0, 1, 0, 1]), (False, [0, 0, 1, 1])])
-def test_answers_are_decoded_in_rounds_or_in_turn(beside: bool, order: list[int]):
-    oracle = Oracle()
-    replay([question(list(range(8)), list(range(8)))], oracle, 3, beside=beside)
-    assert oracle.order == order
-
-
 def test_the_governor_leaves_out_nodes_that_do_not_pay():
     dear = curve({1: 1.0, 2: 3.0})
     texts = [list(range(12))]
     assert replay([question(*texts)], Oracle(), 3, cost=FREE).nodes_per_step == 3
     assert replay([question(*texts)], Oracle(), 3, cost=dear).nodes_per_step == 0
-
-
-def test_ngrams_average_what_was_seen_and_the_longest_is_asked_first():
-    table = NgramTable()
-    table.learn([1, 2], {7: 0.8, 8: 0.2})
-    table.learn([3, 2], {8: 0.6})
-    assert table.behind([9, 2]) == pytest.approx({7: 0.4, 8: 0.4})
-    assert table.behind([1, 2]) == {7: 0.8, 8: 0.2}
-    assert table.behind([9]) == {} and len(table) == 3
-
-
-def test_trees_grow_parents_first_within_the_budget():
-    def expand(path):
-        return [(10 * len(path) + rank, 0.5 - 0.2 * rank) for rank in range(2)]
-
-    grown = best_first(expand, 4, 6)
-    assert grown.tokens.tolist() == [0, 1, 10, 11] and grown.parents.tolist() == [-1, -1, 0, 0]
-    assert grown.probabilities.tolist() == pytest.approx([0.5, 0.3, 0.25, 0.15])
 
 
 def test_the_cache_drafts_from_finished_answers_and_live_from_running_ones():
@@ -112,13 +82,6 @@ def test_the_cache_drafts_from_finished_answers_and_live_from_running_ones():
     alone = replay([later], SuffixContender(), 8, beside=True).tokens_per_step
     staggered = replay([later], SuffixContender(), 8, beside=False).tokens_per_step
     assert alone == 1.0 < staggered
-
-
-def test_mixtures_accept_what_either_drafts():
-    questions = [question([5, 6, 7, 8] * 8, [5, 6, 7, 8] * 4)] * 2
-    mixed = replay(questions, MixedContender(SuffixContender(), StandContender()), 8)
-    single = replay(questions, SuffixContender(), 8)
-    assert mixed.tokens_per_step >= 0.9 * single.tokens_per_step
 
 
 def test_what_is_recorded_is_what_the_engine_answers(tiny_model: Path):

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from agentspec.benchmarks.cache import costs as cache_costs
-from agentspec.benchmarks.cache.costs import Costs, Latency, measure_costs
+from agentspec.benchmarks.cache.costs import Costs, measure_costs
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +23,3 @@ def test_every_cost_is_measured(costs: Costs) -> None:
     assert 8 <= costs.memory_bytes < 40
     assert costs.disk_bytes > 1
     assert costs.segment_bytes is not None and 8 < costs.segment_bytes < 12
-
-
-def test_latency_summarises_seconds() -> None:
-    latency = Latency.of(7, [*np.arange(1, 100).tolist(), 1000.0], [4, 6])
-    assert (latency.median, latency.longest, latency.tree) == (50.5, 1000.0, 5.0)
-    assert 99 < latency.p99 < 1000

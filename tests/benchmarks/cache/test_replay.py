@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from agentspec.benchmarks.cache import peer
-from agentspec.benchmarks.cache.costs import Costs, Latency
 from agentspec.benchmarks.cache.replay import run_cache
 from agentspec.recordings.traces import END, START
 
@@ -52,10 +51,3 @@ def test_without_the_peer_nothing_is_compared(trace: Path) -> None:
     (file,) = report.files
     assert len(file.replays[8].tokens) == 5 and "pip install" in report.peer_source
     assert file.peer == {} and file.ratio(8) is None and report.mean_ratio(8) is None
-
-
-def test_the_costs_come_on_demand(trace: Path) -> None:
-    latency = Latency(1, 1, 1.0, 1e-6, 1e-6, 1e-6)
-    costs = Costs(latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0)
-    report = run_cache([trace], encode, calls=3, budgets=(5, 8), costs=lambda p: costs, progress=quiet)
-    assert list(report.files[0].replays) == [5, 8] and report.costs is costs

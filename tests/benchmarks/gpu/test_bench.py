@@ -71,15 +71,6 @@ def test_all_of_it_on_the_cpu(tokenizer: Path, traces: Path, tmp_path: Path) -> 
     assert len(written["tables"][0]["runs"]["on"]) == 8
 
 
-@pytest.mark.slow
-def test_the_cache_learns_calls_before_the_timing(tokenizer: Path, traces: Path) -> None:
-    report = run_gpu(GpuPlan("tiny", "cpu", "float32", 3600, (traces,), tokenizer, questions=1, learned=6))
-    (table,) = report.tables
-    first = table.runs["on"][0].speculation
-    assert len(table.runs["on"]) == 4 and first is not None and first.accepted > 0
-    assert report.left_out == ["airline: 4 of 8 calls"]
-
-
 def test_what_there_is_no_time_for_is_left_out() -> None:
     report = run_gpu(GpuPlan("tiny", "cpu", "float32", seconds=0.0))
     assert report.left_out == ["exactness on small models", "the model"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from agentspec.benchmarks.placement.workload import CHARACTERS_PER_TOKEN, RECORDED_TOKEN_SECONDS, shapes
-from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import RecordedCall
 from agentspec.types import Labels
 
@@ -47,13 +46,3 @@ def test_pauses_are_as_recorded_without_the_time_of_the_answers():
     assert second.pause == pytest.approx(10.0 - RECORDED_TOKEN_SECONDS * second.answer)
     (unknown,) = shapes({"file": _calls("one", "a")})
     assert {call.pause for call in unknown.calls} == {None}
-
-
-def test_recordings_without_calls_are_refused():
-    with pytest.raises(ConfigurationError, match="no calls"):
-        shapes({"file": []})
-
-
-def test_files_of_one_name_in_two_folders_are_two():
-    read = shapes({"a/log.jsonl": _calls("one", "a"), "b/log.jsonl": _calls("one", "b")})
-    assert [(shape.workflow, len(shape.calls)) for shape in read] == [("log.jsonl", 3)] * 2

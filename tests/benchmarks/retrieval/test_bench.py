@@ -97,14 +97,6 @@ def test_every_case_is_measured_and_reported(bench: RetrievalBench, corpus: Path
     assert figures["same"] == {SEQUENTIAL: 7, SPECULATIVE: 7}
 
 
-def test_a_delay_is_waited_for(bench: RetrievalBench, corpus: Path) -> None:
-    with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases, bases.delayed(0.05) as base:
-        query = bench.loop.run_until_complete(base.metric.encode("ban"))
-        began = bench.loop.time()
-        found = bench.loop.run_until_complete(base.search([query], 3))
-    assert bench.loop.time() - began >= 0.05 and len(found.hits[0]) == 3
-
-
 def test_questions_come_from_all_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps({"id": n, "question": f"q{n}"}) + "\n" for n in range(100)))

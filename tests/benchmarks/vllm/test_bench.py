@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 
 from agentspec.benchmarks.report import print_report
 from agentspec.benchmarks.vllm import bench
-from agentspec.benchmarks.vllm.bench import ForcedPart, ForcedPlan, prepare_calls, require_vllm, run_forced
+from agentspec.benchmarks.vllm.bench import ForcedPart, ForcedPlan, run_forced
 from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.benchmarks.vllm.report import ForcedReport
 from agentspec.cli import app
-from agentspec.errors import ConfigurationError
 
 FAKE = Path(__file__).with_name("fake_worker.py")
 WORDS = "check the order again please and then"
@@ -116,12 +115,6 @@ def test_answers_are_compared_with_those_without_drafts(plan: Any) -> None:
     assert "FAILED: ngram_gpu: answers equal those of off, second turn" in printed(report)
 
 
-def test_a_forced_answer_that_is_not_the_record_fails_a_check(plan: Any) -> None:
-    report = run_forced(plan("agentspec", wrong={"agentspec": "lies"}, parts=[ForcedPart.calls]))
-    assert [name for name, holds in report.checks.items() if not holds] == ["agentspec: forced answers are the records"]
-    assert not report.sound
-
-
 @pytest.mark.parametrize(
     ("wrong", "reason"), [("fails", "no such method"), ("talks", "no JSON"), ("ends", "its process ended")]
 )
@@ -136,41 +129,10 @@ def test_an_engine_that_fails_is_told_with_its_log_and_left_out(plan: Any, wrong
     assert "did not run: Arctic, calls" in printed(report)
 
 
-def test_without_the_engine_that_others_are_compared_with_the_run_fails(plan: Any) -> None:
-    report = run_forced(plan("agentspec", wrong={"off": "fails"}))
-    assert not report.sound and report.answers == {} and report.names == ["agentspec"]
-    assert report.checks["answers: the engine without drafts answered"] is False
-    assert "tok/s" in printed(report)
-
-
 def test_what_does_not_fit_into_the_time_is_left_out(plan: Any, tmp_path: Path) -> None:
     report = run_forced(plan("agentspec", seconds=0.0))
     assert report.left_out == ["answers", "calls"] and not report.sound and not (tmp_path / "turns").exists()
     assert "left out: calls" in printed(report)
-
-
-def test_calls_that_the_model_cannot_hold_are_not_prepared(tmp_path: Path, tokenizer: Path) -> None:
-    path = write_calls(tmp_path, "long", 4)
-    whole = {"session": "s", "messages_delta": [{"role": "user", "content": "check " * 17_000}], "response": "the"}
-    with gzip.open(path, "at") as lines:
-        lines.write(json.dumps(whole) + "\n")
-    found = prepare_calls([path], tokenizer, 9)
-    assert (len(found.learned), len(found.timed), found.vocabulary) == (2, 2, 12)
-    with gzip.open(path, "wt") as lines:
-        lines.write(json.dumps(whole) + "\n")
-    with pytest.raises(ConfigurationError, match="no recorded call has fewer than 16384 tokens"):
-        prepare_calls([path], tokenizer, 0)
-
-
-def test_what_cannot_run_is_said_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="there is no drafter 'eagle': choose from off, "):
-        run_forced(ForcedPlan(Path(sys.executable), variants=["eagle"]))
-    with pytest.raises(ConfigurationError, match="needs recorded calls and a tokenizer"):
-        run_forced(ForcedPlan(Path(sys.executable)))
-    with pytest.raises(ConfigurationError, match="has no vllm: make an environment"):
-        require_vllm(Path(sys.executable))
-    with pytest.raises(ConfigurationError, match="cannot be run"):
-        require_vllm(tmp_path / "python")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.benchmarks.vllm.engine import EngineAnswer, EngineFailedError, EngineProcess, started
+from agentspec.benchmarks.vllm.engine import EngineFailedError, EngineProcess, started
 
 READY = 'print(\'{"ready": 1, "info": {"device": "x"}}\', flush=True)'
 CHILD = "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -18,12 +18,6 @@ LONG = 3600.0
 
 def engine(tmp_path: Path, program: str, name: str = "off") -> EngineProcess:
     return EngineProcess(name, [sys.executable, "-c", program], tmp_path / f"{name}.log")
-
-
-def test_steps_after_the_prompt_do_not_read_it() -> None:
-    chunks = EngineAnswer(1.0, [[1, 2, 3]], [100], [0.5], [512, 388, 1, 1])
-    assert chunks.steps_after(1000) == 2
-    assert EngineAnswer(1.0, [[1]], [0], [0.0], [9]).steps_after(9) == 0
 
 
 @pytest.mark.parametrize("waits", ["time.sleep(600)", "sys.stdin.read(1); time.sleep(600)"])
@@ -67,10 +61,3 @@ def test_engines_that_do_not_start_are_told_and_others_go_on(tmp_path: Path) -> 
         assert [found.name for found in ready] == ["good"]
     assert "its process ended; the end of its log:\nno memory" in failed["poor"]
     assert "its program cannot be started" in failed["none"]
-
-
-def test_an_engine_gets_no_settings_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTSPEC_VLLM_PAD", "on")
-    telling = "import json, os; print(json.dumps({'info': {'pad': os.environ.get('AGENTSPEC_VLLM_PAD', '')}}))"
-    with started([engine(tmp_path, telling)], LONG, {}) as ready:
-        assert ready[0].info == {"pad": ""}

@@ -34,16 +34,3 @@ def test_a_call_is_learned(made: Callable[[SuffixCache], Any]) -> None:
         ours.close()
         with cache.request([*range(30, 40), *range(100, 110)]) as request:
             assert list(request.draft(4).tokens) == [110, 111, 112, 113]
-
-
-def test_a_cache_that_does_not_take_it_in_is_told() -> None:
-    class Stuck:
-        def begin(self, *given: Any) -> None: ...
-
-        record = end = begin
-
-        def flush(self, timeout: float) -> bool:
-            return False
-
-    with pytest.raises(RuntimeError, match="did not take a call in"):
-        learn_call(Stuck(), CALL)
