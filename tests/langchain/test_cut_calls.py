@@ -201,15 +201,6 @@ def test_a_cut_call_is_whole_or_invalid_in_langchain(dialect: str, stream: bool)
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_cut_call_is_whole_or_invalid_in_langchain_by_http(gateway_of_all: Running, stream: bool) -> None:
-    url = f"{gateway_of_all.url}/v1"
-    check(
-        lambda at: by_langchain(ChatAgentSpec(model="named", base_url=url, max_tokens=at), stream),
-        WRITTEN["named"][1], "tool_calls", "length",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_agent_runs_no_call_that_was_cut_off(streaming: bool) -> None:
     ran: list[tuple[str, Any]] = []
@@ -268,15 +259,3 @@ def test_the_official_client_says_that_a_form_was_cut_off(gateway_of_all: Runnin
             client.chat.completions.stream(**asked, response_format=Place) as stream,
         ):
             stream.until_done()
-
-
-@pytest.mark.parametrize("ends", ["content_filter", "cancelled"])
-def test_a_refused_call_is_invalid(ends: FinishReason) -> None:
-    text = f"[TOOL_CALLS]erase[ARGS]{ONE} "
-    model = ChatAgentSpec(model="m", runtime=Runtime(backends={"m": Writer(MISTRAL_NAMED, text, ends=ends)}))
-    ran = [
-        by_langchain(model.model_copy(update={"max_tokens": at}), stream=at % 2 == 0).calls
-        for at in range(1, len(text))
-    ]
-    assert all(calls in ([], CALLS[:1]) for calls in ran)
-    assert bool(ran[-1]) == (ends == "cancelled")

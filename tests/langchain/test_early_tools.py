@@ -17,7 +17,6 @@ from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import InjectedState
 from pydantic import SecretStr
 
-from agentspec.errors import ConfigurationError
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
 from agentspec.langchain.early_tools import blocks
 from agentspec.protocol.headers import StepPolicy
@@ -25,7 +24,6 @@ from agentspec.step import report
 from agentspec.step.report import observe
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
-from agentspec.tools.session import epoch_of
 from agentspec.types import Labels
 
 pytestmark = pytest.mark.anyio
@@ -132,17 +130,6 @@ def test_messages_are_those_without_early_starts() -> None:
     assert shown(early) == shown(plain)
     assert [event.tool for event in events if event.outcome == "hit"]
     assert {event.tool for event in events} == {"look"} and ran.count("buy") == 10
-
-
-async def test_asynchronous_agents_start_tools_too() -> None:
-    middleware, events = taught()
-    graph = agent(middleware, *SCRIPT)
-    stock.update({"#W1": 1, "#W2": 2})
-    found = await graph.ainvoke(
-        {"messages": [HumanMessage("look at #W1, please")]}, {"configurable": {"thread_id": "a"}}
-    )
-    assert shown(found["messages"]) == shown(session(AgentSpecMiddleware(), 9))
-    assert any(event.outcome == "hit" for event in events)
 
 
 async def test_only_tools_without_an_asynchronous_way_run_in_a_thread() -> None:
@@ -281,12 +268,6 @@ def test_names_alone_start_tools_early() -> None:
         ran.clear()
 
 
-@pytest.mark.parametrize("tools", ["look", [look], 3])
-def test_what_names_no_tools_is_refused(tools: Any) -> None:
-    with pytest.raises(ConfigurationError, match="list of names"):
-        AgentSpecMiddleware(early_tools=tools)
-
-
 def test_a_step_replayed_from_a_checkpoint_starts_nothing() -> None:
     middleware, events = taught()
     config: Any = {"configurable": {"thread_id": "again"}}
@@ -312,13 +293,6 @@ def test_a_tool_that_needs_approval_never_starts_early(wanted: str) -> None:
     early = EarlyTools(speculator)
     plain, asked = (look.model_copy(update={"metadata": {wanted: needs}}) for needs in (False, True))
     assert [speculator.policy.may_run_early(early.described(tool)) for tool in (plain, asked)] == [True, False]
-
-
-def test_a_step_that_stores_nothing_teaches_nothing() -> None:
-    middleware, events = opened(policy=StepPolicy(store=False))
-    for number in range(6):
-        session(middleware, number)
-    assert not events
 
 
 def asked(graph: Any, **configurable: Any) -> list[BaseMessage]:
@@ -352,14 +326,6 @@ def test_nothing_starts_where_two_callers_may_look_the_same() -> None:
     for _ in range(8):
         found = asked(agent(middleware, *turns, tools=[whose]), user=SecretStr("ann"))
     assert found[-2].content == "#W1 of **********" and not events
-
-
-def test_a_call_by_nobody_knows_whom_voids_what_was_read_before() -> None:
-    middleware, _ = opened("look")
-    epoch = epoch_of("default", "t")
-    before = epoch.number
-    asked(agent(middleware, asks("buy", order="#W1"), AIMessage("done")), user=SecretStr("ann"))
-    assert epoch.number > before
 
 
 @pytest.mark.parametrize("answer", [

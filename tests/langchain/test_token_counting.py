@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ from pydantic import HttpUrl
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.background import call_sync
-from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamStatusError
+from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.langchain import ChatAgentSpec
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.step import step
 from agentspec.testing import FakeBackend
 from agentspec.types import Message
 
@@ -99,27 +98,6 @@ def test_a_gateways_tokenizer_is_asked(gateway: tuple[str, FakeBackend]) -> None
     assert remote.get_token_ids("one two") == fake.encode("one two")
 
 
-def test_an_endpoint_is_told_all_that_shapes_the_prompt(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, fake = gateway
-    seen: list[Any] = []
-
-    async def render(messages: Sequence[Message], tools: Any = (), template_arguments: Mapping[str, Any] = {}) -> str:
-        seen.append((tools[0]["function"]["name"], template_arguments))
-        return "a b c"
-
-    monkeypatch.setattr(fake, "render", render)
-    thinking = ChatAgentSpec(model="fake", base_url=url, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
-    assert thinking.get_num_tokens_from_messages(SAID, tools=[look]) == 3
-    assert seen == [("look", {"enable_thinking": True})]
-
-
-def test_a_gateway_that_refuses_a_part_of_a_chat(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, fake = gateway
-    monkeypatch.setattr(fake, "render", Strict().render)
-    part = [AIMessage("four five"), HumanMessage("six")]
-    assert ChatAgentSpec(model="fake", base_url=url).get_num_tokens_from_messages(part) > 3
-
-
 @pytest.mark.parametrize("status", [404, 405, 501])
 def test_an_endpoint_without_a_tokenizer(server: Any, status: int) -> None:
     model = ChatAgentSpec(model="m", base_url=server.base_url)
@@ -129,13 +107,6 @@ def test_an_endpoint_without_a_tokenizer(server: Any, status: int) -> None:
             count()
 
 
-def test_other_failures_are_not_counted_around(server: Any) -> None:
-    server.failures += [503]
-    with pytest.raises(UpstreamStatusError, match="503"):
-        ChatAgentSpec(model="m", base_url=server.base_url).get_num_tokens_from_messages(SAID)
-    assert len(server.bodies) == 1
-
-
 def test_an_encoder_of_the_users_own_comes_first(server: Any) -> None:
     model = ChatAgentSpec(model="m", base_url=server.base_url, custom_get_token_ids=lambda text: [*text.encode()])
     assert model.get_token_ids("ab") == [97, 98]
@@ -143,17 +114,6 @@ def test_an_encoder_of_the_users_own_comes_first(server: Any) -> None:
     assert plain == len("System: be brief" + "Human: one two three" + "AI: four five" + "Human: six")
     assert model.get_num_tokens_from_messages(SAID, tools=[look]) > plain + len("Look at a place.")
     assert not server.bodies
-
-
-def test_the_model_of_the_step_counts() -> None:
-    backends = {"fake": FakeBackend(), "other": Strict()}
-    model = ChatAgentSpec(model="missing", runtime=Runtime(backends=backends))
-
-    @step("plan", model="other")
-    def plan() -> int:
-        return model.get_num_tokens("one two")
-
-    assert plan() == 2
 
 
 def test_a_pool_asks_one_of_its_servers(gateway: tuple[str, FakeBackend]) -> None:

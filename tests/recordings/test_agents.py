@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.calls import BadLineError, moment
+from agentspec.recordings.calls import BadLineError
 from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.recordings.redaction import Redaction
 from tests.instructions import counted_instructions
@@ -40,10 +40,6 @@ def test_a_session_is_recognised_and_its_answers_are_found(recorded: tuple[str, 
     assert last.answer["content"].startswith(LAST) and len(last.messages) > len(first.messages)
     assert first.finished and last.finished
     assert first.labels == last.labels
-
-
-def test_a_time_beyond_all_floats_is_none() -> None:
-    assert moment(10**400) is moment(float("nan")) is moment(float("inf")) is None and moment(1500) == 1.5
 
 
 def test_calls_of_tools_and_their_results(recorded: tuple[str, Path]) -> None:

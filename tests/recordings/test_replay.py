@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
-from agentspec.recordings.replay import accepted_nodes, geometric_mean, measure, print_savings, replay, replay_cache
+from agentspec.recordings.replay import accepted_nodes, measure, print_savings, replay, replay_cache
 from agentspec.recordings.traces import EncodedCall
 
 
@@ -87,15 +87,6 @@ def test_the_cache_is_fed_every_response_token_once(answers, budget) -> None:
     assert accepted - stats.accepted == 0
 
 
-def test_a_repeated_answer_needs_few_steps() -> None:
-    answer = list(range(60))
-    with SuffixCache.open() as cache:
-        result = replay(calls_of([answer, answer]), lambda call: cache.request(call.prompt), 32)
-    assert result.steps[0] > 30 > 8 > result.steps[1]
-    assert result.tokens_per_step_by_call(1) == [60 / result.steps[0], 60 / result.steps[1]]
-    assert result.tokens_per_step == 120 / sum(result.steps)
-
-
 def test_acceptance_follows_one_path_of_the_tree() -> None:
     #     1 -> 2 -> 3        a second child of the root, and one of node 1
     #     4    5
@@ -117,10 +108,6 @@ def test_calibration_compares_within_bins_of_equal_count() -> None:
     assert result.worst_calibration() == pytest.approx(0.0, abs=1e-6)
     result.accepted = [np.ones(100, dtype=np.bool_)]
     assert result.worst_calibration() == pytest.approx(1 - bins[0][0])
-
-
-def test_geometric_mean() -> None:
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=25))

@@ -45,28 +45,10 @@ def texts(path: Path, limit: int | None = None) -> list[tuple[str, str]]:
     return [(spell(call.prompt), spell(call.response)) for call in calls]
 
 
-def test_a_session_goes_on_from_its_own_answers(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl.gz", call("a", "two", ("user", "one")), call("a", "four", ("user", "three")))
-    first = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
-    second = first + "two<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
-    assert texts(path) == [(first, "two<|im_end|>"), (second, "four<|im_end|>")]
-
-
 def test_a_reset_and_a_new_session_start_afresh(tmp_path: Path) -> None:
     records = call("a", "x", ("user", "1")), call("a", "y", ("user", "2"), reset=True), call("b", "z", ("user", "3"))
     prompts = [prompt for prompt, _ in texts(write(tmp_path / "t.jsonl.gz", *records))]
     assert prompts == [f"<|im_start|>user\n{n}<|im_end|>\n<|im_start|>assistant\n" for n in "123"]
-
-
-def test_only_so_many_calls_are_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl.gz", *(call("a", "x", ("user", "1")) for _ in range(5)))
-    assert len(texts(path, 3)) == 3
-
-
-def test_the_whole_prompt_is_encoded_as_its_messages_are(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl.gz", call("a", " b ", ("system", " \n"), ("user", "é\n\n")), call("a", "c"))
-    for (prompt, _), read in zip(texts(path), read_calls(path, encode), strict=True):
-        assert encode(prompt) == read.prompt.tolist()
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"session":"a","messages_delta":[1],"response":""}'])

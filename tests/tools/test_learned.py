@@ -75,43 +75,20 @@ def test_tenants_and_agents_share_nothing(tmp_path: Path) -> None:
         assert tried(speculator, tenant="a", agent="x")
 
 
-def test_results_are_not_shared_between_tenants_identities_and_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_not_shared_between_tenants_identities_sessions_and_schemas() -> None:
     from agentspec.tools.policy import call_key
 
-    def key(**caller: Any) -> str:
-        return call_key(AgentCaller(**caller), ToolSpec("user"), {"id": "ann_1"})
+    def key(schema: dict[str, Any] | None = None, **caller: Any) -> str:
+        return call_key(AgentCaller(**caller), ToolSpec("user", schema or {}), {"id": "ann_1"})
 
-    keys = {key(), key(tenant="b"), key(identity="key 2"), key(session="s")}
-    assert len(keys) == 4 and key() == key(agent="any")
-
-
-def test_what_is_forgotten_is_predicted_no_more() -> None:
-    with SuffixCache.open() as cache:
-        speculator = ToolSpeculator(POLICY, cache=cache)
-        teach(speculator)
-        assert tried(speculator)
-        cache.forget(tenant="default")
-        assert not tried(speculator)
+    keys = {key(), key(tenant="b"), key(identity="key 2"), key(session="s"), key({"type": "object"})}
+    assert len(keys) == 5 and key() == key(agent="any")
 
 
 def test_a_session_without_store_teaches_nothing() -> None:
     speculator = ToolSpeculator(POLICY)
     teach(speculator, store=False)
     assert not tried(speculator)
-
-
-def test_times_of_turns_that_are_not_stored_are_not_kept() -> None:
-    took: list[str] = []
-    speculator = ToolSpeculator(POLICY)
-    speculator.learned.took = lambda caller, tool, seconds: took.append(tool)  # type: ignore[method-assign]
-    call = ToolCall("user", {"id": "ann_1"})
-    for stored in (True, False):
-        session = speculator.session(AgentCaller())
-        session.offers(TOOLS)
-        session.begin_turn(run)
-        session.end_turn([call], store=stored)
-        session.run(call, run)
-        assert took == ["", "user"]
 
 
 def test_a_turn_that_cannot_be_learned_is_left_out() -> None:

@@ -26,9 +26,7 @@ from agentspec.tools import (
     ToolSpec,
     ToolSpeculator,
 )
-from agentspec.tools.history import ToolHistory
 from agentspec.tools.model import AT_ONCE, PER_TURN, CallForecast, CallModel, CallPrediction
-from agentspec.tools.speculative_call import ThreadCall
 from tests.conftest import costly
 
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}, "detail": {"type": "boolean", "default": False}}}
@@ -221,47 +219,6 @@ def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words(expect: An
     assert session.run(CALL, pytest.fail) == world.run(CALL) and outcomes(events) == ["start", "hit"]
 
 
-def test_what_was_not_used_in_time_is_forgotten_when_another_session_begins(expect: Any) -> None:
-    expect(CALL)
-    events: list[ToolEvent] = []
-    speculator = ToolSpeculator(ToolPolicy(READ_ONLY, max_age=1e-9), on_event=events.append)
-    session = speculator.session(AgentCaller(session="first"))
-    session.offers([READ])
-    assert session.begin_turn(World().run) == [CALL]
-    speculator.session(AgentCaller(session="second"))
-    assert outcomes(events) == ["start", "waste"] and not session._started
-
-
-def test_a_start_that_failed_is_tried_again_in_the_next_turn(expect: Any) -> None:
-    expect(CALL)
-    failed = threading.Event()
-    session, events = opened()
-
-    def fails(call: ToolCall) -> str:
-        raise ValueError("not yet")
-
-    session.begin_turn(fails)
-    (early,) = session._started.values()
-    while not early.failed:
-        failed.wait(0.001)
-    session.end_turn([])
-    assert session.begin_turn(lambda _: "now") == [CALL]
-    session.end_turn([CALL])
-    assert session.run(CALL, pytest.fail) == "now"
-    assert outcomes(events) == ["start", "failed", "start", "hit"]
-
-
-def test_no_more_than_64_results_of_a_session_wait(expect: Any) -> None:
-    session, events = opened()
-    for number in range(80):
-        expect(ToolCall("read", {"id": f"A{number}"}))
-        assert session.begin_turn(World().run)
-        session.end_turn([])
-    assert outcomes(events).count("waste") == 16
-    assert session.run(ToolCall("read", {"id": "A79"}), pytest.fail)
-    session.close()
-
-
 def test_a_loop_that_is_closed_too_soon_says_nothing_and_takes_no_place(
     expect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -365,21 +322,6 @@ def test_a_failed_start_is_never_shown(expect: Any) -> None:
     assert outcomes(events) == ["start", "failed"] and "not yet" not in str(events)
 
 
-def test_a_call_waits_for_a_tool_that_is_still_running(expect: Any) -> None:
-    expect(CALL)
-    session, events = opened()
-    release = threading.Event()
-
-    def slow(call: ToolCall) -> str:
-        assert release.wait(60)
-        return "slow"
-
-    session.begin_turn(slow)
-    session.end_turn([CALL])
-    threading.Timer(0.01, release.set).start()
-    assert session.run(CALL, pytest.fail) == "slow" and outcomes(events) == ["start", "hit"]
-
-
 def test_early_starts_in_an_event_loop(expect: Any) -> None:
     expect(CALL)
     session, events = opened()
@@ -451,18 +393,6 @@ def test_what_may_not_run_early_never_does(expect: Any, spec: ToolSpec) -> None:
     assert not events
 
 
-def test_a_tool_whose_schema_changed_is_another(expect: Any) -> None:
-    expect(CALL)
-    session, events = opened()
-    world = World()
-    session.begin_turn(world.run)
-    session.offers([ToolSpec("read", {"type": "object", "properties": {"id": {"type": "integer"}}})])
-    session.end_turn([CALL])
-    session.run(CALL, world.run)
-    session.close()
-    assert outcomes(events) == ["start", "waste"] and len(world.ran) == 2
-
-
 def begun(session: ToolSession, invoke: Any) -> list[ToolCall]:
     """What a turn starts whose model then fails."""
     started = session.begin_turn(invoke)
@@ -479,14 +409,6 @@ def test_starts_are_bounded(expect: Any) -> None:
     assert len(begun(session, lambda _: release.wait(60))) == AT_ONCE - PER_TURN
     assert begun(session, pytest.fail) == []  # those dropped are running still
     release.set()
-
-
-def test_arguments_that_are_no_json_are_left_alone() -> None:
-    session, _ = opened()
-    session.begin_turn(pytest.fail)
-    call = ToolCall("read", {"id": float("nan"), "more": object()})
-    session.end_turn([call])
-    assert session.run(call, lambda _: "ran") == "ran"
 
 
 @pytest.mark.parametrize("result", ['{"a": NaN}', "[1e999]", '{"a": [-Infinity, 1]}', "9" * 4000])
@@ -517,35 +439,6 @@ def test_a_predictor_that_fails_is_not_noticed(
         session.begin_turn(world.run)
         session.end_turn([CALL, ToolCall("write", {"id": "A1"})])
     assert len([record for record in caplog.records if "the agent goes on" in record.message]) == 1
-
-
-def test_a_failure_after_a_turn_still_voids_what_was_read(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expect(CALL)
-    session, events = opened()
-    world = World()
-
-    def fails(*_: Any) -> Any:
-        raise ArithmeticError("broken")
-
-    monkeypatch.setattr(ToolSession, "_learn", fails)
-    session.begin_turn(world.run)
-    session.end_turn([ToolCall("write", {"id": "A1"}), CALL])
-    session.run(CALL, world.run)
-    assert outcomes(events) == ["start", "stale"]
-
-
-def test_a_listener_that_fails_harms_nothing(expect: Any) -> None:
-    expect(CALL)
-
-    def fails(event: ToolEvent) -> None:
-        raise ArithmeticError("broken")
-
-    session = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=fails).session(AgentCaller())
-    session.offers([READ])
-    world = World()
-    assert session.begin_turn(world.run) == [CALL]
-    session.end_turn([CALL])
-    assert session.run(CALL, pytest.fail) and world.ran == ["read"]
 
 
 def test_nothing_starts_after_a_writing_call_was_cancelled(expect: Any) -> None:
@@ -587,68 +480,11 @@ def test_a_tool_that_changes_its_arguments_changes_no_other_call(expect: Any) ->
     assert shared == {"orders": ["b", "a"]}
 
 
-def test_what_was_called_is_remembered_as_it_was() -> None:
-    history = ToolHistory()
-    call = ToolCall("sort", {"of": ["b", "a"]})
-    history.makes(call)
-    identity = call.identity
-    call.arguments["of"].append("c")
-    assert [made.identity for made in history.made.values()] == [identity]
-
-
-def test_an_abandoned_turn_drops_what_was_started(expect: Any) -> None:
-    expect(CALL)
-    session, events = opened()
-    world = World()
-    session.begin_turn(world.run)
-    session.abandon_turn()
-    session.run(CALL, world.run)
-    assert outcomes(events) == ["start", "waste"] and world.ran == ["read", "read"]
-
-
-def test_a_dropped_start_takes_no_later_one_along(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expect(CALL)
-    session, events = opened()
-    world = World()
-    release = threading.Event()
-    taken = threading.Event()
-    arrived = ThreadCall.wait
-
-    def wait(early: ThreadCall) -> Any:
-        taken.set()
-        return arrived(early)
-
-    monkeypatch.setattr(ThreadCall, "wait", wait)
-    session.begin_turn(lambda _: release.wait(60) and 1 / 0)
-    session.end_turn([CALL])
-    waiting = threading.Thread(target=session.run, args=(CALL, world.run))
-    waiting.start()
-    assert taken.wait(60)
-    session.begin_turn(world.run)
-    session.end_turn([CALL])
-    release.set()
-    waiting.join()
-    assert session.run(CALL, pytest.fail) == world.run(CALL)
-    assert sorted(outcomes(events)) == ["failed", "hit", "start", "start"]
-
-
 @pytest.mark.parametrize("arguments", [{"id": ("A1",)}, {"id": {1: "A1"}}, {"id": {"A1"}}])
 def test_arguments_that_json_would_turn_into_others_start_nothing(expect: Any, arguments: dict[str, Any]) -> None:
     expect(ToolCall("read", arguments))
     session, events = opened()
     assert session.begin_turn(pytest.fail) == [] and not events
-
-
-def test_a_write_in_one_branch_voids_what_was_read_in_another(expect: Any) -> None:
-    expect(CALL)
-    speculator, world = ToolSpeculator(ToolPolicy(READ_ONLY)), World()
-    reading, writing = (speculator.session(AgentCaller(session="s", branch=name)) for name in "ab")
-    for session in (reading, writing):
-        session.offers([READ, WRITE])
-    assert reading is not writing and reading.begin_turn(world.run) == [CALL]
-    writing.run(ToolCall("write", {"id": "A1"}), world.run)
-    reading.end_turn([CALL])
-    assert json.loads(reading.run(CALL, world.run))["value"] == 11
 
 
 def test_a_misspelt_name_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -662,3 +498,62 @@ def test_a_misspelt_name_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     listed = ToolPolicy(["get_order", "get_orders"])
     ToolSession(ToolSpeculator(listed), AgentCaller(session="s")).offers([ToolSpec("get_orders")])
     assert len(caplog.records) == 1  # what is listed itself was not misspelt
+
+
+def test_what_was_not_used_in_time_is_forgotten_when_another_session_begins(expect: Any) -> None:
+    expect(CALL)
+    events: list[ToolEvent] = []
+    speculator = ToolSpeculator(ToolPolicy(READ_ONLY, max_age=1e-9), on_event=events.append)
+    session = speculator.session(AgentCaller(session="first"))
+    session.offers([READ])
+    assert session.begin_turn(World().run) == [CALL]
+    speculator.session(AgentCaller(session="second"))
+    assert outcomes(events) == ["start", "waste"] and not session._started
+
+
+def test_no_more_than_64_results_of_a_session_wait(expect: Any) -> None:
+    session, events = opened()
+    for number in range(80):
+        expect(ToolCall("read", {"id": f"A{number}"}))
+        assert session.begin_turn(World().run)
+        session.end_turn([])
+    assert outcomes(events).count("waste") == 16
+    assert session.run(ToolCall("read", {"id": "A79"}), pytest.fail)
+    session.close()
+
+
+def test_a_call_waits_for_a_tool_that_is_still_running(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    release = threading.Event()
+
+    def slow(call: ToolCall) -> str:
+        assert release.wait(60)
+        return "slow"
+
+    session.begin_turn(slow)
+    session.end_turn([CALL])
+    threading.Timer(0.01, release.set).start()
+    assert session.run(CALL, pytest.fail) == "slow" and outcomes(events) == ["start", "hit"]
+
+
+def test_arguments_that_are_no_json_are_left_alone() -> None:
+    session, _ = opened()
+    session.begin_turn(pytest.fail)
+    call = ToolCall("read", {"id": float("nan"), "more": object()})
+    session.end_turn([call])
+    assert session.run(call, lambda _: "ran") == "ran"
+
+
+def test_a_listener_that_fails_harms_nothing(expect: Any) -> None:
+    expect(CALL)
+
+    def fails(event: ToolEvent) -> None:
+        raise ArithmeticError("broken")
+
+    session = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=fails).session(AgentCaller())
+    session.offers([READ])
+    world = World()
+    assert session.begin_turn(world.run) == [CALL]
+    session.end_turn([CALL])
+    assert session.run(CALL, pytest.fail) and world.ran == ["read"]
