@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -31,18 +31,6 @@ class EngineCosts(SettingsModel):
     max_running: int = Field(default=256, ge=1, description="Sequences at once")
     kv_tokens: int = Field(default=412_000, ge=1, description="Tokens that the KV cache holds")
     block_tokens: int = Field(default=16, ge=1, description="Tokens that the prefix cache shares at once")
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """The costs in a JSON file. Raises `ConfigurationError` that names the wrong key."""
-        try:
-            return cls.model_validate(json.loads(path.read_text()))
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "the file"
-            raise ConfigurationError(f"{path}: {key}: {first['msg']}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path}: cannot be read: {error}") from None
 
     def alone(self, prompt: int, answer: int) -> float:
         """Seconds of a call that an idle engine serves, with `prompt` tokens to read."""
@@ -78,3 +66,17 @@ class Scenario(SettingsModel):
         if self.deadline_high < self.deadline_low:
             raise ValueError("deadline_high must not be below deadline_low")
         return self
+
+    @classmethod
+    def read(cls, path: Path | None, **given: Any) -> Self:
+        """The parameters in a JSON file, and those `given`. Raises `ConfigurationError` that names the wrong one."""
+        try:
+            written = {} if path is None else json.loads(path.read_text())
+            return cls.model_validate({**written, **given})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            said = f"{name}: {first['msg']}" if name else first["msg"].removeprefix("Value error, ")
+            raise ConfigurationError(said) from None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ConfigurationError(f"{path}: cannot be read: {error}") from None

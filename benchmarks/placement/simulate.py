@@ -158,7 +158,7 @@ def require_room(scenario: Scenario, shapes: Sequence[SessionShape]) -> None:
     if longest > room:
         raise ConfigurationError(
             f"a call of {longest} tokens fits into no engine: kv_tokens is {room}; "
-            "give engines with more room by --costs, or leave the recording out"
+            "give engines with more room by costs.kv_tokens, or leave the recording out"
         )
 
 

@@ -105,17 +105,14 @@ def test_gateway_refuses_nonsense(program, options, message):
     assert result.exit_code == 2 and message in result.output
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--read-only", "get_*"),
-        ("--share", "0.5"),
-        ("--tools", "{file}", "--warm", "3"),
-        ("--tools", "{file}", "--model", "smollm2-135m"),
-    ],
-)
-def test_agent_refuses_options_that_it_would_ignore(program, tmp_path, options):
-    file = tmp_path / "sessions.jsonl"
-    file.touch()
-    result = program("bench", "agent", *(option.format(file=file) for option in options))
-    assert result.exit_code == 2 and "cannot be given" in result.output
+def test_calls_of_tools_are_predicted_from_recorded_sessions(program, tmp_path):
+    lines, out = [], tmp_path / "out.json"
+    for number in range(12):
+        call = json.dumps({"name": "get_user", "arguments": {"id": f"ann_{number}"}})
+        said = [{"role": "user", "content": f"I am ann_{number}"}]
+        lines.append(json.dumps({"session": str(number), "messages_delta": said, "response": call}))
+    (tmp_path / "sessions.jsonl").write_text("\n".join(lines))
+    result = program("bench", "tools", tmp_path / "sessions.jsonl", "--json", out)
+    assert result.exit_code == 0 and "Calls predicted" in result.output, result.output
+    data = json.loads(out.read_text())["files"]["sessions.jsonl"]
+    assert data["top_1"] <= data["top_3"]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.bench.agent import agent
 from agentspec.cli.bench.publish import TORCH, publish
 from agentspec.cli.common import ModelOption, plural, require_writable
 from agentspec.errors import ConfigurationError
@@ -62,7 +61,34 @@ def decode(
     publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
-app.command()(agent)
+@app.command()
+def agent(
+    model: ModelOption = "smollm2-135m",
+    warm: Annotated[int, typer.Option(help="Other sessions before the warm ones", min=1, max=22)] = 20,
+    off: Annotated[bool, typer.Option("--off", help="Time agentspec without speculation too")] = False,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Time transformers with key/value rows kept between turns too")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+) -> None:
+    """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
+    from agentspec.benchmarks.agent import run_agent
+
+    run = partial(run_agent, model, warm=warm, off=off, kept=kept)
+    publish(run, json, packages=TORCH, wide=False, subject={"model": model})
+
+
+@app.command()
+def tools(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
+    read_only: Annotated[list[str] | None, typer.Option(help="Patterns of tools that may run early")] = None,
+    share: Annotated[float, typer.Option(help="The share of the time that tools take", min=0.01, max=0.99)] = 0.5,
+    json: Annotated[Path | None, typer.Option(help="Write every file's figures to this file")] = None,
+) -> None:
+    """Predict the tool calls of recorded sessions, and compute what early starts would save."""
+    from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
+
+    publish(partial(run_agent_tools, files, read_only=read_only or READ_ONLY, share=share), json)
 
 
 @app.command()

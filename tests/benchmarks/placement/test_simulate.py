@@ -82,16 +82,19 @@ def test_a_call_that_fits_nowhere_is_refused():
         _run(costs=EngineCosts(kv_tokens=1000))
 
 
-def test_costs_are_read_from_a_file(tmp_path):
-    file = tmp_path / "costs.json"
-    file.write_text('{"step": 0.02, "kv_tokens": 5000}')
-    assert EngineCosts.read(file) == EngineCosts(step=0.02, kv_tokens=5000)
+def test_a_scenario_is_read_from_a_file(tmp_path):
+    file = tmp_path / "scenario.json"
+    file.write_text('{"pause": 0.5, "engines": 7, "costs": {"step": 0.02, "kv_tokens": 5000}}')
+    costs = EngineCosts(step=0.02, kv_tokens=5000)
+    assert Scenario.read(file, engines=3) == Scenario(pause=0.5, engines=3, costs=costs)
     for wrong, says in (
-        ('{"stepp": 1}', "stepp"),
+        ('{"costs": {"stepp": 1}}', "costs: stepp: unknown key; did you mean 'step'"),
         ("{", "cannot be read"),
-        ('{"step": -1}', "step"),
-        ("[]", "the file"),
+        ('{"costs": {"step": -1}}', "costs.step"),
+        ("[]", "cannot be read"),
+        ('{"zzz": 1}', "zzz: unknown key; known: "),
+        ('{"deadline_low": 3, "deadline_high": 2}', "deadline_high must not be below"),
     ):
         file.write_text(wrong)
         with pytest.raises(ConfigurationError, match=says):
-            EngineCosts.read(file)
+            Scenario.read(file)
