@@ -1,5 +1,5 @@
 """Strategies that speculate on more than tokens.
 
-`delegation` lets a small model write steps of thinking (docs/reasoning.md); `retrieval` guesses the documents or
+`delegation` lets a small model write steps of thinking (docs/strategies.md); `retrieval` guesses the documents or
 neighbours that a search will return (docs/retrieval.md).
 """

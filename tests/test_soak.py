@@ -295,7 +295,7 @@ class Soak:
         return client.chat.completions.create(model=self.load.model, extra_body=extra, **ask.body, **fields)
 
     def wrong(self) -> list[str]:
-        """Answers that are neither the reference nor part from it at a near-tie, as docs/engine.md defines it."""
+        """Answers that are neither the reference nor part from it at a near-tie, as docs/engines.md defines it."""
         return [said for ask, got, want in self.parted if (said := self._difference(ask, got, want)) is not None]
 
     def _difference(self, ask: Ask, got: Said, want: Said) -> str | None:

@@ -203,7 +203,7 @@ def check_drafter(name: str, server: VllmReport) -> Check:
         detail = f"agentspec {metrics.drafter.version}, as vLLM's {metrics.drafter.method} method"
         return Check(label, "ok", detail + counts)
     return Check(
-        label, "note", _other_drafter(metrics) + counts, "docs/vllm.md tells how to put agentspec's in its place"
+        label, "note", _other_drafter(metrics) + counts, "docs/engines.md says how to use agentspec's drafter instead"
     )
 
 

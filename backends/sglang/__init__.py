@@ -1,1 +1,1 @@
-"""The token cache as the drafter of an SGLang server (docs/sglang.md). Only this package imports SGLang."""
+"""The token cache as the drafter of an SGLang server (docs/engines.md). Only this package imports SGLang."""

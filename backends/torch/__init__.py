@@ -1,4 +1,4 @@
-"""The local engine: Hugging Face decoder-only models, with exact speculation (docs/engine.md)."""
+"""The local engine: Hugging Face decoder-only models, with exact speculation (docs/engines.md)."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def check_exactness(
     """Answer every question in four ways and compare the answers. The backend needs a token cache, and no other
     requests may use the backend meanwhile.
 
-    Answers are exact, as docs/engine.md defines it, if they are equal up to a near-tie. Raises as the backend does.
+    Answers are exact, as docs/engines.md defines it, if they are equal up to a near-tie. Raises as the backend does.
     """
     found = ExactnessReport()
     for way in (OFF, COLD, WARM, TOGETHER):

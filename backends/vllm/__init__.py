@@ -1,1 +1,1 @@
-"""The token cache as the drafter of a vLLM server (docs/vllm.md). Only this package imports vLLM."""
+"""The token cache as the drafter of a vLLM server (docs/engines.md). Only this package imports vLLM."""

@@ -1,4 +1,4 @@
-"""Every numbered promise of docs/reliability.md has tests with its number in their names, and a figure."""
+"""Every numbered promise of docs/operations.md has tests with its number in their names, and a figure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ def numbered(repository: Path) -> frozenset[str]:
     return frozenset(name for text in texts for name in re.findall(r"def (test_[uci]\d+_\w+)", text))
 
 
-def rows(repository: Path, title: str) -> dict[str, list[str]]:
-    """The rows of all tables up to, or from, the heading `Measured`, by the numbers in their first cells."""
-    before, _, after = (repository / "docs" / "reliability.md").read_text().partition("## Measured")
-    part = after if title == "Measured" else before
+def rows(repository: Path, page: str) -> dict[str, list[str]]:
+    """The rows of the section `Promises` of a page, by the numbers in their first cells."""
+    part = (repository / "docs" / page).read_text().partition("\n## Promises\n")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
     return {case: cells for cells in lines for case in re.findall(r"\b[UCI]\d+\b", cells[0])}
 
@@ -29,12 +28,12 @@ def rows(repository: Path, title: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_promise_has_a_row_a_figure_and_tests(case: str, repository: Path) -> None:
     assert any(f"_{case.lower()}_" in name for name in numbered(repository))
-    assert case in rows(repository, "promised")
-    assert rows(repository, "Measured")[case][1].strip()
+    assert case in rows(repository, "operations.md")
+    assert rows(repository, "results.md")[case][1].strip()
 
 
 def test_what_is_said_of_full_lengths_names_long_tests(repository: Path) -> None:
-    measured = rows(repository, "Measured")
+    measured = rows(repository, "results.md")
     said = {pattern for cells in measured.values() for pattern in re.findall(r"-m long -k (\w+)", cells[2])}
     assert len(said) > 8
     texts = [file.read_text() for file in (repository / "tests" / "reliability").glob("*.py")]

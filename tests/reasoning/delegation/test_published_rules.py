@@ -1,6 +1,6 @@
 """SpecReason's published rules, written down once more without our code, and our steps against them.
 
-Where we differ it is on purpose (docs/reasoning.md gives the reasons), and these tests pin each difference. Token ids
+Where we differ it is on purpose (docs/strategies.md gives the reasons), and these tests pin each difference. Token ids
 are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. `</think>` ends the thinking:
 `test_thinking_that_closes_itself`. The base model writes the answer: `test_the_answer_follows_and_says_what_it_is`.
 What is dropped has a budget too, and no step runs over its end: `test_endless_steps_are_cut_and_both_budgets_hold` and

@@ -270,7 +270,7 @@ def ours(case: Case) -> tuple[list[str], list[str], Event]:
 def published(case: Case) -> tuple[list[str], list[str], bool]:
     """The program's loop, written from the rule and without our code: the steps that are kept, and what fires.
 
-    The last value says whether a verification was written behind an end, which we do not (docs/published-strategies).
+    The last value says whether a verification was written behind an end, which we do not (docs/strategies.md).
     """
     small, base, kept, rules = iter(case.small), iter(case.base), list[str](), list[str]()
     chooses = bool(case.settings["choose_large"])
