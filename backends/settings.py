@@ -42,9 +42,6 @@ class TorchSettings(SettingsModel):
     )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
-    prefill_next_turn: bool = Field(
-        default=True, description="While a caller's tools run, read what is known of its next prompt in idle time"
-    )
 
     def drafter_names(self, *, cache: bool) -> tuple[DrafterName, ...]:
         """The drafters to use: without a token cache, "ngram" over the request's text replaces "suffix"."""

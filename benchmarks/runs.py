@@ -182,8 +182,8 @@ class TransformersPeer:
         """Start transformers with `model`, on the device and with the arithmetic of `backend`."""
         from agentspec.backends.model_store import resolve
 
-        engine = backend.stats()
-        return cls(resolve(model).folder, device=engine.device, dtype=engine.dtype)
+        dtype = str(backend.target.dtype).removeprefix("torch.")
+        return cls(resolve(model).folder, device=str(backend.target.device), dtype=dtype)
 
     def generate(self, prompt: Sequence[int], max_tokens: int, **options: int) -> tuple[tuple[int, ...], float]:
         """A greedy answer to `prompt`, and the seconds it took, prefill included. `options` go to `generate`."""

@@ -182,7 +182,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def default_model() -> ModelFiles:
     """The default model's files, fetched if need be. Tests that use it carry `@pytest.mark.model`."""
-    return resolve("smollm2-135m", progress=False)
+    return resolve("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

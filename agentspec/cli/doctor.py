@@ -107,7 +107,7 @@ def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Che
 def check_device(name: str, settings: TorchSettings | EncoderSettings) -> Check:
     """The device and the number format that the backend's model would use; an encoder's is always float32."""
     try:
-        from agentspec.backends.torch.model.device import choose_device, choose_dtype
+        from agentspec.backends.torch.loader import choose_device, choose_dtype
 
         device = choose_device(settings.device)
         wanted = settings.dtype if isinstance(settings, TorchSettings) else "float32"

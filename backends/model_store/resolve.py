@@ -36,17 +36,19 @@ class ModelFiles:
     fingerprint: str
 
 
-def resolve(ref: str, *, progress: bool = True) -> ModelFiles:
+def resolve(ref: str) -> ModelFiles:
     """The files of a built-in name, local folder, GGUF file or model-hub id, fetched and converted if needed.
 
     Safe to call from several processes at once. Raises `ModelUnavailableError` saying how to provide the model.
     """
-    return _resolve(ref, show=progress, fresh=False)
-
-
-def fetch(ref: str, *, progress: bool = True) -> ModelFiles:
-    """Like `resolve`, but reads every byte of a built-in or GGUF model again and replaces damaged files."""
-    return _resolve(ref, show=progress, fresh=True)
+    if model := BUILTIN.get(ref):
+        return _builtin(model)
+    path = Path(ref).expanduser()
+    if path.exists():
+        gguf = _only_gguf(path)
+        return _checked_folder(ref, path) if gguf is None else _gguf(ref, gguf)
+    require_known(ref)
+    return _checked_folder(ref, snapshot(ref))
 
 
 def require_known(ref: str) -> None:
@@ -98,41 +100,30 @@ def locate(ref: str) -> ModelFiles | None:
     return ModelFiles(ref, folder, sha256) if is_prepared(folder, sha256) else None
 
 
-def _resolve(ref: str, *, show: bool, fresh: bool) -> ModelFiles:
-    if model := BUILTIN.get(ref):
-        return _builtin(model, show=show, fresh=fresh)
-    path = Path(ref).expanduser()
-    if path.exists():
-        gguf = _only_gguf(path)
-        return _checked_folder(ref, path) if gguf is None else _gguf(ref, gguf, show=show, fresh=fresh)
-    require_known(ref)
-    return _checked_folder(ref, snapshot(ref))
-
-
-def _builtin(model: Builtin, *, show: bool, fresh: bool) -> ModelFiles:
+def _builtin(model: Builtin) -> ModelFiles:
     folder = _prepared_folder(model)
     files = ModelFiles(model.name, folder, model.sha256)
-    if is_prepared(folder, model.sha256, fresh=fresh):
+    if is_prepared(folder, model.sha256):
         return files
     with locked(folder.parent):
         if is_prepared(folder, model.sha256):
             return files  # another process was faster
         source = folder.parent / model.filename
         if not (source.is_file() and compute_sha256(source) == model.sha256):
-            download(model, source, show=show)
-        prepare(source, model.sha256, folder, show=show, inside=model.inside)
+            download(model, source)
+        prepare(source, model.sha256, folder, inside=model.inside)
     return files
 
 
-def _gguf(ref: str, gguf: Path, *, show: bool, fresh: bool) -> ModelFiles:
-    sha256 = file_sha256(gguf, fresh=fresh)
+def _gguf(ref: str, gguf: Path) -> ModelFiles:
+    sha256 = file_sha256(gguf)
     folder = _converted_folder(gguf, sha256)
     files = ModelFiles(ref, folder, sha256)
-    if is_prepared(folder, sha256, fresh=fresh):
+    if is_prepared(folder, sha256):
         return files
     with locked(folder.parent):
         if not is_prepared(folder, sha256):
-            prepare(gguf, sha256, folder, show=show)
+            prepare(gguf, sha256, folder)
     return files
 
 

@@ -66,10 +66,10 @@ def store_folder() -> Path:
     return Path(platformdirs.user_cache_dir("agentspec", appauthor=False)) / "models"
 
 
-def announce(what: str, *, show: bool) -> None:
-    """Say what begins: in the log, and with `show` on a terminal."""
+def announce(what: str) -> None:
+    """Say what begins, in the log and on a terminal."""
     logging.getLogger("agentspec.models").info("%s", what)
-    if show and sys.stderr.isatty():
+    if sys.stderr.isatty():
         print(what, file=sys.stderr)
 
 
@@ -108,16 +108,15 @@ def scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def file_sha256(path: Path, *, fresh: bool = False) -> str:
-    """The file's SHA-256 in hexadecimal, cached by path, size and modification time; `fresh` computes it anew."""
+def file_sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal, cached by path, size and modification time."""
     stat = path.stat()
     identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     note = store_folder() / "hashes" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
-    if not fresh:
-        with contextlib.suppress(OSError, ValueError):
-            remembered = json.loads(note.read_text())
-            if remembered[:3] == identity:
-                return str(remembered[3])
+    with contextlib.suppress(OSError, ValueError):
+        remembered = json.loads(note.read_text())
+        if remembered[:3] == identity:
+            return str(remembered[3])
     digest = compute_sha256(path)
     with contextlib.suppress(OSError):  # a store that cannot be written costs time, nothing else
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -149,13 +148,13 @@ _MANIFEST = "agentspec.json"
 _KEPT = (".safetensors", ".json", ".txt")
 
 
-def prepare(source: Path, sha256: str, folder: Path, *, show: bool, inside: str | None = None) -> None:
+def prepare(source: Path, sha256: str, folder: Path, *, inside: str | None = None) -> None:
     """Convert `source` into `folder`, whole or not at all. The caller holds the lock of `folder.parent`.
 
     `source` is a GGUF file, or with `inside` an archive that holds the model in that folder. Raises
     `ModelUnavailableError` if a GGUF file cannot be read as a decoder-only language model.
     """
-    announce(f"preparing {source.name} (once)", show=show)
+    announce(f"preparing {source.name} (once)")
     with scratch(folder.parent) as temporary:
         result = temporary / "result"
         if inside is None:
@@ -170,14 +169,14 @@ def prepare(source: Path, sha256: str, folder: Path, *, show: bool, inside: str 
         result.rename(folder)
 
 
-def is_prepared(folder: Path, sha256: str, *, fresh: bool = False) -> bool:
-    """Whether `folder` holds the undamaged conversion of the file with that hash; `fresh` reads every byte again."""
+def is_prepared(folder: Path, sha256: str) -> bool:
+    """Whether `folder` holds the undamaged conversion of the file with that hash."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         return (
             manifest["format"] == FORMAT
             and manifest["source_sha256"] == sha256
-            and all(file_sha256(folder / name, fresh=fresh) == known for name, known in manifest["files"].items())
+            and all(file_sha256(folder / name) == known for name, known in manifest["files"].items())
         )
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from agentspec.backends.base import Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.threads import TenantThreads
-from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
+from agentspec.backends.torch.drafters.cheap import DrafterFactory
+from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.delivery import Choices, Inbox
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.prefill import NextTurns
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, prompt_length
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
 from agentspec.backends.torch.grammars.grammar import CompiledGrammar
@@ -41,9 +41,10 @@ from agentspec.errors import (
 )
 from agentspec.telemetry.samples import EngineSample
 from agentspec.text import TOKEN_CHARACTERS
-from agentspec.types import Delta, GenerateRequest, LossyAcceptance
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, LossyAcceptance
 
 if TYPE_CHECKING:
+    from agentspec.backends.torch.engine.prefill import NextTurns
     from agentspec.cache import SuffixCache
 
 T = TypeVar("T")
@@ -75,14 +76,15 @@ class TorchBackend(ModelTokens):
         self.context_length = loaded.target.context_length
         self.tokenizer: Any = loaded.tokenizer
         self._loaded = loaded
+        self._namespace = loaded.namespace(DEFAULT_TENANT)
         self._cache = cache
         self._cache_health = CacheHealth()
         self._tokenizer = TokenizerAdapter(loaded.tokenizer)
         self._stop_ids = ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
         self._structured_outputs = StructuredOutputBuilder(self._tokenizer, loaded.target.vocab_size, self._stop_ids)
-        self._drafters = DrafterFactory(settings.drafter_names(cache=cache is not None), small)
+        drafters = DrafterFactory(settings.drafter_names(cache=cache is not None), small)
         context = EngineContext(
-            loaded.target, self._tokenizer, max_draft_tokens=settings.max_draft_tokens, drafters=self._drafters
+            loaded.target, self._tokenizer, max_draft_tokens=settings.max_draft_tokens, drafters=drafters
         )
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
@@ -90,8 +92,7 @@ class TorchBackend(ModelTokens):
         self._end_listening = cache.on_forget(self._forget) if cache is not None else lambda: None
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
         self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
-        enabled = settings.prefill_next_turn
-        self._next_turns = NextTurns(self._engine, self._tokenizer, self._off_the_loop, enabled=enabled)
+        self._next_turns: NextTurns | None = None
 
     @classmethod
     def load(
@@ -133,14 +134,25 @@ class TorchBackend(ModelTokens):
         closed.
         """
         self._engine.require_running()
-        watch = self._next_turns.watch(request)
+        watch = self._watch_of(request)
         choices, parser_spec = await self._prepared(request)
         async with aclosing(self._answers(choices)) as deltas:
             parsers = [parser_spec.parser() for _ in choices]
             async for delta in deltas:
                 parsed = parsers[delta.index].parse(delta)
-                watch(parsed)
+                if watch is not None:
+                    watch(parsed)
                 yield parsed
+
+    def _watch_of(self, request: GenerateRequest) -> Callable[[Delta], None] | None:
+        """What is to be called with each delta of the answer, so that the turn after its tool calls is read ahead."""
+        if not (request.prefill_next and request.store and request.tools and request.sampling.n == 1):
+            return None
+        if self._next_turns is None:
+            from agentspec.backends.torch.engine.prefill import NextTurns
+
+            self._next_turns = NextTurns(self._engine, self._tokenizer, self._off_the_loop)
+        return self._next_turns.watch(request)
 
     async def continue_answer(
         self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
@@ -237,7 +249,8 @@ class TorchBackend(ModelTokens):
 
     async def aclose(self) -> None:
         self._end_listening()
-        await self._next_turns.aclose()
+        if self._next_turns is not None:
+            await self._next_turns.aclose()
         self._tasks.close()
         self._long_prompts.close()
         await asyncio.to_thread(self._engine.close)
@@ -309,16 +322,6 @@ class TorchBackend(ModelTokens):
         """The text at the end of a prompt, by which thinking is expected or not, and the whole prompt."""
         return self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True), list(prompt)
 
-    async def prefill(self, request: GenerateRequest) -> bool:
-        """Have what is known of a coming prompt read while there is nothing else to do: `request.messages`, followed by
-        results of the last answer's calls that have none yet, else by the user's words.
-
-        Returns once the prompt is queued, False if it would not be kept. Answers do not change by it, and no request
-        waits for more than one forward of it. Raises `InvalidRequestError` for messages that the template refuses.
-        """
-        self._engine.require_running()
-        return await self._next_turns.prefill(request)
-
     async def metrics(self, name: str) -> EngineSample:
         """The part of `stats` that the gateway's metrics show."""
         stats = await asyncio.to_thread(self.stats)
@@ -338,7 +341,7 @@ class TorchBackend(ModelTokens):
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters and state."""
-        return snapshot(self._engine, self._loaded, self._drafters, speculation=self.capabilities.speculation)
+        return snapshot(self._engine.context.counters, self._engine.scheduler)
 
     def _open_session(self, engine_request: EngineRequest) -> CacheSession:
         request = engine_request.original
@@ -346,7 +349,7 @@ class TorchBackend(ModelTokens):
 
     def _cache_session(self, request: GenerateRequest, prompt: Sequence[int], *, late: bool) -> CacheSession:
         wanted = request.store or (request.speculation and self.capabilities.speculation)
-        namespace, cache = self._loaded.namespace(request.tenant), self._cache if wanted else None
+        namespace, cache = replace(self._namespace, tenant=request.tenant), self._cache if wanted else None
         decode, health = self._tokenizer.decode, self._cache_health
         return CacheSession.open(cache, request, prompt, namespace, decode, late=late, health=health)
 

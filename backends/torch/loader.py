@@ -17,26 +17,22 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.utils import logging as transformers_logging
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.drafters.factory import DraftModel
+from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.model.batch import ATTENTION_NAME, BatchItem
-from agentspec.backends.torch.model.device import (
-    choose_device,
-    choose_dtype,
-    choose_kernels,
-    is_device_error,
-    is_out_of_memory,
-    synchronize,
-)
+from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory, synchronize
 from agentspec.backends.torch.model.graphs.recording import record_graphs
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.backends.torch.model.layers import Float32Head, fuse_norms, pack_linears, unfuse_norms, unpack_linears
+from agentspec.backends.torch.model.layers import Float32Head, pack_linears, unpack_linears
+from agentspec.backends.torch.model.norms import fuse_norms, unfuse_norms
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel, layer_windows, rotaries
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
-from agentspec.errors import EngineStoppedError, ModelUnavailableError
+from agentspec.errors import ConfigurationError, EngineStoppedError, ModelUnavailableError
 from agentspec.types import Namespace
 
 logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,6 @@ class LoadedModel:
     fingerprint: str
     tokenizer_hash: str
     template_hash: str
-    packed: int
 
     def namespace(self, tenant: str) -> Namespace:
         return Namespace(tenant, self.fingerprint, self.tokenizer_hash, self.template_hash)
@@ -135,7 +130,7 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
     if target is None and (packed or fused):
         unpack_linears(module)
         unfuse_norms(module)
-        packed, target = 0, choose_target(module, check, structure)
+        target = choose_target(module, check, structure)
     if target is None:
         reason = "it keeps a state that cannot be rewound, or its attention has limits that are not known here"
         advice = "serve it by vLLM or SGLang, and name that server as the backend"
@@ -150,7 +145,6 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
         fingerprint=fingerprint,
         tokenizer_hash=tokenizer_hash,
         template_hash=template_hash,
-        packed=packed,
     )
 
 
@@ -182,6 +176,51 @@ def _float32_head(module: Any) -> None:
     head = module.get_output_embeddings()
     if type(head) is nn.Linear:
         module.set_output_embeddings(Float32Head(head))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device named `name`; `auto` is a CUDA device if there is one, else the CPU. Raises `ConfigurationError` for
+    a device that cannot be used.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"device {name!r} cannot be used here: {reason}", param="device") from error
+    if device.type == "meta":
+        raise ConfigurationError("device 'meta' holds no numbers: use auto, cpu, cuda or mps", param="device")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype named `name`. `auto` is float32 on a CPU, whose bfloat16 kernels are slow or missing; elsewhere it is
+    bfloat16, or float16 if the device only emulates bfloat16. Raises `ConfigurationError` for an unknown name, and for
+    float16 on a CPU.
+    """
+    if name == "auto":
+        return _best_dtype(device)
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype must be auto or one of {sorted(DTYPES)}, not {name!r}", param="dtype")
+    if name == "float16" and device.type == "cpu":
+        message = "float16 has no fast kernels on a CPU: use float32, or bfloat16 to halve the memory"
+        raise ConfigurationError(message, param="dtype")
+    return DTYPES[name]
+
+
+def _best_dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float16
+
+
+def choose_kernels(device: torch.device) -> None:
+    """Disable cuDNN attention for the whole process, since it makes a new plan for every number of slots."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager

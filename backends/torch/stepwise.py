@@ -20,6 +20,7 @@ from agentspec.backends.torch.engine.kv_budget import ROOM
 from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest, prompt_of
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
+from agentspec.backends.torch.model.hidden_states import forward_with_states, states_batch
 from agentspec.backends.torch.model.layers import PackedLinear, can_pack
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
@@ -98,7 +99,7 @@ class TorchSteps:
         for token in self._tokens[self._kv_cache.length : last]:
             self._target.prefill(self._kv_cache, [token])
         item = BatchItem(self._kv_cache, [self._tokens[last]])
-        ((logits, states),) = self._target.forward_batch_with_states([item])
+        ((logits, states),) = forward_with_states(self._target, [item])
         self._kv_cache.commit(1, ())
         self._read = list(self._tokens)
         return StepOutput(logits[0].cpu().numpy(), states[0].cpu().numpy())
@@ -134,7 +135,7 @@ class TorchSteps:
 
     def _fresh_sampler(self) -> Sampler:
         request, target = self._request, self._target
-        constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
+        constraints = request.start_constraints(target.vocab_size)
         sampling = replace(request.sampling, seed=self._seed)
         return Sampler(sampling, target.vocab_size, request.prompt, target.device, constraints=constraints)
 
@@ -219,7 +220,7 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]], lend: Lend) -
         half = len(texts) // 2
         return states_of(target, texts[:half], lend) + states_of(target, texts[half:], lend)
     try:
-        states = target.states_batch([BatchItem(target.new_cache(len(text)), text) for text in texts])
+        states = states_batch(target, [BatchItem(target.new_cache(len(text)), text) for text in texts])
         return [rows.cpu().numpy() for rows in states]
     finally:
         give_back()

@@ -23,9 +23,9 @@ from rich.console import RenderableType
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.exactness import ExactnessCase, check_exactness
-from agentspec.backends.torch.loader import LoadedModel
-from agentspec.backends.torch.model.device import choose_device, choose_dtype, count_host_syncs, synchronize
-from agentspec.backends.torch.model.graphs.recording import record_graphs
+from agentspec.backends.torch.loader import LoadedModel, choose_device, choose_dtype
+from agentspec.backends.torch.model.device import synchronize
+from agentspec.backends.torch.model.graphs.recording import count_host_syncs, record_graphs
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler

@@ -165,7 +165,6 @@ class ForcedEngine:
             fingerprint="forced targets, random weights",
             tokenizer_hash=loaded.tokenizer_hash,
             template_hash=loaded.template_hash,
-            packed=loaded.packed,
         )
         self._cache = SuffixCache.open()
         self._namespace = forced.namespace

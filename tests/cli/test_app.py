@@ -32,7 +32,7 @@ def test_version(program):
 def test_names_that_no_encoding_holds_are_printed(program, monkeypatch):
     """A file's name may be any bytes, and a label half a surrogate pair."""
     found = SimpleNamespace(folder="odd \udcff \ud800")
-    monkeypatch.setattr("agentspec.backends.model_store.fetch", lambda name: found)
+    monkeypatch.setattr("agentspec.backends.model_store.resolve", lambda name: found)
     result = program("model", "fetch", "smollm2-135m")
     assert (result.exit_code, result.output) == (0, "odd \\udcff \\ud800\n")
 

@@ -1,1 +1,1 @@
-"""The local engine's drafters; `DrafterFactory` of `factory.py` opens the configured ones for each answer."""
+"""The local engine's drafters; `DrafterFactory` of `cheap.py` opens the configured ones for each answer."""

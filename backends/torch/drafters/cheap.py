@@ -1,13 +1,15 @@
-"""Drafters that need no model: from the token cache, the client's prediction, the request's own text; and merged."""
+"""Drafters that need no model (the token cache, the client's prediction, the request's own text), and their factory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.backends.settings import DrafterName
 from agentspec.backends.torch.drafters.base import (
     MIN_PROBABILITY,
     Drafter,
@@ -19,6 +21,9 @@ from agentspec.backends.torch.drafters.base import (
 from agentspec.backends.torch.grammars.grammar import GrammarMatcher
 from agentspec.text import PredictedText
 from agentspec.types import Draft, Source
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.drafters.draft_model import DraftModel, Room, SharedNoiseSampler, TokenSeconds
 
 
 class MergedDrafter(Drafter):
@@ -214,3 +219,40 @@ class ConstrainedDrafter(Drafter):
             draft.match_length[nodes],  # type: ignore[arg-type]
             draft.source[nodes],  # type: ignore[arg-type]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFactory:
+    """Opens each answer's drafters: those of `names`, where `model` stands for `draft_model`."""
+
+    names: Sequence[DrafterName] = ("suffix", "prediction")
+    draft_model: DraftModel | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes that drafting needs for each of an answer's tokens."""
+        return self.draft_model.model.slot_bytes() if self.draft_model is not None and "model" in self.names else 0
+
+    def open(
+        self,
+        session: DraftingRequest,
+        prediction: PredictionDrafter | None,
+        noise: SharedNoiseSampler,
+        token_seconds: TokenSeconds,
+        room: Room = lambda: None,
+    ) -> Drafter:
+        """One answer's drafter: it merges the trees of the cheap drafters and asks the draft model when that pays.
+
+        `token_seconds(context)` is what a token takes without drafts, however many answers share a step.
+        """
+        found: list[Drafter] = []
+        if "suffix" in self.names:
+            found.append(SuffixDrafter(session))
+        if "prediction" in self.names and prediction is not None:
+            found.append(prediction)
+        if "ngram" in self.names:
+            found.append(NgramDrafter())
+        cheap = MergedDrafter(found)
+        if "model" not in self.names or self.draft_model is None:
+            return cheap
+        return self.draft_model.gated(cheap, noise, token_seconds, room)

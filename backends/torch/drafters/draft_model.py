@@ -1,7 +1,9 @@
-"""Drafts from a small model that reads the target's token ids, or that is reached through text."""
+"""Drafts from a small model, which reads the target's token ids or is reached through text, where that gains tokens."""
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,13 +19,19 @@ from agentspec.backends.torch.drafters.base import (
     Drafting,
     draft_alone,
     make_draft,
+    timed,
 )
+from agentspec.backends.torch.drafters.cheap import merge
 from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.types import Draft, SamplingParams, Source
+from agentspec.telemetry.safe_errors import safe_message
+from agentspec.types import Draft, SamplingParams, Source, path_length
+
+logger = logging.getLogger(__name__)
 
 HEAD = 64  # candidates considered: two models hardly ever draw the same less likely token
 
@@ -76,6 +84,7 @@ BEHIND = 32  # with at most so many unread tokens, the model reads them and draf
 WIDTH = 3  # candidates per position: the draft goes on from the most likely one, the others are leaves
 
 Least = Callable[[float, int], float]
+TokenSeconds = Callable[[int], float]
 Room = Callable[[], int | None]
 
 
@@ -278,3 +287,133 @@ class CrossTokenizerDrafter(Drafter):
             ends.append(len(piece) + (ends[-1] if ends else 0))
         lengths = (len(self._own.decode(tokens[: count + 1])) for count in range(len(tokens)))
         return [next((chances[at] for at, end in enumerate(ends) if end >= length), chances[-1]) for length in lengths]
+
+
+START_GAIN = 2.0  # tokens that an untried model is assumed to gain
+RATE = 0.15
+LONGEST_WAIT = 64  # most rounds between two trials of a model that does not pay
+EXPECTED = (0.5, 2.0, 6.0)  # tokens that the cheap drafters expect: what a model gains is learned apart between any two
+
+
+@dataclass(slots=True)
+class Gate:
+    """Whether to ask a costly drafter. While its recent `gain` is negative, it is tried ever more rarely."""
+
+    gain: float = START_GAIN
+    wait: int = 0
+    waited: int = 0
+
+    def due(self) -> bool:
+        self.waited += 1
+        return self.waited > self.wait
+
+    def learn(self, gained: float) -> None:
+        self.gain += RATE * (gained - self.gain)
+        self.waited = 0
+        self.wait = min(max(1, 2 * self.wait), LONGEST_WAIT) if self.gain < 0 and gained < 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The drafts of one round without and with the costly drafter, and what that cost, in tokens."""
+
+    gate: Gate
+    length: int  # of the context
+    offered: Draft | None
+    merged: Draft
+    cost: float
+
+
+class GatedDrafter(Drafter):
+    """Asks `costly` too, where that gains tokens, and merges its tree with that of the cheap drafters.
+
+    The gain of a round is the number of accepted tokens of the merged tree less those of the cheap drafters' own, and
+    less the tokens that the target would have generated in the time drafting took (`token_seconds(context)` each). If
+    `costly` raises an error, it is dropped: drafting is optional. Like SuffixDecoding's hybrid (Oliaro et al. 2025) it
+    decides by what the cheap drafters expect, but what follows from that is learned.
+    """
+
+    def __init__(self, cheap: Drafter, costly: Drafter, token_seconds: Callable[[int], float]) -> None:
+        self._cheap, self._token_seconds = cheap, token_seconds
+        self._costly: Drafter | None = costly
+        self._gates = [Gate() for _ in range(len(EXPECTED) + 1)]
+        self._trial: Trial | None = None
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return draft_alone(self.drafting(context, budget))
+
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
+        self.seconds_weighed = 0.0
+        self._learn(context)
+        offered = self._cheap.propose(context, budget)
+        gate = self._gates[bisect_right(EXPECTED, 0.0 if offered is None else float(offered.probabilities.sum()))]
+        if self._costly is None or not gate.due():
+            return offered
+        drafted = yield from self._ask(self._costly, context, budget)
+        merged = merge((offered, drafted))
+        if merged is not None and drafted is not None:  # None: the model still reads the prompt, which occurs only once
+            cost = self.seconds_weighed / self._token_seconds(len(context))
+            self._trial = Trial(gate, len(context), offered, merged, cost)
+        return merged
+
+    def rest(self) -> None:
+        self._cheap.rest()
+        if self._costly is not None:
+            self._costly.rest()
+
+    def close(self) -> None:
+        self._cheap.close()
+        self._drop()
+
+    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
+        try:
+            draft, self.seconds_weighed = yield from timed(costly.drafting(context, budget))
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            logger.warning("going on without the draft model: %s", safe_message(error))
+            self._drop()
+            return None
+        return draft
+
+    def _learn(self, context: Sequence[int]) -> None:
+        """Update the gate by how many more tokens of the last trial's draft were accepted."""
+        if self._trial is None:
+            return
+        trial, self._trial = self._trial, None
+        output = context[trial.length :]
+        trial.gate.learn(_accepted(trial.merged, output) - _accepted(trial.offered, output) - trial.cost)
+
+    def _drop(self) -> None:
+        costly, self._costly = self._costly, None
+        if costly is not None:
+            costly.close()
+
+
+def _accepted(draft: Draft | None, output: Sequence[int]) -> int:
+    return 0 if draft is None else path_length(draft.tokens.tolist(), draft.parents.tolist(), output)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft model. `tokenizers` are the target's and the draft model's if they differ, else None."""
+
+    name: str
+    model: TargetModel
+    tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
+
+    def gated(
+        self, cheap: Drafter, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None
+    ) -> GatedDrafter:
+        """The drafter of one answer that asks this model besides `cheap` where that pays. It draws with the answer's
+        `noise`, or greedily if tokens must be translated. `room()` is the most slots that it may keep.
+        """
+
+        def least(seconds: float, context: int) -> float:
+            return seconds / token_seconds(context)
+
+        if self.tokenizers is None:
+            return GatedDrafter(cheap, ModelDrafter(self.model, noise, least, room=room), token_seconds)
+        greedy = SharedNoiseSampler(SamplingParams(temperature=0), 0)
+        inner = ModelDrafter(self.model, greedy, least, width=1, room=room)
+        return GatedDrafter(cheap, CrossTokenizerDrafter(inner, *self.tokenizers), token_seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,42 +16,6 @@ Item = tuple[EngineRequest, Delta | Exception]
 MOST_ITEMS = 64  # items that wait side by side; more are joined at once, not only when they are read
 
 
-class LoopWaker:
-    """Wakes the inboxes of one event loop. `calls` counts the callbacks given to the loop: at most one at a time, so
-    that a model which is faster than the loop does not fill its queue.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.calls = 0
-        self._loop = weakref.ref(loop)
-        self._woken: dict[Inbox, None] = {}
-        self._waits = False
-        self._lock = threading.Lock()
-
-    def wake(self, inbox: Inbox) -> bool:
-        """Let `inbox.get` return, in the loop. Any thread may call this. Returns False if the loop is closed."""
-        loop = self._loop()
-        if loop is None or loop.is_closed():
-            return False
-        with self._lock:
-            self._woken[inbox] = None
-            if self._waits:
-                return True
-            self._waits = True
-            self.calls += 1
-        try:
-            loop.call_soon_threadsafe(self._run)
-        except RuntimeError:  # closed meanwhile
-            return False
-        return True
-
-    def _run(self) -> None:
-        with self._lock:
-            woken, self._woken, self._waits = self._woken, {}, False
-        for inbox in woken:
-            inbox.arrived.set()
-
-
 class Inbox:
     """The deltas of one request's choices that the loop has not read yet. However slowly it reads, an inbox holds no
     more than the answers themselves: the deltas of a choice are joined.
@@ -61,38 +24,37 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self.arrived = asyncio.Event()
-        self._waker = waker_of(asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._woken = False  # the loop was given a callback that it has not answered by `get` yet
         self._items: list[Item] = []
         self._most = MOST_ITEMS
         self._lock = threading.Lock()
 
     def put(self, request: EngineRequest, item: Delta | Exception) -> bool:
-        """Add an item of a choice. Returns False if the loop is closed, so that nobody will read it."""
+        """Add an item of a choice. Returns False if the loop is closed, so that nothing will read it."""
         with self._lock:
             self._items.append((request, item))
             if len(self._items) >= self._most:
                 self._items = joined(self._items)
                 self._most = max(MOST_ITEMS, 2 * len(self._items))
-        return self._waker.wake(self)
+            woken, self._woken = self._woken, True
+        if woken:
+            return not self._loop.is_closed()
+        try:
+            self._loop.call_soon_threadsafe(self._arrived.set)
+        except RuntimeError:  # closed
+            return False
+        return True
 
     async def get(self) -> list[Item]:
         """Wait for items; the deltas of a choice come as one."""
-        await self.arrived.wait()
-        self.arrived.clear()
+        await self._arrived.wait()
+        self._arrived.clear()
         with self._lock:
+            self._woken = False
             items, self._items = self._items, []
         return joined(items)
-
-
-_wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def waker_of(loop: asyncio.AbstractEventLoop) -> LoopWaker:
-    """The waker that all requests of an event loop share."""
-    with _lock:
-        return _wakers.setdefault(loop, LoopWaker(loop))
 
 
 def joined(items: Iterable[Item]) -> list[Item]:

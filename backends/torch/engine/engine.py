@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.drafters.base import draft_together
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.compute_thread import compute_thread, stopped_by
-from agentspec.backends.torch.engine.prefill import PrefillReader
 from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, Scheduler, kv_length
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
@@ -24,6 +24,9 @@ from agentspec.errors import AgentSpecError, EngineError, EngineStoppedError, Sh
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.engine.prefill import PrefillReader
 
 logger = logging.getLogger(__name__)
 
@@ -51,25 +54,38 @@ class Engine:
         self._open_session = open_session
         self.failure: EngineStoppedError | None = None
         self._ended = threading.Event()
-        self.prefills = PrefillReader(context, self.scheduler, self.device_failed)
+        self._prefills: PrefillReader | None = None
+        self._lock = threading.Lock()
         self._thread = compute_thread(context.target.device)
         self._thread.add(self)
-        self._thread.add_idle(self.prefills)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises the errors of `Scheduler.add`, and `EngineStoppedError` once the device failed."""
         self.require_running()
         self.scheduler.add(request)
-        self.prefills.queue.arrived(request.tenant, request.prompt)
+        if self._prefills is not None:
+            self._prefills.queue.arrived(request.tenant, request.prompt)
         self._thread.wake()
+
+    def reads_ahead(self) -> PrefillReader:
+        """What reads expected prompts while there is nothing else to do; made by the first call, from any thread."""
+        from agentspec.backends.torch.engine.prefill import PrefillReader
+
+        with self._lock:
+            if self._prefills is None:
+                self._prefills = PrefillReader(self.context, self.scheduler, self.device_failed)
+                if not self.scheduler.closed:
+                    self._thread.add_idle(self._prefills)
+            return self._prefills
 
     def prefill(self, tenant: str, tokens: list[int], deletions: int | None = None) -> bool:
         """Read `tokens`, which begin a prompt that is expected, into slots that its request will find, while there is
         nothing else to do on the device. False if such slots are not kept, or if something was deleted since the queue
         counted `deletions`. Any thread may call this.
         """
-        wanted = self.failure is None and self.prefills.takes(tokens)
-        if not wanted or not self.prefills.queue.add(tenant, tokens, deletions):
+        reader = self.reads_ahead()
+        wanted = self.failure is None and reader.takes(tokens)
+        if not wanted or not reader.queue.add(tenant, tokens, deletions):
             return False
         self._thread.wake()
         return True
@@ -82,7 +98,8 @@ class Engine:
         # First what is open is marked, then what is kept is to be looked through before the next step: what ends in
         # between is either marked or kept by then.
         self.scheduler.mark_forgotten(reach)
-        self.prefills.queue.forget(reach)
+        if self._prefills is not None:
+            self._prefills.queue.forget(reach)
         self.scheduler.prefix_cache.forget(reach)
         self._thread.wake()
 
@@ -95,7 +112,7 @@ class Engine:
         """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may
         call this, and any thread the function returned, which gives them back. Raises as `KVBudget.lend`.
         """
-        self.prefills.pause()
+        self._pause_prefills()
         scheduler = self.scheduler
         give_back = scheduler.kv_budget.lend(slots, scheduler.active)
         scheduler.prefix_cache.shrink(scheduler.kv_budget.idle_bytes(scheduler.active))
@@ -131,7 +148,7 @@ class Engine:
                 self._end(ShuttingDownError("the engine was shut down"))
                 return
             if self.scheduler.prefix_cache.forgets:
-                self.prefills.pause()
+                self._pause_prefills()
                 self.scheduler.prefix_cache.shrink(None)
             if self.scheduler.has_work:
                 self._step()
@@ -158,7 +175,7 @@ class Engine:
             self._end(self.failure)
 
     def _step(self) -> None:
-        self.prefills.pause()
+        self._pause_prefills()
         self.scheduler.remove_cancelled()
         schedule = self.scheduler.schedule(self._start)
         for sequence, outcome in run_step(schedule, self.context):
@@ -169,6 +186,10 @@ class Engine:
                 self._fail(sequence.request, error)
                 if is_device_error(error):
                     raise
+
+    def _pause_prefills(self) -> None:
+        if self._prefills is not None:
+            self._prefills.pause()
 
     def _recover(self, error: Exception) -> None:
         """Go on after a step that failed as a whole: fail the answers that took part in it."""
@@ -228,9 +249,11 @@ class Engine:
 
     def _end(self, error: AgentSpecError) -> None:
         try:
-            self.prefills.fail(error)
             unfinished = self.scheduler.clear()
-            self._thread.remove(self.prefills)
+            with self._lock:
+                if self._prefills is not None:
+                    self._prefills.fail(error)
+                    self._thread.remove(self._prefills)
             self._thread.remove(self)
             for request in unfinished:
                 request.deliver(error)
@@ -335,7 +358,9 @@ def run_forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None
     """Compute the logits of all sequences in one forward and, if one of them is judged by them, the hidden states."""
     items = [each.batch_item for each in scheduled]
     if any(each.draws and each.sequence.needs_states for each in scheduled):
-        for each, (logits, states) in zip(scheduled, target.forward_batch_with_states(items), strict=True):
+        from agentspec.backends.torch.model.hidden_states import forward_with_states
+
+        for each, (logits, states) in zip(scheduled, forward_with_states(target, items), strict=True):
             each.logits, each.states = logits, states
         return
     for each, logits in zip(scheduled, target.forward_batch(items), strict=True):

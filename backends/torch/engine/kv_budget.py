@@ -1,28 +1,19 @@
-"""The memory of all KV slots: how much a process may promise on a device, and how one engine divides its part."""
+"""How one engine divides its memory for KV slots among running answers, loans and idle slots."""
 
 from __future__ import annotations
 
-import logging
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from agentspec.backends.torch.engine.sequence import EngineRequest, Sequence
-from agentspec.backends.torch.model.device import free_memory
 from agentspec.backends.torch.model.kv_cache import GROWTH
-from agentspec.backends.torch.model.target import TargetModel
-from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
-
-logger = logging.getLogger(__name__)
+from agentspec.errors import ContextLengthError, OverloadedError
 
 ROOM = 64  # slots reserved beyond prompt and answer, at least; as many as may be drafted in a step
 AHEAD = 512  # slots that a sequence starts with, beyond its prompt
-DEFAULT_BYTES = 4 << 30  # on a CPU, if that is no more than a half of the free memory
-SHARES = {"cpu": 0.5}  # share of the memory that is free once the model is loaded
-SHARE = 0.8  # on accelerators
 CPU = torch.device("cpu")
 
 
@@ -45,28 +36,6 @@ class KVBudget:
     promised: int = 0
     # The garbage collector may give back what is lent, in a thread that is lending.
     _lock: threading.RLock = field(default_factory=threading.RLock)
-
-    @classmethod
-    def of(
-        cls,
-        target: TargetModel,
-        wanted_bytes: int | None,
-        *,
-        draft_bytes: int = 0,
-        room: int = ROOM,
-    ) -> KVBudget:
-        """The budget of an engine: `wanted_bytes`, or a share of the device's memory if None. `draft_bytes` are what a
-        draft model keeps for each slot. Raises `ConfigurationError` if the device has no memory left.
-        """
-        budget = cls(0, target.slot_bytes() + draft_bytes, max(room, ROOM), device=target.device)
-        if wanted_bytes is None and target.device.type == "cuda":
-            torch.cuda.empty_cache()  # what was in use only while the model was loaded
-        budget.limit = promise(budget, wanted_bytes) // budget.slot_bytes
-        if wanted_bytes is None and budget.limit < AHEAD:
-            release(budget)
-            message = f"{target.device} has no memory left for key/value slots: set kv_bytes, here or for others"
-            raise ConfigurationError(message, param="kv_bytes")
-        return budget
 
     def check(self, request: EngineRequest) -> None:
         """Raise `ContextLengthError` for a request that would not fit even if it were alone."""
@@ -130,40 +99,3 @@ class KVBudget:
                 cache.capacity = capacity
                 return True
         return False
-
-
-_PROMISED: weakref.WeakSet[KVBudget] = weakref.WeakSet()  # of the engines of this process that are not closed
-_LOCK = threading.RLock()
-
-
-def promise(budget: KVBudget, wanted: int | None) -> int:
-    """Promise `budget` the `wanted` bytes of its device or, if None, its share of what is available, so that no two
-    engines are promised the same memory; returns the bytes. The promise ends with the budget, or by `release`.
-    """
-    with _LOCK:
-        device, free = budget.device, available(budget.device)
-        if wanted is None:
-            share = DEFAULT_BYTES if free is None else int(SHARES.get(device.type, SHARE) * free)
-            budget.promised = min(share, DEFAULT_BYTES) if device.type == "cpu" else share
-        else:
-            budget.promised = wanted
-            if free is not None and wanted > free:
-                text = "kv_bytes promises %d MiB of %s, of which %d MiB are free and not promised to another engine"
-                logger.warning(text, wanted >> 20, device, free >> 20)
-        _PROMISED.add(budget)
-        return budget.promised
-
-
-def available(device: torch.device) -> int | None:
-    """Free bytes of the device that are not promised to anybody; None if they cannot be measured."""
-    with _LOCK:
-        others = [other for other in _PROMISED if other.device == device]
-        owed = sum(max(0, other.promised - other.allocated()) for other in others)
-        free = free_memory(device)
-        return None if free is None else max(0, free - owed)
-
-
-def release(budget: KVBudget) -> None:
-    """End a promise. Idempotent."""
-    with _LOCK:
-        _PROMISED.discard(budget)

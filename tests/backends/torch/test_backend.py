@@ -112,8 +112,7 @@ async def test_a_second_pass_is_the_same_in_fewer_steps(backend_of: Any, tempera
         stats = backend.stats()
     assert stats.tokens == 180 and stats.requests == 3 and stats.steps < 180
     assert sum(stats.accepted_by_source.values()) > 0
-    assert stats.cost_seconds[1] > 0 and stats.attention == "agentspec_grouped"
-    assert stats.packed_layers == (15 if stats.device == "cpu" else 0)
+    assert backend.target.attention == "agentspec_grouped"
 
 
 async def test_a_request_not_to_be_stored_is_not_recorded(backend_of: Any) -> None:

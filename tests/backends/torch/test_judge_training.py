@@ -19,7 +19,6 @@ from agentspec.backends.model_store import resolve
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
-from agentspec.backends.torch.sampling.constraints import Constraints
 from agentspec.benchmarks.judge_training import JudgePair, labelled_states, main, read_pairs, train_judge
 from agentspec.errors import ConfigurationError
 from agentspec.types import LossyAcceptance, Source
@@ -53,7 +52,7 @@ async def test_it_learns_a_planted_rule(backend: TorchBackend, tmp_path: Path) -
     read = JudgeHead.load(tmp_path / "head.safetensors", fingerprint=backend.fingerprint, width=len(head.weight))
     states, labels = await labelled_states(backend, planted(1, seed=2)[0])
     assert torch.equal(read.scores(states), head.scores(states))
-    sampler: Any = SimpleNamespace(constraints=Constraints())
+    sampler: Any = SimpleNamespace(constraints=None, may_draw=lambda token: True)
     judge = Substitutes(LossyAcceptance("judge", judge_head="head", threshold=0.5), sampler, read)
     judge.begin([0] * len(states), [Source.MODEL] * len(states), torch.cat([states[:1], states]))
     right, wrong = labels.nonzero().flatten().tolist(), (labels == 0).nonzero().flatten().tolist()

@@ -105,12 +105,12 @@ RULE_MUTATIONS: Mutations = {
     ),
     "mask not applied": (
         "Sampler.choose",
-        "self.constraints.apply(self._logits[row])[None]",
+        "self._allowed(row)[None]",
         "self._logits[row][None]",
     ),
     "best token taken unasked": (
         "Sampler.choose",
-        " and (self.constraints.idle or self._holds(self.drawn[row]))",
+        " and (self._free or self._holds(self.drawn[row]))",
         "",
     ),
     "rules do not hear of tokens": ("Sampler.observe", "self.constraints.observe(token)", "pass"),

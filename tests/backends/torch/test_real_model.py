@@ -10,10 +10,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from agentspec.backends.model_store import ModelFiles
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.model.layers import PackedLinear
 from agentspec.cache import SuffixCache
 from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
@@ -100,8 +102,9 @@ async def test_answers_at_once_are_those_given_alone(backend: TorchBackend, rule
 
 
 async def test_the_model_is_packed_and_knows_its_end(backend: TorchBackend) -> None:
-    stats = backend.stats()
-    assert stats.packed_layers == 211 and stats.attention == "agentspec_grouped" and stats.dtype == "float32"
+    target = backend.target
+    assert sum(isinstance(module, PackedLinear) for module in target.module.modules()) == 211
+    assert target.attention == "agentspec_grouped" and target.dtype == torch.float32
     _, text, last = await answer(backend, ask("What is the capital of France? Answer in one sentence.", 0.0))
     assert "Paris" in text and last.finish_reason == "stop"
 

@@ -14,6 +14,7 @@ import torch
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.hidden_states import forward_with_states, states_batch
 from agentspec.backends.torch.stepwise import StepOutput, TorchSteps
 from agentspec.errors import ContextLengthError, EngineError, InvalidRequestError, ShuttingDownError
 from agentspec.types import GenerateRequest, SamplingParams
@@ -39,10 +40,10 @@ def asked(**sampling: Any) -> GenerateRequest:
 @torch.inference_mode()
 def test_states_are_what_the_head_turns_into_logits(family: Any) -> None:
     target = family.target
-    states = target.states_batch([BatchItem(target.new_cache(1), text) for text in TEXTS])
+    states = states_batch(target, [BatchItem(target.new_cache(1), text) for text in TEXTS])
     for text, rows in zip(TEXTS, states, strict=True):
         assert rows.shape[0] == len(text) and rows.dtype == torch.float32
-        ((logits, own),) = target.forward_batch_with_states([BatchItem(target.new_cache(1), text)])
+        ((logits, own),) = forward_with_states(target, [BatchItem(target.new_cache(1), text)])
         assert torch.allclose(own[-1], rows[-1], atol=TOLERANCE)
         again = target.module.get_output_embeddings()(rows[-1:].to(target.dtype))
         if getattr(target.module.config, "final_logit_softcapping", None) is None:
@@ -114,9 +115,9 @@ async def test_tokens_added_again_are_not_computed_again(
     begun = await session.run(lambda steps: len(steps.tokens))
     tokens = [(await session.run(drawn))[0] for _ in range(6)]
     forwards = list[int]()
-    run = backend.target._run
+    run = backend.target.run
     monkeypatch.setattr(
-        backend.target, "_run", lambda items, wanted: (forwards.append(len(items[0])), run(items, wanted))[1]
+        backend.target, "run", lambda items, wanted: (forwards.append(len(items[0])), run(items, wanted))[1]
     )
 
     def verify(steps: TorchSteps) -> None:

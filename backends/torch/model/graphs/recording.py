@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.model.device import count_host_syncs, is_device_error
+from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.graphs.attention import RecordedCache
 from agentspec.backends.torch.model.graphs.step_table import StepTable
 from agentspec.backends.torch.model.self_check import allowed_difference, relative_difference
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WAITS = "called a synchronizing CUDA operation"
 _RECORDING = threading.Lock()  # torch records one graph at a time
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of the captured forwards
 
@@ -193,3 +195,32 @@ def _logits(target: TargetModel, sizes: Sequence[int]) -> list[Tensor]:
     target.prefill(rows, [0])
     ids = [token % target.vocab_size for token in range(1, max(sizes) + 1)]
     return [target.forward(rows, ids[:1], ids[1:size], range(-1, size - 2)) for size in sizes]
+
+
+_COUNTING = threading.Lock()  # torch and Python have one mode and one list of warnings for the whole process
+
+
+def count_host_syncs(work: Callable[[], object]) -> int:
+    """How often the host waits for a CUDA device while this thread runs `work`, as far as torch reports it.
+
+    The waits of other threads, such as another engine's, are not counted, and their other warnings are shown as usual.
+    """
+    own, waits = threading.get_ident(), 0
+    with _COUNTING, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        show = warnings.showwarning
+
+        def hear(message: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal waits
+            if WAITS not in str(message):
+                show(message, *args, **kwargs)
+            elif threading.get_ident() == own:
+                waits += 1
+
+        warnings.showwarning = hear
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return waits

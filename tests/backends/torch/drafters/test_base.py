@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from agentspec.backends.torch.drafters.base import DraftForward, chain_draft, draft_alone, draft_together, timed
-from agentspec.backends.torch.drafters.draft_model import CHUNK, ModelDrafter, SharedNoiseSampler
-from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
+from agentspec.backends.torch.drafters.cheap import DrafterFactory
+from agentspec.backends.torch.drafters.draft_model import CHUNK, DraftModel, ModelDrafter, SharedNoiseSampler
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.target import TargetModel

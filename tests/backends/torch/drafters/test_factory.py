@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.draft_model import ModelDrafter
-from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
+from agentspec.backends.torch.drafters.cheap import DrafterFactory
+from agentspec.backends.torch.drafters.draft_model import DraftModel, ModelDrafter
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.cost import CostModel
 from agentspec.types import SamplingParams

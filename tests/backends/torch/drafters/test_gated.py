@@ -10,7 +10,7 @@ import pytest
 
 from agentspec.backends.torch.drafters import base
 from agentspec.backends.torch.drafters.base import Drafter, DraftForward, Drafting, chain_draft, timed
-from agentspec.backends.torch.drafters.factory import LONGEST_WAIT, GatedDrafter
+from agentspec.backends.torch.drafters.draft_model import LONGEST_WAIT, GatedDrafter
 from agentspec.types import Draft, Source, path_length
 
 

@@ -73,7 +73,7 @@ class SteppedEngine:
             self.engine = Engine(
                 context, TorchSettings(**settings), lambda request: CacheSession(None), keeps_prefixes=keeps_prefixes
             )
-        self.reader, self.scheduler = self.engine.prefills, self.engine.scheduler
+        self.reader, self.scheduler = self.engine.reads_ahead(), self.engine.scheduler
 
     def ask(self, prompt: list[int], max_tokens: int = 6, **params: Any) -> Answer:
         request = GenerateRequest("m", token_ids=prompt, sampling=SamplingParams(temperature=0), **params)

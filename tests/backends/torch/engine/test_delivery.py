@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.engine.delivery import MOST_ITEMS, Choices, Inbox, join_deltas, joined, waker_of
+from agentspec.backends.torch.engine.delivery import MOST_ITEMS, Choices, Inbox, join_deltas, joined
 from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -65,29 +64,6 @@ def test_a_joined_delta_is_what_its_parts_are() -> None:
         (REQUESTS[0], parts[0]),
         (REQUESTS[0], error),
     ]
-
-
-def test_a_flood_wakes_the_loop_once_and_waits_in_one_piece_for_each_answer() -> None:
-    """Ten thousand deltas of eight answers, told by another thread while the loop is busy with something else."""
-
-    async def play() -> None:
-        inboxes, requests = [Inbox() for _ in range(8)], [request_of() for _ in range(8)]
-        waker = waker_of(asyncio.get_running_loop())
-
-        def flood() -> None:
-            for number in range(10_000):
-                inboxes[number % 8].put(requests[number % 8], Delta(text="x" * 10, token_ids=(number,)))
-
-        thread = threading.Thread(target=flood)
-        thread.start()
-        thread.join()  # the loop cannot run meanwhile
-        assert waker.calls == 1 and all(len(inbox._items) <= MOST_ITEMS for inbox in inboxes)
-        for inbox in inboxes:
-            ((_, delta),) = await inbox.get()
-            assert isinstance(delta, Delta) and len(delta.token_ids) == 1250 and len(delta.text) == 12_500
-        assert waker.calls == 1
-
-    asyncio.run(play())
 
 
 def test_a_closed_loop_says_so() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.backends.torch.engine import kv_budget
-from agentspec.backends.torch.engine.kv_budget import AHEAD, DEFAULT_BYTES, ROOM, KVBudget, available, promise, release
+from agentspec.backends.torch.engine import kv_memory
+from agentspec.backends.torch.engine.kv_budget import AHEAD, ROOM, KVBudget
+from agentspec.backends.torch.engine.kv_memory import DEFAULT_BYTES, available, budget_of, promise, release
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
@@ -26,8 +27,8 @@ def begun(lab: Any, ask_of: Any, prompt: int, max_tokens: int, capacity: int = 1
 
 def test_a_row_is_measured(lab: Any) -> None:
     assert lab.target.slot_bytes() == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, float32
-    assert KVBudget.of(lab.target, 256 * 20).limit == 20
-    assert KVBudget.of(lab.target, 256 * 20, draft_bytes=64, room=100).slot_bytes == 320
+    assert budget_of(lab.target, 256 * 20).limit == 20
+    assert budget_of(lab.target, 256 * 20, draft_bytes=64, room=100).slot_bytes == 320
 
 
 def test_what_never_fits_is_refused_with_what_to_change(lab: Any, ask_of: Any) -> None:
@@ -62,7 +63,7 @@ def test_larger_drafts_have_more_room(lab: Any, ask_of: Any) -> None:
     assert budget.initial(sequence.request) == 40 + AHEAD and budget.most(sequence.request) == 40 + 5000 + 300
     assert KVBudget(340).grow(sequence, [sequence]) and sequence.kv_cache.capacity == 40 + ROOM
     assert budget.grow(sequence, [sequence]) and sequence.kv_cache.capacity >= 40 + 300
-    assert KVBudget.of(lab.target, 1 << 20, room=3).room == ROOM
+    assert budget_of(lab.target, 1 << 20, room=3).room == ROOM
 
 
 def test_what_is_lent_is_not_there_for_answers_until_it_is_given_back(lab: Any, ask_of: Any) -> None:
@@ -86,8 +87,8 @@ GPU = torch.device("cuda:0")
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Says how many bytes are free on every device, of which none is promised yet."""
-    monkeypatch.setattr(kv_budget, "_PROMISED", weakref.WeakSet())
-    return lambda bytes: monkeypatch.setattr(kv_budget, "free_memory", lambda device: bytes)
+    monkeypatch.setattr(kv_memory, "_PROMISED", weakref.WeakSet())
+    return lambda bytes: monkeypatch.setattr(kv_memory, "free_memory", lambda device: bytes)
 
 
 def test_two_engines_on_one_device_are_not_promised_the_same_memory(free: Any) -> None:
@@ -120,7 +121,7 @@ def test_more_than_is_free_is_granted_with_a_warning(free: Any, caplog: pytest.L
 def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any, free: Any) -> None:
     free(256)
     with pytest.raises(ConfigurationError, match="set kv_bytes") as caught:
-        KVBudget.of(lab.target, None)
+        budget_of(lab.target, None)
     assert caught.value.param == "kv_bytes"
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
+from agentspec.backends.torch.drafters.cheap import DrafterFactory
+from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.logprobs import PromptScorer

@@ -131,9 +131,13 @@ def following(message: dict[str, Any]) -> GenerateRequest:
     return replace(CALLING, messages=(*MESSAGES, message, result), tool_choice="none", sampling=SHORT)
 
 
+def waiting(backend: TorchBackend) -> Any:
+    return backend._next_turns and backend._next_turns._waiting
+
+
 async def settled(backend: TorchBackend) -> None:
     """Wait until nothing is left to read."""
-    while backend._next_turns._waiting or backend._engine.prefills.ready:
+    while waiting(backend) or backend._engine.reads_ahead().ready:
         await asyncio.sleep(0.01)
 
 
@@ -146,8 +150,8 @@ async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> Non
     prompt = backend._tokenizer.prompt(following(message))
     assert len(prompt) - with_slots[-1].usage.cached_tokens == len("42;>")
     assert backend.stats().prefills["used"] == 1
-    plain = backend_of(prefill_next_turn=False)
-    await turn(plain, CALLING)
+    plain = backend_of()
+    await turn(plain, replace(CALLING, prefill_next=False))
     without = [delta async for delta in plain.generate(following(message))]
     assert without[-1].usage.cached_tokens < with_slots[-1].usage.cached_tokens
     assert tokens_of(without) == tokens_of(with_slots)
@@ -156,17 +160,15 @@ async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> Non
 @pytest.mark.parametrize(
     ("settings", "fields"),
     [
-        ({"prefill_next_turn": False}, {}),
         ({"keeps_prefixes": False}, {}),
         ({}, {"prefill_next": False}),
         ({}, {"store": False}),
     ],
-    ids=["setting", "no slots", "request", "store"],
+    ids=["no slots", "request", "store"],
 )
 async def test_nothing_is_read_where_it_is_not_wanted(backend_of: Any, settings: Any, fields: Any) -> None:
     backend = backend_of(**settings)
     await turn(backend, replace(CALLING, **fields))
-    assert not backend._next_turns._waiting
     await settled(backend)
     assert backend.stats().prefills["launched"] == 0
 
@@ -175,7 +177,7 @@ async def test_a_tool_that_is_faster_leaves_nothing_to_read(backend_of: Any, mon
     monkeypatch.setattr(prefill, "WAITS", (60.0,))
     backend = backend_of()
     message, _ = await turn(backend, CALLING)
-    assert backend._next_turns._waiting
+    assert waiting(backend)
     async for _ in backend.generate(following(message)):
         pass
     await settled(backend)
@@ -191,23 +193,11 @@ async def test_an_engine_that_is_always_busy_is_left_alone(backend_of: Any, monk
     assert backend.stats().prefills["launched"] == 0
 
 
-async def test_a_prompt_can_be_read_ahead_by_whoever_knows_it(backend_of: Any) -> None:
-    backend = backend_of()
-    start = GenerateRequest("tiny", messages=MESSAGES[:1])
-    assert await backend.prefill(start)
-    assert not await backend.prefill(replace(start, store=False))
-    assert not await backend.prefill(GenerateRequest("tiny", text="hello"))
-    await settled(backend)
-    request = GenerateRequest("tiny", messages=MESSAGES, sampling=SamplingParams(max_tokens=1))
-    last = [delta async for delta in backend.generate(request)][-1]
-    assert last.usage.cached_tokens == backend.stats().prefills["tokens"] > 90
-
-
 async def test_what_waits_ends_with_the_backend(backend_of: Any) -> None:
     backend = backend_of()
     await turn(backend, CALLING)
     await backend.aclose()
-    assert not backend._next_turns._waiting
+    assert not waiting(backend)
 
 
 def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
@@ -218,7 +208,7 @@ def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
     loop = asyncio.new_event_loop()
     message, _ = loop.run_until_complete(turn(backend, CALLING))
     loop.close()
-    assert backend._next_turns._waiting
+    assert waiting(backend)
 
     async def follow() -> list[Delta]:
         try:
@@ -227,4 +217,4 @@ def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
             await backend.aclose()
 
     assert tokens_of(asyncio.run(follow()))
-    assert not backend._next_turns._waiting
+    assert not waiting(backend)

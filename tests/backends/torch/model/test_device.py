@@ -8,15 +8,9 @@ import warnings
 import pytest
 import torch
 
-from agentspec.backends.torch.model.device import (
-    WAITS,
-    choose_device,
-    choose_dtype,
-    count_host_syncs,
-    is_device_error,
-    is_out_of_memory,
-    to_device,
-)
+from agentspec.backends.torch.loader import choose_device, choose_dtype
+from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory, to_device
+from agentspec.backends.torch.model.graphs.recording import WAITS, count_host_syncs
 from agentspec.errors import ConfigurationError
 
 CPU = torch.device("cpu")

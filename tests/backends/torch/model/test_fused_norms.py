@@ -12,8 +12,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from agentspec.backends.torch.model import layers
-from agentspec.backends.torch.model.layers import FusedNorm, computes_alike, fuse_norms, unfuse_norms
+from agentspec.backends.torch.model import norms
+from agentspec.backends.torch.model.norms import FusedNorm, computes_alike, fuse_norms, unfuse_norms
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -31,7 +31,7 @@ def norm_of(kind: Any, width: int, dtype: torch.dtype = torch.float32, device: t
 
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take norms on a CPU for those on a GPU."""
-    monkeypatch.setattr(layers, "_is_norm", lambda module: isinstance(module, (LlamaRMSNorm, Gemma3RMSNorm)))
+    monkeypatch.setattr(norms, "_is_norm", lambda module: isinstance(module, (LlamaRMSNorm, Gemma3RMSNorm)))
 
 
 class Block(nn.Module):
@@ -52,7 +52,7 @@ class TestKernel:
     ) -> None:
         from agentspec.backends.torch.model import norm_triton
 
-        monkeypatch.setattr(layers, "normalize", norm_triton.normalize)  # by the interpreter it is on a CPU
+        monkeypatch.setattr(norms, "normalize", norm_triton.normalize)  # by the interpreter it is on a CPU
         check(FusedNorm(norm_of(kind, width, dtype, DEVICE)), dtype, DEVICE)
 
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.acceptance import Substitutes, accept_path, typical_bound
-from agentspec.backends.torch.sampling.constraints import Constraints
+from agentspec.backends.torch.engine.speculator import accept_path
+from agentspec.backends.torch.sampling.acceptance import Substitutes, typical_bound
 from agentspec.types import LossyAcceptance, Source
 
 
@@ -120,7 +120,7 @@ def test_the_bound_is_the_published_one() -> None:
 )
 def test_only_typical_tokens_are_accepted(scores: list[float], tokens: list[int], epsilon: float, delta: float) -> None:
     law = torch.tensor(scores).softmax(-1)
-    sampler: Any = SimpleNamespace(probabilities=lambda row: law, constraints=Constraints())
+    sampler: Any = SimpleNamespace(probabilities=lambda row: law, constraints=None, may_draw=lambda token: True)
     substitutes = Substitutes(LossyAcceptance("typical", epsilon=epsilon, delta=delta), sampler)
     substitutes.begin(tokens, [Source.MODEL] * len(tokens), None)
     node = substitutes.choose(0, range(len(tokens)))

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.backends.torch.engine.speculator import accept_path
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling import sampler as sampling
-from agentspec.backends.torch.sampling.acceptance import accept_path
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler, ancestor_tokens, fetch, gumbel_noise, position_key
 from agentspec.types import SamplingParams

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from agentspec.backends.torch.drafters.base import make_draft
-from agentspec.backends.torch.drafters.factory import DrafterFactory, DraftModel
+from agentspec.backends.torch.drafters.cheap import DrafterFactory
+from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.hidden_states import forward_with_states
 from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
@@ -99,7 +101,7 @@ def test_a_judge_ends_no_answer() -> None:
 def test_the_states_are_those_behind_each_node(lab: Any) -> None:
     """Row i + 1 is what the untouched model reads after the path to node i."""
     cache = lab.target.new_cache(1)
-    ((logits, states),) = lab.target.forward_batch_with_states([BatchItem(cache, PROMPT, [65, 66, 67], [-1, 0, -1])])
+    ((logits, states),) = forward_with_states(lab.target, [BatchItem(cache, PROMPT, [65, 66, 67], [-1, 0, -1])])
     assert logits.shape[0] == states.shape[0] == 4
     for row, path in enumerate(([], [65], [65, 66], [67])):
         want = lab.reference(torch.tensor([[*PROMPT, *path]]), output_hidden_states=True)
