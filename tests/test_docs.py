@@ -105,7 +105,6 @@ def words_of(module: str) -> set[str]:
     return {word for file in files if file.exists() for word in re.findall(r"\w+", file.read_text())}
 
 
-
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
 def test_configurations_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each block by itself; a model's backends, bases and knowledge may stand in another block."""
