@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +15,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from rich.console import Console, RenderableType
 from rich.table import Table
+
+from agentspec.errors import ConfigurationError
 
 T = TypeVar("T")
 
@@ -167,3 +170,16 @@ def rotated(items: Mapping[str, T], by: int) -> list[tuple[str, T]]:
     listed = list(items.items())
     start = by % len(listed)
     return listed[start:] + listed[:start]
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """The name of each file, with as many of its folders as tell it from the others.
+
+    Raises `ConfigurationError` for a file that is given twice.
+    """
+    parts = [path.absolute().parts for path in paths]
+    ends = Counter(whole[-length:] for whole in parts for length in range(1, len(whole) + 1))
+    if twice := [str(path) for path, whole in zip(paths, parts, strict=True) if ends[whole] > 1]:
+        raise ConfigurationError(f"{twice[0]} is given twice; name each file once")
+    lengths = (next(length for length in range(1, len(one) + 1) if ends[one[-length:]] == 1) for one in parts)
+    return [str(Path(*one[-length:])) for one, length in zip(parts, lengths, strict=True)]

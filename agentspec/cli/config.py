@@ -50,22 +50,17 @@ def show(
 
 
 @app.command()
-def check(config: ConfigOption = None, json: JsonOption = False) -> None:
+def check(config: ConfigOption = None) -> None:
     """Check the configuration, the key files and the variables it names; exit code 2 if something cannot work."""
     from agentspec.settings.models import unreachable
 
     settings = load(config)
     _read_secrets(settings)
-    file = config_file(config)
     notes = [f"no model name leads to backends.{name}: {advice}" for name, advice in unreachable(settings).items()]
     notes += _without_path(settings)
     if settings.server.api_keys and not any(key.role == "operator" for key in settings.server.api_keys):
         notes.append('nobody can read /metrics: give one of server.api_keys the role "operator"')
-    if json:
-        found = {"file": None if file is None else str(file), "backends": list(settings.backends), "notes": notes}
-        print_json({"ok": True, **found})
-        return
-    typer.echo(f"ok: {file or 'no configuration file; environment and defaults'}")
+    typer.echo(f"ok: {config_file(config) or 'no configuration file; environment and defaults'}")
     for note in notes:
         typer.echo(f"note: {note}")
 

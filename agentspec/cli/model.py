@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-
-from agentspec.cli.common import JsonOption, print_json
 
 app = typer.Typer(help="Fetch models, and list the built-in ones.", no_args_is_help=True)
 
@@ -21,33 +19,21 @@ def fetch(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Built-in name, folder, GGUF file or model-hub id (org/name)")
     ] = None,
-    json: JsonOption = False,
 ) -> None:
     """Fetch a model, verify and prepare it, and print its folder; without NAME, list the built-in models."""
     from agentspec.backends.model_store import BUILTIN, resolve
 
     if name is None:
-        _list(json)
+        _list()
         return
     if name in BUILTIN and BUILTIN[name].notice:
         typer.echo(BUILTIN[name].notice, err=True)
-    folder = str(resolve(name).folder)
-    if json:
-        print_json({"folder": folder})
-    else:
-        typer.echo(folder)
+    typer.echo(str(resolve(name).folder))
 
 
-def _list(json: bool) -> None:
+def _list() -> None:
     from agentspec.backends.model_store import BUILTIN, locate
 
-    rows: list[dict[str, Any]] = [
-        {"name": one.name, "ready": locate(one.name) is not None, "bytes": one.size, "description": one.description}
-        for one in BUILTIN.values()
-    ]
-    if json:
-        print_json(rows)
-        return
-    for row in rows:
-        state, size = "ready" if row["ready"] else "not fetched", f"{row['bytes'] / 1e6:.0f} MB"
-        typer.echo(f"{row['name']:<14} {state:<12} {size:>8}  {row['description']}")
+    for one in BUILTIN.values():
+        state, size = "not fetched" if locate(one.name) is None else "ready", f"{one.size / 1e6:.0f} MB"
+        typer.echo(f"{one.name:<14} {state:<12} {size:>8}  {one.description}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from itertools import islice
@@ -104,19 +103,6 @@ def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
             unknown(child)
         else:
             yield child
-
-
-def names_of(paths: Sequence[Path]) -> list[str]:
-    """The name of each file, with as many of its folders as tell it from the others.
-
-    Raises `ConfigurationError` for a file that is given twice.
-    """
-    parts = [path.absolute().parts for path in paths]
-    ends = Counter(whole[-length:] for whole in parts for length in range(1, len(whole) + 1))
-    if twice := [str(path) for path, whole in zip(paths, parts, strict=True) if ends[whole] > 1]:
-        raise ConfigurationError(f"{twice[0]} is given twice; name each file once")
-    lengths = (next(length for length in range(1, len(one) + 1) if ends[one[-length:]] == 1) for one in parts)
-    return [str(Path(*one[-length:])) for one, length in zip(parts, lengths, strict=True)]
 
 
 def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:

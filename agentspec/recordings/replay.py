@@ -20,23 +20,13 @@ from rich.table import Table
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.recordings.traces import EncodedCall
-
-
-class DraftTree(Protocol):
-    """The fields of a `Draft` that the replay scores. Parents precede their children; -1 is the context."""
-
-    @property
-    def tokens(self) -> NDArray[np.int32]: ...
-    @property
-    def parents(self) -> NDArray[np.int32]: ...
-    @property
-    def probabilities(self) -> NDArray[np.float32]: ...
+from agentspec.types import Draft
 
 
 class OpenRequest(Protocol):
     """One generation in progress, such as a `CacheRequest`."""
 
-    def draft(self, max_tokens: int) -> DraftTree: ...
+    def draft(self, max_tokens: int) -> Draft: ...
     def extend(self, tokens: Tokens) -> None: ...
 
 
@@ -131,7 +121,7 @@ def _replay_call(response: Tokens, request: OpenRequest, budget: int, result: Re
     result.drafted.append(drafted)
 
 
-def accepted_nodes(draft: DraftTree, actual: Tokens) -> NDArray[np.bool_]:
+def accepted_nodes(draft: Draft, actual: Tokens) -> NDArray[np.bool_]:
     """Whether each node lies on the path that spells the beginning of `actual`: at most one node per depth."""
     accepted = np.zeros(len(draft.tokens), dtype=np.bool_)
     expected = actual[: len(draft.tokens)].tolist()

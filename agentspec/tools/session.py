@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from agentspec.tools.history import ToolCall, ToolHistory, is_json
-from agentspec.tools.model import PER_TURN, TURN, CallForecast
-from agentspec.tools.observation import OpenForecasts
+from agentspec.tools.model import PER_TURN, TURN, CallForecast, OpenForecasts
 from agentspec.tools.policy import ToolSpec, call_key
 from agentspec.tools.speculative_call import (
     CallFailedError,

@@ -132,28 +132,21 @@ class ThreadCall(SpeculativeCall):
 
 
 class TaskCall(SpeculativeCall):
-    """Runs the coroutine of `invoke` as a task of the running loop, which may end before the task does."""
+    """Runs the coroutine of `invoke` as a task of the running loop, whose end cancels it."""
 
     def __init__(self, start: EarlyStart, invoke: Callable[[ToolCall], Awaitable[Any]]) -> None:
         super().__init__(start)
         self._loop = asyncio.get_running_loop()
-        self._counts = threading.Lock()  # taken by whoever says that it has ended
         self._task = self._loop.create_task(self._run(invoke))
-        with contextlib.suppress(AttributeError):  # a loop that is closed before its end is to say nothing of it
-            setattr(self._task, "_log_destroy_pending", False)  # noqa: B010  # what asyncio sets for tasks of its own
         self._task.add_done_callback(self._end)
 
     @property
     def failed(self) -> bool:
-        if self._task.done():
-            return self._task.cancelled() or self._task.exception() is not None
-        return self._loop.is_closed()
+        return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
 
     def cancel(self) -> None:
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._loop.call_soon_threadsafe(self._task.cancel)
-        if not self._loop.is_running():  # and may never run again
-            self._give_back()
 
     def wait(self) -> Any:
         raise CallFailedError
@@ -172,13 +165,9 @@ class TaskCall(SpeculativeCall):
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._finished_at = time.monotonic()
-        self._give_back()
+        self.start.ended()
         if not task.cancelled():
             task.exception()  # or asyncio would log it
-
-    def _give_back(self) -> None:
-        if self._counts.acquire(blocking=False):
-            self.start.ended()
 
 
 @contextmanager

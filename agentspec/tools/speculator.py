@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 from agentspec.cache.stored import StoredTurn, new_turn
 from agentspec.errors import CacheError
 from agentspec.tools.history import ToolCall, ToolHistory
-from agentspec.tools.model import AT_ONCE, CallForecast, CallModel, CallPrediction, worthwhile
-from agentspec.tools.observation import LaterScore, TurnObservation
+from agentspec.tools.model import (
+    AT_ONCE,
+    CallForecast,
+    CallModel,
+    CallPrediction,
+    LaterScore,
+    TurnObservation,
+    worthwhile,
+)
 from agentspec.tools.policy import AgentCaller, ToolPolicy
 from agentspec.tools.session import ToolSession
 from agentspec.tools.speculative_call import ToolEvent, kept_from_agent

@@ -25,9 +25,9 @@ from agentspec.benchmarks.agent_tools.replay import (
     session_times,
     tool_seconds,
 )
-from agentspec.benchmarks.report import Progress
+from agentspec.benchmarks.report import Progress, names_of
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.formats import detect, names_of, read
+from agentspec.recordings.formats import detect, read
 
 READ_ONLY = ("get_*", "search_*", "find_*", "list_*")
 

@@ -16,8 +16,7 @@ from agentspec.recordings.calls import RecordedCall
 from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import EncodedCall
 from agentspec.tools.history import ToolCall, ToolHistory
-from agentspec.tools.model import AT_ONCE, PER_TURN, TURN, CallForecast, CallModel, worthwhile
-from agentspec.tools.observation import OpenForecasts
+from agentspec.tools.model import AT_ONCE, PER_TURN, TURN, CallForecast, CallModel, OpenForecasts, worthwhile
 from agentspec.tools.policy import ToolPolicy
 
 USER = 10.0  # seconds

@@ -14,11 +14,11 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentspec.cache.tokens import Tokens
 from agentspec.recordings.replay import Replay, replay
 from agentspec.recordings.traces import EncodedCall
+from agentspec.types import Draft
 
 PEER = "arctic_inference.suffix_decoding"
 DEPTH = 64
@@ -50,26 +50,17 @@ def replay_peer(calls: Sequence[EncodedCall], budget: int) -> Replay:
     return replay(calls, open_request, budget)
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDraft:
-    tokens: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-
-
 @dataclass(slots=True)
 class PeerRequest:
     cache: Any
     number: int
     context: list[int]
 
-    def draft(self, max_tokens: int) -> PeerDraft:
+    def draft(self, max_tokens: int) -> Draft:
         found = self.cache.speculate(self.number, self.context, max_spec_tokens=max_tokens, **BEST_TREE)
-        return PeerDraft(
-            np.asarray(found.token_ids, dtype=np.int32),
-            np.asarray(found.parents, dtype=np.int32),
-            np.asarray(found.probs, dtype=np.float32),
-        )
+        tokens, parents = (np.asarray(given, dtype=np.int32) for given in (found.token_ids, found.parents))
+        zeros = np.zeros(len(tokens), np.int32)
+        return Draft(tokens, parents, np.asarray(found.probs, np.float32), zeros, zeros.astype(np.uint8))
 
     def extend(self, tokens: Tokens) -> None:
         new = tokens.tolist()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.formats import names_of
 
 Record = dict[str, Any]
 
@@ -32,6 +31,8 @@ def convert(source: LogSource, files: Sequence[Path], out: Path) -> int:
 
     Raises `ConfigurationError` for a file that is no log of that source, and then leaves `out` unchanged.
     """
+    from agentspec.benchmarks.report import names_of  # with numpy, which the help of a command does without
+
     partial = out.with_name(out.name + ".partial")
     count = 0
     try:

@@ -13,8 +13,7 @@ from rich.console import RenderableType
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
-from agentspec.benchmarks.report import Figure, Progress
-from agentspec.recordings.formats import names_of
+from agentspec.benchmarks.report import Figure, Progress, names_of
 from agentspec.recordings.replay import Replay, geometric_mean, replay_cache
 from agentspec.recordings.traces import Encode, read_calls
 

@@ -40,12 +40,6 @@ def test_check_finds_nothing_wrong(program):
     assert program("config", "check").output == "ok: no configuration file; environment and defaults\n"
     Path("agentspec.toml").write_text(UPSTREAM)
     assert program("config", "check").output == "ok: agentspec.toml\n"
-    assert json.loads(program("config", "check", "--json").output) == {
-        "ok": True,
-        "notes": [],
-        "file": "agentspec.toml",
-        "backends": ["up"],
-    }
 
 
 def test_check_reports_what_cannot_work(program):
@@ -66,7 +60,6 @@ def test_check_tells_of_backends_that_nobody_can_ask_for(program):
     result = program("config", "check")
     [note] = [line for line in result.output.splitlines() if line.startswith("note: ")]
     assert result.exit_code == 0 and "backends.up:" in note and 'backend = "up"' in note and "backends.up.model" in note
-    assert json.loads(program("config", "check", "--json").output)["notes"] == [note.removeprefix("note: ")]
 
 
 @pytest.mark.parametrize(("url", "noted"), [("http://me:s3cret@host", True), ("http://host/v1", False)])

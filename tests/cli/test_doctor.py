@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cli import doctor
 from agentspec.cli.doctor import (
     all_checks,
@@ -17,7 +17,6 @@ from agentspec.cli.doctor import (
     check_extra,
     check_folder,
     check_model,
-    check_native,
     check_upstream,
 )
 from agentspec.errors import install_advice
@@ -127,10 +126,6 @@ def test_installed_and_missing_packages(monkeypatch):
     assert check_extra("torch", needed=False).state == "note"
 
 
-def test_the_native_extension_is_there():
-    assert check_native().state == "ok"
-
-
 def test_folders(tmp_path: Path):
     assert check_folder("f", tmp_path / "new" / "deep", "X").state == "ok"
     assert not (tmp_path / "new").exists()
@@ -181,17 +176,6 @@ def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
     assert "cache folder" in names
     assert "model store" not in names
     assert "local: model" in [check.name for check in all_checks(load_settings())]
-
-
-def test_an_encoder_is_checked_like_other_local_models(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    monkeypatch.setattr(doctor, "EXTRAS", {"torch": ("nowhere",)})
-    settings = Settings(backends={"texts": EncoderSettings(model="./absent", device="cpu")})
-    found = {check.name: check for check in all_checks(settings)}
-    assert found["texts: model"].state == "fail" and "backends.texts.model" in found["texts: model"].advice
-    assert found["texts: device"].detail.startswith("cpu in float32")
-    assert found["[torch]"].state == "fail" and "model store" in found
-    assert "texts: drafters" not in found
 
 
 def test_all_is_well(program, model_folder):

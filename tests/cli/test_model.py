@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from agentspec.backends.model_store import BUILTIN
@@ -28,10 +26,9 @@ def test_the_terms_of_a_model_are_shown_before_it_is_fetched(program, monkeypatc
 
 
 def test_list(program):
-    rows = json.loads(program("model", "fetch", "--json").output)
-    assert [row["name"] for row in rows] == list(BUILTIN)
-    assert [row["ready"] for row in rows] == [False] * len(BUILTIN)
-    assert "smollm2-135m   not fetched" in program("model", "fetch").output
+    lines = program("model", "fetch").output.splitlines()
+    assert [line.split()[0] for line in lines] == list(BUILTIN)
+    assert all(" not fetched " in line for line in lines)
 
 
 @pytest.mark.model

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -16,22 +15,16 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.recordings.replay import accepted_nodes, measure, print_savings, replay, replay_cache
 from agentspec.recordings.traces import EncodedCall
+from agentspec.types import Draft
 
 
 def ints(*values: int) -> Tokens:
     return np.asarray(values, dtype=np.int32)
 
 
-@dataclass
-class Tree:
-    tokens: Tokens
-    parents: Tokens
-    probabilities: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-
-    @classmethod
-    def path(cls, tokens: Tokens, probability: float = 0.5) -> Tree:
-        parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-        return cls(tokens, parents, np.full(len(tokens), probability, dtype=np.float32))
+def tree(tokens: Tokens, parents: Tokens) -> Draft:
+    probabilities, zeros = np.full(len(tokens), 0.5, np.float32), np.zeros(len(tokens), np.int32)
+    return Draft(tokens, parents, probabilities, zeros, zeros.astype(np.uint8))
 
 
 class Oracle:
@@ -41,9 +34,10 @@ class Oracle:
         self.answer, self.right, self.wrong, self.at = call.response, right, wrong, 0
         self.extended: list[Tokens] = []
 
-    def draft(self, max_tokens: int) -> Tree:
+    def draft(self, max_tokens: int) -> Draft:
         known = self.answer[self.at : self.at + self.right]
-        return Tree.path(np.concatenate((known, np.full(self.wrong, -7, dtype=np.int32)))[:max_tokens])
+        path = np.concatenate((known, np.full(self.wrong, -7, dtype=np.int32)))[:max_tokens]
+        return tree(path, np.arange(-1, len(path) - 1, dtype=np.int32))
 
     def extend(self, tokens: Tokens) -> None:
         self.extended.append(tokens)
@@ -90,12 +84,12 @@ def test_the_cache_is_fed_every_response_token_once(answers, budget) -> None:
 def test_acceptance_follows_one_path_of_the_tree() -> None:
     #     1 -> 2 -> 3        a second child of the root, and one of node 1
     #     4    5
-    tree = Tree(ints(1, 4, 2, 5, 3), ints(-1, -1, 0, 0, 2))
-    assert accepted_nodes(tree, ints(1, 2, 3, 9)).tolist() == [True, False, True, False, True]
-    assert accepted_nodes(tree, ints(1, 5, 3)).tolist() == [True, False, False, True, False]
-    assert accepted_nodes(tree, ints(4)).tolist() == [False, True, False, False, False]
-    assert accepted_nodes(tree, ints(1, 2)).tolist() == [True, False, True, False, False]
-    assert not accepted_nodes(tree, ints(7)).any()
+    drafted = tree(ints(1, 4, 2, 5, 3), ints(-1, -1, 0, 0, 2))
+    assert accepted_nodes(drafted, ints(1, 2, 3, 9)).tolist() == [True, False, True, False, True]
+    assert accepted_nodes(drafted, ints(1, 5, 3)).tolist() == [True, False, False, True, False]
+    assert accepted_nodes(drafted, ints(4)).tolist() == [False, True, False, False, False]
+    assert accepted_nodes(drafted, ints(1, 2)).tolist() == [True, False, True, False, False]
+    assert not accepted_nodes(drafted, ints(7)).any()
 
 
 def test_calibration_compares_within_bins_of_equal_count() -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from agentspec.errors import CacheFormatError
 from agentspec.tools.history import ToolCall, ToolHistory, canonical, leaves, shape, spans
-from agentspec.tools.model import CallForecast, CallModel, CallPrediction
-from agentspec.tools.observation import OpenForecasts, Outlook, TurnObservation
+from agentspec.tools.model import CallForecast, CallModel, CallPrediction, OpenForecasts, Outlook, TurnObservation
 
 TOOLS = {"user", "orders", "order"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import random
@@ -217,40 +216,6 @@ def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words(expect: An
     session.begin_turn(pytest.fail)
     session.end_turn([CALL])
     assert session.run(CALL, pytest.fail) == world.run(CALL) and outcomes(events) == ["start", "hit"]
-
-
-def test_a_loop_that_is_closed_too_soon_says_nothing_and_takes_no_place(
-    expect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What it had started waits for ever: the next turn starts it anew, in the next turn's loop."""
-    expect(CALL)
-    monkeypatch.setattr("agentspec.tools.speculator.AT_ONCE", 1)
-    session, events = opened()
-    ended: list[bool] = []
-
-    async def endless(call: ToolCall) -> str:
-        await asyncio.get_running_loop().create_future()
-        return ""
-
-    async def quick(call: ToolCall) -> str:
-        ended.append(True)
-        return "quick"
-
-    async def turn(invoke: Any) -> None:
-        assert await session.abegin_turn(invoke) == [CALL]
-        await asyncio.sleep(0)
-        session.end_turn([])
-
-    for invoke in (endless, endless, quick):
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(turn(invoke))
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
-        gc.collect()
-    session.close()
-    gc.collect()
-    assert ended and not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert outcomes(events)[:3] == ["start", "failed", "start"]
 
 
 def test_what_another_function_of_the_name_started_is_dropped(expect: Any) -> None:
