@@ -35,7 +35,7 @@ from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_
 from agentspec.protocol.messages import parse_prediction
 from agentspec.protocol.requests import with_extra
 from agentspec.runtime import Runtime
-from agentspec.runtime.runtime import attempts
+from agentspec.runtime.retries import attempts
 from agentspec.step.report import observe
 from agentspec.step.scope import current_policy
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage

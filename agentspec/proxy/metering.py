@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from agentspec.settings.server import RateLimits, ServerSettings
 from agentspec.telemetry.metrics import Metrics
 
 WINDOW = 60  # seconds
+REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
 MEDIA_TOKENS = 1024  # of an image, a sound or a file in base64, whatever bytes it takes
 ANSWER_TOKENS = 256  # of an answer for which the request names no bound
 _MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
@@ -76,48 +78,42 @@ def demand_of(path: str, body: bytes, fields: Mapping[str, Any]) -> Demand:
 
 @dataclass(slots=True)
 class SlidingWindow:
-    """The sum of what was added in the last 60 whole seconds, the present one included.
+    """The sum of what was added in the last 60 whole seconds, the present one included; `limit` bounds it.
 
     `now` is in whole seconds of a clock that never goes back.
     """
 
+    limit: int
     total: int = 0
-    _now: int = 0
-    _slots: list[int] = field(default_factory=lambda: [0] * WINDOW)
+    _added: deque[list[int]] = field(default_factory=deque)  # pairs of a second and an amount, oldest first
 
     def advance(self, now: int) -> None:
         """Drop what is too old at `now`."""
-        for second in range(self._now + 1, min(now, self._now + WINDOW) + 1):
-            self.total -= self._slots[second % WINDOW]
-            self._slots[second % WINDOW] = 0
-        self._now = max(self._now, now)
+        while self._added and self._added[0][0] <= now - WINDOW:
+            self.total -= self._added.popleft()[1]
 
-    def add(self, amount: int) -> None:
-        """Add to the present second."""
+    def add(self, now: int, amount: int) -> list[int]:
+        """Add to the present second, whose sum is returned: who takes some of it back changes `total` alike."""
+        if not self._added or self._added[-1][0] < now:
+            self._added.append([now, 0])
+        self._added[-1][1] += amount
         self.total += amount
-        self._slots[self._now % WINDOW] += amount
+        return self._added[-1]
 
-    def give_back(self, second: int, amount: int) -> None:
-        """Take from `second` what was added there, unless it has gone already."""
-        if self._now - WINDOW < second <= self._now:
-            self.total -= amount
-            self._slots[second % WINDOW] -= amount
-
-    def wait(self, amount: int, limit: int) -> int:
-        """Seconds until `amount` more, at most `limit`, stays within it if nothing else is added."""
+    def wait(self, now: int, amount: int) -> int:
+        """Seconds until `amount` more, at most the limit, stays within it if nothing else is added."""
         left, wait = self.total, 0
-        while left + amount > limit and wait < WINDOW:
-            wait += 1  # then the oldest second of those that are left is gone
-            left -= self._slots[(self._now + wait) % WINDOW]
+        for second, added in self._added:
+            if left + amount <= self.limit:
+                break
+            left, wait = left - added, second + WINDOW - now
         return wait
 
-    @property
-    def reset(self) -> int:
+    def reset(self, now: int) -> int:
         """Seconds until nothing is left."""
-        return next((wait for wait in range(WINDOW, 0, -1) if self._slots[(self._now + wait) % WINDOW]), 0)
+        return next((second + WINDOW - now for second, added in reversed(self._added) if added), 0)
 
 
-@dataclass(slots=True)
 class KeyLimiter:
     """The requests and tokens of one key; `clock` is in seconds and never goes back. Not thread-safe.
 
@@ -125,60 +121,53 @@ class KeyLimiter:
     much goes back to the second in which it was charged, what is missing is added to the present one.
     """
 
-    limits: RateLimits
-    clock: Callable[[], float] = time.monotonic
-    _requests: SlidingWindow = field(default_factory=SlidingWindow)
-    _tokens: SlidingWindow = field(default_factory=SlidingWindow)
+    def __init__(self, limits: RateLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        given = {name: getattr(limits, name) for name in (REQUESTS, TOKENS)}
+        self._windows = {name: SlidingWindow(limit) for name, limit in given.items() if limit}
 
     def admit(self, demand: Demand) -> Callable[[int], None]:
         """Let a request begin. What is returned is to be called with the tokens that it took, when it is over.
 
         Raises `RateLimitError`, and `OverRateLimitError` if it asks for more than there will ever be; neither counts.
         """
-        second, limit = self._advance(), self.limits.tokens_per_minute
-        if limit:
-            _refuse_unbounded(demand, limit)
-        charged = demand.within(limit)
-        self._require(1, charged)
-        self._requests.add(1)
-        self._tokens.add(charged)
-        return lambda tokens: self._settle(second, charged, tokens)
-
-    def _require(self, requests: int, tokens: int) -> None:
-        waits = {
-            name: window.wait(requests if window is self._requests else tokens, limit)
-            for name, limit, window in self._limited()
-        }
+        now, tokens = self._advance(), self._windows.get(TOKENS)
+        if tokens is not None:
+            _refuse_unbounded(demand, tokens.limit)
+        amounts = {REQUESTS: 1, TOKENS: demand.within(None if tokens is None else tokens.limit)}
+        waits = {name: window.wait(now, amounts[name]) for name, window in self._windows.items()}
         name = max(waits, key=lambda one: waits[one], default="")
         if seconds := waits.get(name, 0):
-            message = f"the limit of this API key is reached: {name} = {getattr(self.limits, name)};"
+            message = f"the limit of this API key is reached: {name} = {self._windows[name].limit};"
             raise RateLimitError(f"{message} try again in {seconds} s", limit=name, retry_after=seconds)
+        added = {name: window.add(now, amounts[name]) for name, window in self._windows.items()}
+        return lambda taken: self._settle(added.get(TOKENS, []), amounts[TOKENS], taken)
 
-    def _settle(self, second: int, charged: int, tokens: int) -> None:
-        self._advance()
-        if tokens > charged:
-            self._tokens.add(tokens - charged)
-        else:
-            self._tokens.give_back(second, charged - tokens)
+    def _settle(self, added: list[int], charged: int, taken: int) -> None:
+        now, tokens = self._advance(), self._windows.get(TOKENS)
+        if tokens is None:
+            return
+        if taken > charged:
+            tokens.add(now, taken - charged)
+        elif added[0] > now - WINDOW:
+            added[1] -= charged - taken
+            tokens.total -= charged - taken
 
     def _advance(self) -> int:
-        now = int(self.clock())
-        self._requests.advance(now)
-        self._tokens.advance(now)
+        now = int(self._clock())
+        for window in self._windows.values():
+            window.advance(now)
         return now
-
-    def _limited(self) -> list[tuple[str, int, SlidingWindow]]:
-        windows = (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens))
-        return [(name, limit, window) for name, window in windows if (limit := getattr(self.limits, name))]
 
     def headers(self) -> Headers:
         """Where the key stands, in OpenAI's headers: limit, what is left, and when all is there again."""
-        found: list[tuple[str, str]] = []
-        for name, limit, window in self._limited():
-            reset = "1m0s" if window.reset == WINDOW else f"{window.reset}s"
-            values = (("limit", str(limit)), ("remaining", str(max(0, limit - window.total))), ("reset", reset))
-            found += [(f"x-ratelimit-{what}-{name.removesuffix('_per_minute')}", value) for what, value in values]
-        return tuple((name.encode(), value.encode()) for name, value in found)
+        now, found = int(self._clock()), dict[str, str]()
+        for name, window in self._windows.items():
+            reset, kind = window.reset(now), name.removesuffix("_per_minute")
+            found[f"x-ratelimit-limit-{kind}"] = str(window.limit)
+            found[f"x-ratelimit-remaining-{kind}"] = str(max(0, window.limit - window.total))
+            found[f"x-ratelimit-reset-{kind}"] = "1m0s" if reset == WINDOW else f"{reset}s"
+        return tuple((name.encode(), value.encode()) for name, value in found.items())
 
 
 def _refuse_unbounded(demand: Demand, limit: int) -> None:

@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from agentspec.telemetry.samples import (
+    ENGINE,
+    INDEX,
+    MEMBER,
+    TENANT,
+    UPSTREAM,
     BackendSample,
     EngineSample,
+    Family,
     IndexFigures,
     MemberSample,
     TenantSample,
@@ -31,105 +36,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
 _HELPERS = ("small", "judge")  # the roles of models that a strategy can go on without
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_PREFILL_OUTCOMES = ("launched", "used", "cancelled")
 
 
-@dataclass(frozen=True, slots=True)
-class _Family(Generic[S]):
-    """One metric that a scrape computes: `read` returns a sample's number, or its numbers by the values of the label
-    `by`. A number that `falls` is a gauge, else it is a total.
-    """
-
-    name: str
-    help: str
-    read: Callable[[S], float | Mapping[str, float]]
-    by: str = ""
-    falls: bool = False
-
-
-_gauge = partial(_Family, falls=True)
-
-_ENGINE: tuple[_Family[EngineSample], ...] = (
-    _Family("agentspec_engine_draft_tokens", "Tokens proposed, by source", lambda one: one.drafted, "source"),
-    _Family("agentspec_engine_accepted_tokens", "Tokens kept, by source", lambda one: one.accepted, "source"),
-    _gauge("agentspec_engine_queued", "Requests waiting for the engine", lambda one: one.queued),
-    _gauge("agentspec_engine_active", "Requests being decoded", lambda one: one.active),
-    _gauge("agentspec_engine_kv_rows", "Key/value rows reserved", lambda one: one.rows),
-    _Family("agentspec_engine_preempted", "Answers that made room", lambda one: one.preempted),
-    _Family("agentspec_engine_forwards", "Forwards", lambda one: sum(one.forwards.values())),
-    _Family(
-        "agentspec_engine_forward_requests",
-        "Answers in forwards, each counted once for each forward",
-        lambda one: sum(size * count for size, count in one.forwards.items()),
-    ),
-    _Family(
-        "agentspec_engine_draft_failures",
-        "Answers whose drafter failed, which went on without",
-        lambda one: one.draft_failures,
-    ),
-    _Family(
-        "agentspec_engine_lossy_tokens",
-        "Tokens that a lossy rule accepted for the model's own",
-        lambda one: one.substituted,
-    ),
-    _Family(
-        "agentspec_engine_prefills",
-        "Prompts read before they came, by outcome",
-        lambda one: {outcome: one.prefills.get(outcome, 0) for outcome in _PREFILL_OUTCOMES},
-        "outcome",
-    ),
-    _Family("agentspec_engine_prefill_tokens", "Tokens read ahead", lambda one: one.prefills.get("tokens", 0)),
-)
-
-_UPSTREAM: tuple[_Family[UpstreamSample], ...] = (
-    _Family("agentspec_upstream_drafts", "Drafts that a vLLM upstream verified", lambda one: one.drafts),
-    _Family("agentspec_upstream_draft_tokens", "Tokens proposed there", lambda one: one.drafted),
-    _Family("agentspec_upstream_accepted_tokens", "Proposed tokens kept there", lambda one: one.accepted),
-)
-
-_TENANT: tuple[_Family[TenantSample], ...] = (
-    _gauge("agentspec_tenant_running", "Requests being answered, by tenant", lambda one: one.running),
-    _gauge("agentspec_tenant_waiting", "Requests waiting for a slot", lambda one: one.waiting),
-    _Family("agentspec_tenant_refused", "Requests that got no slot (429)", lambda one: one.refused),
-)
-
-_MEMBER: tuple[_Family[MemberSample], ...] = (
-    _gauge(
-        "agentspec_member_state", "Processes of the gateway that see the server so", lambda one: {one.state: 1}, "state"
-    ),
-    _gauge("agentspec_member_in_flight", "Calls that a server is answering", lambda one: one.in_flight),
-    _Family("agentspec_member_calls", "Calls sent to a server, retries too", lambda one: one.calls),
-    _Family("agentspec_member_retries", "Those after another try", lambda one: one.retries),
-    _Family("agentspec_member_failures", "Calls that it failed", lambda one: one.failures),
-)
-
-_INDEX: tuple[_Family[IndexFigures], ...] = (
-    _gauge("agentspec_index_bytes", "Memory of the token index", lambda one: one.bytes),
-    _gauge("agentspec_index_sequences", "Sequences in the token index", lambda one: one.sequences),
-    _gauge(
-        "agentspec_cache_damaged_rows",
-        "Rows of the cache's database that cannot be read, and are left out",
-        lambda one: one.damaged,
-    ),
-    _gauge(
-        "agentspec_cache_unread_rows",
-        "Rows of the cache's database that are known of and not in the index yet, at most",
-        lambda one: one.unread,
-    ),
-    _gauge(
-        "agentspec_cache_behind_seconds",
-        "Seconds since the index had last taken in all that other processes wrote",
-        lambda one: one.behind,
-    ),
-    _gauge(
-        "agentspec_cache_erasure_pending",
-        "1 while bytes of what was deleted may still be in the database's files",
-        lambda one: one.erasure_pending,
-    ),
-)
-
-
-def _collected(families: Iterable[_Family[S]], samples: Iterable[S], *labels: str) -> Iterator[Metric]:
+def _collected(families: Iterable[Family[S]], samples: Iterable[S], *labels: str) -> Iterator[Metric]:
     """The metrics of all samples, whose attributes `labels` are the values of the labels of the same names."""
     found = [(sample, [getattr(sample, label) for label in labels]) for sample in samples]
     for family in families:
@@ -146,12 +55,12 @@ def _collected(families: Iterable[_Family[S]], samples: Iterable[S], *labels: st
 
 
 def _of_backends(samples: Collection[BackendSample]) -> Iterator[Metric]:
-    yield from _collected(_ENGINE, [one for one in samples if isinstance(one, EngineSample)], "backend")
-    yield from _collected(_UPSTREAM, [one for one in samples if isinstance(one, UpstreamSample)], "backend")
+    yield from _collected(ENGINE, [one for one in samples if isinstance(one, EngineSample)], "backend")
+    yield from _collected(UPSTREAM, [one for one in samples if isinstance(one, UpstreamSample)], "backend")
 
 
 def _of_index(figures: IndexFigures | None) -> Iterator[Metric]:
-    return iter(()) if figures is None else _collected(_INDEX, [figures])
+    return iter(()) if figures is None else _collected(INDEX, [figures])
 
 
 class Metrics:
@@ -201,8 +110,8 @@ class Metrics:
         )
         registry.register(_OnScrape(lambda: _of_index(index_size())))
         registry.register(_OnScrape(lambda: _of_backends(backends())))
-        registry.register(_OnScrape(lambda: _collected(_TENANT, tenants(), "tenant")))
-        registry.register(_OnScrape(lambda: _collected(_MEMBER, members(), "backend", "member")))
+        registry.register(_OnScrape(lambda: _collected(TENANT, tenants(), "tenant")))
+        registry.register(_OnScrape(lambda: _collected(MEMBER, members(), "backend", "member")))
 
     def connections(self, count: Callable[[], int]) -> None:
         """Report at each scrape how many connections are open."""

@@ -16,7 +16,8 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy.app import GatewayMiddleware, create_app
+from agentspec.proxy.app import create_app
+from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.serving import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings

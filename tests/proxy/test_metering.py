@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from agentspec.errors import EngineError, OverRateLimitError, RateLimitError
-from agentspec.proxy.metering import ANSWER_TOKENS, MEDIA_TOKENS, WINDOW, Demand, KeyLimiter, SlidingWindow, demand_of
+from agentspec.proxy.metering import ANSWER_TOKENS, MEDIA_TOKENS, WINDOW, Demand, KeyLimiter, demand_of
 from agentspec.settings.server import ApiKey, RateLimits
 from agentspec.testing import Answer, FakeBackend
 
@@ -93,34 +93,6 @@ def refused(limiter: KeyLimiter, tokens: int = 1) -> RateLimitError:
 
 def tokens_left(limiter: KeyLimiter) -> bytes:
     return dict(limiter.headers())[b"x-ratelimit-remaining-tokens"]
-
-
-STEPS = st.lists(
-    st.tuples(st.sampled_from([0, 1, 59, 60]) | st.integers(0, 90), st.integers(0, 50), st.integers(0, 100)),
-    max_size=60,
-)
-
-
-@settings(max_examples=50)
-@given(STEPS)
-def test_a_window_is_the_sum_of_its_last_seconds(steps: list[tuple[int, int, int]]) -> None:
-    window, now = SlidingWindow(), 1000
-    added: list[list[int]] = []
-    for pause, amount, percent in steps:
-        now += pause
-        window.advance(now)
-        window.add(amount)
-        added.append([now, amount])
-        if percent < 50:  # as much of an earlier one is given back
-            chosen = added[len(added) * percent // 50]
-            back = chosen[1] * percent // 50
-            window.give_back(chosen[0], back)
-            chosen[1] -= back
-        recent = [amount for second, amount in added if now - second < WINDOW]
-        assert window.total == sum(recent)
-        assert window.reset == max((WINDOW - now + second for second, amount in added if amount), default=0) or (
-            window.total == 0 == window.reset
-        )
 
 
 @settings(max_examples=60)

@@ -21,8 +21,8 @@ from agentspec import cli
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
 from agentspec.proxy import logs
-from agentspec.proxy.app import Loading
 from agentspec.proxy.auth import is_unprotected
+from agentspec.proxy.loading import Loading
 from agentspec.proxy.request_record import PIECE, RequestRecord
 from agentspec.proxy.serving import COLLECT_AFTER, serve, spare_what_is_loaded
 from agentspec.runtime import Runtime

@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy import serving
+from agentspec.proxy import connections
 from agentspec.proxy.body import budget as budget_module
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
@@ -182,8 +182,8 @@ class Endless:
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads and readers have a second."""
-    monkeypatch.setattr(serving, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(serving, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(connections, "WRITE_SECONDS", 1.0)
 
 
 def most_buffered(running: Any) -> int:
@@ -359,7 +359,7 @@ def test_c4_a_disconnect_at_any_point_leaves_nothing(
 
 @sizes(60, 1500, pytest.mark.long)
 def test_c5_half_heads_disturb_nobody_and_are_closed(gateway: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(serving, "HEAD_SECONDS", 3.0)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 3.0)
     running = gateway({"fake": FakeBackend("fine")})
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(address(running.url))) for _ in range(count)]

@@ -27,8 +27,9 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import AuthenticationError, EngineError
 from agentspec.proxy import logs
-from agentspec.proxy.app import GatewayMiddleware, create_app
+from agentspec.proxy.app import create_app
 from agentspec.proxy.auth import Authenticator
+from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.reasoning.settings import (
     STRATEGIES,
     LossyAcceptanceSettings,

@@ -29,7 +29,7 @@ from agentspec.errors import (
 )
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
-from agentspec.runtime.runtime import delay_before
+from agentspec.runtime.retries import delay_before
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.models import ModelDirectory
 from agentspec.testing import FakeBackend
