@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checka
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.telemetry.samples import BackendSample
 from agentspec.types import Delta, GenerateRequest, Message
 
 if TYPE_CHECKING:
@@ -126,15 +125,4 @@ class AddsHeaders(Protocol):
 
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         """The headers of the answer to `request`, known before it begins."""
-        ...
-
-
-@runtime_checkable
-class ReportsMetrics(Protocol):
-    """A backend that reports counts for metrics."""
-
-    async def metrics(self, name: str) -> BackendSample | None:
-        """The counts of this backend, whose name is `name`; None if there are none now. Never raises; takes seconds at
-        most.
-        """
         ...

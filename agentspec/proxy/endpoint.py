@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +16,7 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.attempts import Attempt, Attempts
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Pool
-from agentspec.backends.pool.prompt import prompt_pieces, scoped_call
+from agentspec.backends.pool.prompt import prompt_blocks, scoped_call
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.headers import STRATEGY_HEADER
 from agentspec.protocol.requests import parse_chat, parse_completion
@@ -64,12 +64,12 @@ class Exchange(Arrival):
         """Drop the body, which nobody needs any more: an answer can take minutes."""
         self.body, self.fields = b"", {}
 
-    def tries(self, pool: Pool) -> Attempts:
+    def tries(self, pool: Pool, blocks: Sequence[int]) -> Attempts:
         """The tries at the servers of `pool`, as far as the client's patience goes."""
         until, policy = self.deadline.at, self.caller.policy
         if policy.deadline_s is not None:
             until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
-        call = scoped_call(self.caller.tenant, self.caller.labels.session, prompt_pieces(self.fields))
+        call = scoped_call(self.caller.tenant, self.caller.labels.session, blocks)
         return Attempts(pool, call, until, fallbacks=True)
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
@@ -140,9 +140,10 @@ class GenerationEndpoint:
 
     async def _try(self, exchange: Exchange, pool: Pool) -> None:
         """Answer by a server of `pool`, or another one as long as nothing has come back."""
-        kept, tries = [(exchange.route, exchange.body, exchange.fields)], exchange.tries(pool)
+        blocks: Sequence[int] = ()
         if pool.reads_prompts:
-            await self._run(exchange, len, tries.call.blocks)  # computed here, off the loop if the body is large
+            blocks = await self._run(exchange, prompt_blocks, exchange.caller.tenant, exchange.fields)
+        kept, tries = [(exchange.route, exchange.body, exchange.fields)], exchange.tries(pool, blocks)
         while (attempt := await self._next(tries, exchange.deadline)) is not None:
             async with attempt:
                 exchange.at(attempt, *kept[0])

@@ -12,7 +12,7 @@ import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from agentspec.backends.base import ReportsMetrics
+from agentspec.backends.base import is_local
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import (
@@ -27,7 +27,7 @@ from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming import json_response
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
-from agentspec.telemetry.samples import BackendSample, IndexFigures
+from agentspec.telemetry.samples import EngineSample, IndexFigures
 from agentspec.version import __version__
 
 MODELS_SECONDS = 10.0  # to list the models of an upstream
@@ -41,13 +41,11 @@ class Pages:
         self._runtime = runtime
         self._limiter = limiter
         self._created = int(time.time())
-        self._samples: list[BackendSample] = []
-        self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(
             version=__version__,
             models=runtime.models(),
             index_size=lambda: index_size(runtime),
-            backends=lambda: self._samples,
+            backends=lambda: engine_samples(runtime),
             tenants=limiter.samples,
             members=lambda: runtime.fleet.samples() if runtime.fleet else (),
         )
@@ -80,7 +78,6 @@ class Pages:
         return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        self._samples = await self._sampled()
         rendered = await anyio.to_thread.run_sync(self.registry.render)
         return Response(rendered, headers={"content-type": CONTENT_TYPE})
 
@@ -124,12 +121,6 @@ class Pages:
             error.for_client = not (record.has_gateway_key or error.own_key)
             raise
 
-    async def _sampled(self) -> list[BackendSample]:
-        """The current counts of all backends. Who asks while they are being asked gets the same answer."""
-        if self._sampling is None or self._sampling.done():
-            self._sampling = asyncio.create_task(backend_samples(self._runtime))
-        return await asyncio.shield(self._sampling)
-
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
 
@@ -143,8 +134,6 @@ def index_size(runtime: Runtime) -> IndexFigures | None:
     return IndexFigures(*held, stats.damaged, stats.unread, stats.behind, stats.erasure_pending)
 
 
-async def backend_samples(runtime: Runtime) -> list[BackendSample]:
-    """The current counts of all backends that report any."""
-    counting = {name: backend for name, backend in runtime.backends().items() if isinstance(backend, ReportsMetrics)}
-    found = await asyncio.gather(*(backend.metrics(name) for name, backend in counting.items()))
-    return [sample for sample in found if sample is not None]
+def engine_samples(runtime: Runtime) -> list[EngineSample]:
+    """The current counts of the local engines."""
+    return [backend.sample(name) for name, backend in runtime.backends().items() if is_local(backend, "sample")]

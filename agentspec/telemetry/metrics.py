@@ -18,14 +18,11 @@ from agentspec.telemetry.samples import (
     INDEX,
     MEMBER,
     TENANT,
-    UPSTREAM,
-    BackendSample,
     EngineSample,
     Family,
     IndexFigures,
     MemberSample,
     TenantSample,
-    UpstreamSample,
 )
 from agentspec.types import Speculation
 
@@ -54,11 +51,6 @@ def _collected(families: Iterable[Family[S]], samples: Iterable[S], *labels: str
         yield metric
 
 
-def _of_backends(samples: Collection[BackendSample]) -> Iterator[Metric]:
-    yield from _collected(ENGINE, [one for one in samples if isinstance(one, EngineSample)], "backend")
-    yield from _collected(UPSTREAM, [one for one in samples if isinstance(one, UpstreamSample)], "backend")
-
-
 def _of_index(figures: IndexFigures | None) -> Iterator[Metric]:
     return iter(()) if figures is None else _collected(INDEX, [figures])
 
@@ -78,7 +70,7 @@ class Metrics:
         version: str,
         models: Collection[str] = (),
         index_size: Callable[[], IndexFigures | None] = lambda: None,
-        backends: Callable[[], Collection[BackendSample]] = lambda: (),
+        backends: Callable[[], Collection[EngineSample]] = lambda: (),
         tenants: Callable[[], Iterable[TenantSample]] = lambda: (),
         members: Callable[[], Iterable[MemberSample]] = lambda: (),
     ) -> None:
@@ -109,7 +101,7 @@ class Metrics:
             {"version": version, "python": platform.python_version()}
         )
         registry.register(_OnScrape(lambda: _of_index(index_size())))
-        registry.register(_OnScrape(lambda: _of_backends(backends())))
+        registry.register(_OnScrape(lambda: _collected(ENGINE, backends(), "backend")))
         registry.register(_OnScrape(lambda: _collected(TENANT, tenants(), "tenant")))
         registry.register(_OnScrape(lambda: _collected(MEMBER, members(), "backend", "member")))
 

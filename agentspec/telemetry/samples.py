@@ -34,16 +34,6 @@ class EngineSample:
 
 
 @dataclass(frozen=True, slots=True)
-class UpstreamSample:
-    """The counts that an upstream keeps of its own drafts since it started."""
-
-    backend: str
-    drafts: float
-    drafted: float
-    accepted: float
-
-
-@dataclass(frozen=True, slots=True)
 class MemberSample:
     """One server of a pool, as this process sees it. Totals since the start; `running`, `waiting` and `kv_use` by the
     server's own metrics, None without.
@@ -59,9 +49,6 @@ class MemberSample:
     running: int | None = None
     waiting: int | None = None
     kv_use: float | None = None
-
-
-BackendSample = EngineSample | UpstreamSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +123,6 @@ ENGINE: tuple[Family[EngineSample], ...] = (
         "outcome",
     ),
     Family("agentspec_engine_prefill_tokens", "Tokens read ahead", lambda one: one.prefills.get("tokens", 0)),
-)
-
-UPSTREAM: tuple[Family[UpstreamSample], ...] = (
-    Family("agentspec_upstream_drafts", "Drafts that a vLLM upstream verified", lambda one: one.drafts),
-    Family("agentspec_upstream_draft_tokens", "Tokens proposed there", lambda one: one.drafted),
-    Family("agentspec_upstream_accepted_tokens", "Proposed tokens kept there", lambda one: one.accepted),
 )
 
 TENANT: tuple[Family[TenantSample], ...] = (

@@ -31,7 +31,6 @@ from agentspec.backends.openai.fields import (
     token_id_fields,
 )
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
-from agentspec.backends.openai.metrics import read_metrics
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
@@ -41,12 +40,10 @@ from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamEr
 from agentspec.protocol.deltas import CallNumbers, merged, size_of, to_delta
 from agentspec.protocol.headers import label_headers, policy_of, read_labels, switched_off
 from agentspec.protocol.wire import SseDecoder
-from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 
-SCRAPE_SECONDS = 1.0
 MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
 _SAID = ("prediction", GOAL, PRIORITY)  # fields of requests that some servers are sent in another form
@@ -267,15 +264,6 @@ class OpenAIBackend:
     def tokenizer_of(self, model: str) -> ServerTokenization:
         """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
         return ServerTokenization(self._endpoint, model)
-
-    async def metrics(self, name: str) -> UpstreamSample | None:
-        """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""
-        if not await self._detector.is_vllm():
-            return None
-        metrics = await read_metrics(self._endpoint, SCRAPE_SECONDS)
-        if metrics is None or (counts := metrics.drafts) is None:
-            return None
-        return UpstreamSample(name, counts.drafts, counts.draft_tokens, counts.accepted_tokens)
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The upstream's own model list; `headers` may carry a client's key. Raises as `generate` does."""

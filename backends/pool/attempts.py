@@ -11,7 +11,6 @@ from types import TracebackType
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Placed, Pool
-from agentspec.backends.pool.prompt import PromptBlocks
 from agentspec.errors import (
     InvalidRequestError,
     UpstreamError,
@@ -54,9 +53,6 @@ class Attempts:
 
     def __aiter__(self) -> Attempts:
         return self
-
-    async def aclose(self) -> None:
-        """Nothing is left behind: an attempt ends with its own context."""
 
     async def __anext__(self) -> Attempt:
         if self._over:
@@ -190,8 +186,6 @@ class Attempt:
             self._succeeded()
         self._answered = True
         self.when_answered()
-        if isinstance(blocks := self._attempts.call.blocks, PromptBlocks):
-            blocks.release()
 
     def _succeeded(self) -> None:
         self._told = True

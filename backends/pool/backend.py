@@ -15,7 +15,7 @@ from agentspec.backends.openai.probe import ProbeReport
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.attempts import Attempts
 from agentspec.backends.pool.pool import Pool
-from agentspec.backends.pool.prompt import prompt_pieces, scoped_call
+from agentspec.backends.pool.prompt import prompt_blocks, scoped_call
 from agentspec.errors import NoServerError, UpstreamError
 from agentspec.placement import Call
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
@@ -53,7 +53,9 @@ class PoolBackend:
 
         After the first delta nothing is tried again.
         """
-        async for attempt in Attempts(self.pool, _call(request), _until(request.deadline_s), fallbacks=False):
+        blocks = prompt_blocks(request.tenant, payload(request, "")[1]) if self.pool.reads_prompts else ()
+        call = scoped_call(request.tenant, request.labels.session, blocks)
+        async for attempt in Attempts(self.pool, call, _until(request.deadline_s), fallbacks=False):
             async with attempt:
                 asked = request if attempt.model is None else replace(request, model=attempt.model)
                 async with aclosing(attempt.backend.generate(asked)) as deltas:
@@ -140,11 +142,6 @@ class PoolTokenization:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await self.pool.ask_tokenizer(lambda side: side.detokenize(token_ids))
-
-
-def _call(request: GenerateRequest) -> Call:
-    _, body = payload(request, request.model)
-    return scoped_call(request.tenant, request.labels.session, prompt_pieces(body))
 
 
 def _until(seconds: float | None) -> float:

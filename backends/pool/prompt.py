@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -15,38 +15,6 @@ MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES
 _TEXT_MESSAGE = {"role", "content"}
 ITEMS = 256  # of a list of token ids that are encoded at once
 MOST_PIECES = 4096  # of a prompt that are looked at: more than it may have messages
-
-
-class PromptBlocks(Sequence[int]):
-    """The hashes of the blocks of a prompt's text, each of all text up to its end; an unfinished block has none.
-
-    `pieces` returns the text as UTF-8 and is called once, when the first hash is asked for. Tenants' prompts share
-    nothing: `scope` is a part of every hash. Hashes hold for this process.
-    """
-
-    def __init__(self, scope: str, pieces: Callable[[], Iterable[bytes]]) -> None:
-        self._scope = scope
-        self._pieces: Callable[[], Iterable[bytes]] | None = pieces
-        self._hashes: tuple[int, ...] = ()
-
-    def release(self) -> None:
-        """Forget the prompt; hashes that were computed stay."""
-        self._pieces = None
-
-    def __len__(self) -> int:
-        return len(self._computed())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._computed()[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._computed())
-
-    def _computed(self) -> tuple[int, ...]:
-        if self._pieces is not None:
-            pieces, self._pieces = self._pieces, None
-            self._hashes = tuple(block_hashes(self._scope, pieces()))
-        return self._hashes
 
 
 def block_hashes(scope: str, pieces: Iterable[bytes]) -> Iterator[int]:
@@ -63,9 +31,15 @@ def block_hashes(scope: str, pieces: Iterable[bytes]) -> Iterator[int]:
         rest = text[len(text) - len(text) % BLOCK_BYTES :]
 
 
-def scoped_call(tenant: str, session: str | None, pieces: Iterable[bytes] | None = None) -> Call:
-    """What policies know of a tenant's call of a `session`; `pieces` of its prompt are read only if a policy asks."""
-    blocks = () if pieces is None else PromptBlocks(tenant, lambda: pieces)
+def prompt_blocks(tenant: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The hashes of the blocks of the prompt in a body with these `fields`, each of all text up to its end; an
+    unfinished block has none. Tenants' prompts share nothing, and hashes hold for this process.
+    """
+    return tuple(block_hashes(tenant, prompt_pieces(fields)))
+
+
+def scoped_call(tenant: str, session: str | None, blocks: Sequence[int] = ()) -> Call:
+    """What policies know of a tenant's call of a `session`."""
     return Call(session and f"{tenant}\n{session}", blocks)
 
 

@@ -322,9 +322,9 @@ class TorchBackend(ModelTokens):
         """The text at the end of a prompt, by which thinking is expected or not, and the whole prompt."""
         return self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True), list(prompt)
 
-    async def metrics(self, name: str) -> EngineSample:
+    def sample(self, name: str) -> EngineSample:
         """The part of `stats` that the gateway's metrics show."""
-        stats = await asyncio.to_thread(self.stats)
+        stats = self.stats()
         return EngineSample(
             name,
             queued=stats.queued,

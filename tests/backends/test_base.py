@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.backends.base import CHAT, COMPLETIONS, AddsHeaders, Capabilities, ReportsMetrics
+from agentspec.backends.base import CHAT, COMPLETIONS, AddsHeaders, Capabilities
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.torch import TorchBackend
 from agentspec.reasoning.delegation.backend import DelegationBackend
@@ -14,8 +14,8 @@ from agentspec.testing import FakeBackend
 
 ABILITIES = {
     FakeBackend: set(),
-    OpenAIBackend: {ReportsMetrics},
-    TorchBackend: {ReportsMetrics},
+    OpenAIBackend: set(),
+    TorchBackend: set(),
     DelegationBackend: {AddsHeaders},
     RetrievalBackend: {AddsHeaders},
     KnnBackend: {AddsHeaders},
@@ -28,7 +28,7 @@ def test_what_a_backend_offers(backend: type) -> None:
         methods = [name for name, value in vars(ability).items() if callable(value) and not name.startswith("_")]
         return all(hasattr(backend, name) for name in methods)
 
-    assert {one for one in (AddsHeaders, ReportsMetrics) if offers(one)} == ABILITIES[backend]
+    assert {one for one in (AddsHeaders,) if offers(one)} == ABILITIES[backend]
 
 
 def test_a_backend_answers_both_routes_for_text_unless_it_says_otherwise() -> None:

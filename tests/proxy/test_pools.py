@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from agentspec.backends.pool.prompt import prompt_pieces
+from agentspec.backends.pool.prompt import prompt_blocks
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.cli import app as program
@@ -251,11 +251,11 @@ def test_a_large_prompt_is_read_for_its_placement_off_the_loop(
 ) -> None:
     readers: list[str] = []
 
-    def pieces(fields: Any) -> Iterator[bytes]:
+    def blocks(tenant: str, fields: Any) -> tuple[int, ...]:
         readers.append(threading.current_thread().name)
-        yield from prompt_pieces(fields)
+        return prompt_blocks(tenant, fields)
 
-    monkeypatch.setattr("agentspec.proxy.endpoint.prompt_pieces", pieces)
+    monkeypatch.setattr("agentspec.proxy.endpoint.prompt_blocks", blocks)
     upstreams = backends(upstream(working).url)
     for placement, expected in (("workflow", 1), ("round_robin", 0)):
         model = ModelSettings(backends=tuple(upstreams), placement=placement)

@@ -1,4 +1,4 @@
-"""What upstreams are told of tenants and of the names that agents give themselves; vLLM's labels and counters."""
+"""What upstreams are told of tenants and of the names that agents give themselves; vLLM's labels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ from agentspec.types import Labels
 ANSWER = b'{"choices": [{"message": {"content": "hi"}, "token_ids": null}], "prompt_token_ids": null, "usage": null}'
 HEADERS = {"x-agentspec-session": "s1", "x-agentspec-step": "pl%C3%A4n", "content-type": "application/json"}
 XARGS = {"agentspec_session": "s1", "agentspec_step": "pl\u00e4n"}
-METRICS = b"""\
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 12.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 9.0
-"""
 
 
 def serve(owner: str = "vllm") -> Any:
@@ -32,7 +27,7 @@ def serve(owner: str = "vllm") -> Any:
 
     def script(request: Any) -> None:
         models = json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
-        request.answer({"/v1/models": models, "/metrics": METRICS}.get(request.target, ANSWER))
+        request.answer(models if request.target == "/v1/models" else ANSWER)
 
     return script
 
@@ -95,29 +90,6 @@ def test_arguments_that_are_wrong_are_left_for_the_server_to_refuse(gateway: Any
     body = b'{"model":"m","vllm_xargs":"x"}'
     post(gateway(*in_front_of(server.url)), body)
     assert list(map(json.loads, sent(server))) == [{"session_id": "s1", **json.loads(body)}]
-
-
-def test_the_counters_of_the_upstream_stand_beside_the_gateways_own(gateway: Any, upstream: Any) -> None:
-    server = upstream(serve())
-    running = gateway(*in_front_of(server.url))
-    text = httpx.get(f"{running.url}/metrics").text
-    assert 'agentspec_upstream_drafts_total{backend="up"} 3.0' in text
-    assert 'agentspec_upstream_draft_tokens_total{backend="up"} 12.0' in text
-    assert 'agentspec_upstream_accepted_tokens_total{backend="up"} 9.0' in text
-    server.close()
-    text = httpx.get(f"{running.url}/metrics").text
-    assert "agentspec_upstream_drafts_total{" not in text and "agentspec_build_info{" in text
-
-
-def test_an_upstream_that_is_silent_holds_up_a_scrape_for_seconds_and_nothing_else(
-    gateway: Any, upstream: Any, until: Any
-) -> None:
-    server = upstream(lambda request: request.client_left(8))
-    running = gateway(*in_front_of(server.url))
-    with httpx.stream("GET", f"{running.url}/health") as health:
-        assert health.status_code == 200
-    answer = httpx.get(f"{running.url}/metrics", timeout=60)
-    assert answer.status_code == 200 and "agentspec_upstream_drafts_total{" not in answer.text
 
 
 PREDICTED = b'{"model":"m", "messages":[], "prediction": {"type": "content", "content": "def f(): pass"}}'

@@ -248,36 +248,6 @@ def test_c7_a_list_of_an_upstreams_models_takes_a_place(
     assert [model["id"] for model in httpx.get(f"{running.url}/v1/models").json()["data"]] == ["m"]
 
 
-class Counted(FakeBackend):
-    """Tells its counts when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__("fine")
-        self.asked, self.go = 0, asyncio.Event()
-
-    async def metrics(self, name: str) -> None:
-        self.asked += 1
-        await self.go.wait()
-
-
-@pytest.mark.anyio
-async def test_c7_backends_are_asked_for_their_counts_once_at_a_time() -> None:
-    runtime = Runtime(backends={"fake": (backend := Counted())})
-    runtime.start()
-    transport = httpx.ASGITransport(create_app(runtime))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        for round in (1, 2):
-            backend.go.clear()
-            scrapes = [asyncio.create_task(client.get("/metrics")) for _ in range(20)]
-            while backend.asked < round:
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.1)  # all twenty have asked by now
-            scrapes[0].cancel()  # the others still get what it asked for
-            backend.go.set()
-            assert {(await one).status_code for one in scrapes[1:]} == {200} and backend.asked == round
-    await runtime.aclose()
-
-
 def test_neighbours_a_flood_leaves_other_tenants_their_share(tmp_path: Path, in_virtual_time: Any) -> None:
     gateway = Gateway(tmp_path, {"a": TenantLimits(), "b": TenantLimits()})
 

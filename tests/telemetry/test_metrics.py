@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentspec.telemetry.metrics import Metrics
-from agentspec.telemetry.samples import EngineSample, IndexFigures, UpstreamSample
+from agentspec.telemetry.samples import EngineSample, IndexFigures
 from agentspec.types import Speculation, StepSpeculation
 
 
@@ -68,13 +68,6 @@ def test_engines_count_by_source() -> None:
     assert 'agentspec_engine_prefills_total{backend="local",outcome="used"} 4.0' in text
     assert 'agentspec_engine_prefill_tokens_total{backend="local"} 900.0' in text
     assert 'agentspec_engine_kv_rows{backend="local"} 640.0' in text
-
-
-def test_upstreams_count_by_backend() -> None:
-    text = Metrics(version="1", backends=lambda: [UpstreamSample("up", 3, 12, 9)]).render().decode()
-    assert 'agentspec_upstream_drafts_total{backend="up"} 3.0' in text
-    assert 'agentspec_upstream_draft_tokens_total{backend="up"} 12.0' in text
-    assert 'agentspec_upstream_accepted_tokens_total{backend="up"} 9.0' in text
 
 
 def test_two_gateways_share_nothing() -> None:

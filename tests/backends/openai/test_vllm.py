@@ -14,7 +14,6 @@ from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, S
 from agentspec.backends.openai.metrics import parse_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
-from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import Delta, GenerateRequest, Labels
 
 pytestmark = pytest.mark.anyio
@@ -129,12 +128,6 @@ async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics(
     assert await backend(other).body_fields(CHAT, "default", LABELS, {}) == {}
 
 
-async def test_the_operators_key_reaches_the_paths_beside_v1() -> None:
-    server = VllmServer(key="secret")
-    assert await backend(server, api_key="secret").metrics("up") is not None
-    assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
-
-
 async def test_what_an_upstream_is_holds_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     server, now = VllmServer(), [1000.0]
     monkeypatch.setattr(server_kind.time, "monotonic", lambda: now[0])
@@ -238,12 +231,6 @@ def test_labels_without_end_take_time_by_their_length() -> None:
     """By the square of it the longest answer that is read would hold the gateway up for a day."""
     for labels in ("x" * 200_000, 'x="' + "y" * 200_000, 'x="' * 50_000):
         assert parse_metrics(f"vllm:spec_decode_num_drafts_total{{{labels}}} 3\n").drafts == DraftCounts(3.0)
-
-
-async def test_counters_of_servers_with_and_without_drafts() -> None:
-    assert await backend(VllmServer()).metrics("up") == UpstreamSample("up", 7, 120, 90)
-    assert await backend(VllmServer(metrics="vllm:x 1\n")).metrics("up") is None
-    assert await backend(VllmServer("somebody")).metrics("up") is None
 
 
 async def test_the_probe_tells_what_the_server_tells() -> None:

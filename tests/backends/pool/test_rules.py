@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentspec.backends.openai.metrics import ServerLoad, parse_load
 from agentspec.backends.pool.attempts import retry_after
 from agentspec.backends.pool.member import CircuitBreaker
-from agentspec.backends.pool.prompt import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks, block_hashes
+from agentspec.backends.pool.prompt import BLOCK_BYTES, MAX_BLOCKS, block_hashes
 
 
 def test_the_breaker_opens_after_five_failures_and_allows_one_trial_after_ten_seconds() -> None:
@@ -89,7 +89,7 @@ def test_equal_beginnings_have_equal_blocks_however_the_text_is_cut(text: bytes,
     assert not set(whole) & set(block_hashes("other tenant", [text]))
 
 
-def test_blocks_are_computed_when_they_are_looked_at_and_long_prompts_only_in_part() -> None:
+def test_of_long_prompts_the_beginning_is_read() -> None:
     read: list[int] = []
 
     def pieces() -> Iterator[bytes]:
@@ -97,12 +97,8 @@ def test_blocks_are_computed_when_they_are_looked_at_and_long_prompts_only_in_pa
             read.append(number)
             yield bytes(BLOCK_BYTES)
 
-    blocks = PromptBlocks("t", pieces)
-    assert not read
-    assert len(blocks) == MAX_BLOCKS and len(read) == MAX_BLOCKS and blocks[0] != blocks[1] and len(blocks[:3]) == 3
-    released = PromptBlocks("t", pieces)
-    released.release()
-    assert list(released) == [] and len(read) == MAX_BLOCKS
+    blocks = list(block_hashes("t", pieces()))
+    assert len(blocks) == MAX_BLOCKS == len(read) and blocks[0] != blocks[1]
 
 
 def test_the_load_of_vllm_and_sglang_is_read_from_their_metrics() -> None:
