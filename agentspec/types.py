@@ -7,21 +7,20 @@ classes of agentspec, and no third-party package at run time, so every layer may
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from agentspec.errors import InvalidRequestError
-from agentspec.sampling_params import MAX_CHOICES as MAX_CHOICES
-from agentspec.sampling_params import SamplingParams as SamplingParams
-from agentspec.sampling_params import StructuredOutputs as StructuredOutputs
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 DEFAULT_TENANT = "default"
+_TOKEN_BYTES = 16  # of a token besides its text, at least
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "cancelled"]
 Message = Mapping[str, Any]
@@ -125,6 +124,136 @@ def check_latency_goal(goal: object) -> None:
     if not isinstance(goal, int | float) or isinstance(goal, bool) or not 0 < goal <= sys.float_info.max:
         name = "latency_target_ms_per_token"
         raise InvalidRequestError(f"{name} must be a number above 0", param=name)
+
+
+MAX_CHOICES = 128
+GREEDY_BELOW = 1e-5  # below this temperature, scaling would overflow before it changed anything
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form an answer must have; exactly one kind of form is given. The names are vLLM's.
+
+    `json` is a JSON schema, `json_object` allows any JSON object, `regex` matches the whole answer, `choice` lists the
+    allowed answers, `grammar` is a context-free grammar in Lark's or GBNF's notation with the rule `start` or `root`.
+    `param` is the request's field that asks for it.
+    """
+
+    json: Mapping[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    param: str = field(default="structured_outputs", kw_only=True, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.given) != 1:
+            listed = ", ".join(one.name for one in fields(self) if one.name != "param")
+            message = f"structured_outputs needs exactly one of {listed}, not {[*self.given] or 'none'}"
+            raise InvalidRequestError(message, param=self.param)
+        if self.json_object is False:
+            raise InvalidRequestError("structured_outputs.json_object must be true", param=self.param)
+        if self.choice is not None and not all(self.choice or ("",)):
+            raise InvalidRequestError(f"{self.param} must hold answers, none of them empty", param=self.param)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kind of form that is given, with its value."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "param"}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class _Default:
+    """Marks a number that nobody gave, through `replace` too: servers have defaults of their own in its place, as vLLM
+    those of the model's generation config.
+    """
+
+    __slots__ = ()
+
+
+class _Float(_Default, float):
+    __slots__ = ()
+
+
+class _Int(_Default, int):
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are sampled. Defaults are OpenAI's; `temperature` 0 is greedy.
+
+    `n` answers are sampled independently. Before `min_tokens` neither an end token nor a stop string ends an answer;
+    with `ignore_eos` the model's end token never does. `bad_words` never appear. `prompt_logprobs` requests the
+    log-probability of each prompt token, with those of that many most probable tokens at its position.
+
+    Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
+    """
+
+    temperature: float = _Float(1.0)
+    top_p: float = _Float(1.0)
+    top_k: int = _Int(0)
+    min_p: float = _Float(0.0)
+    presence_penalty: float = _Float(0.0)
+    frequency_penalty: float = _Float(0.0)
+    repetition_penalty: float = _Float(1.0)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    n: int = 1
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._require("temperature", 0.0, 2.0)
+        self._require("top_p", 0.0, 1.0, exclude_low=True)
+        self._require("top_k", 0, math.inf)
+        self._require("min_p", 0.0, 1.0)
+        self._require("presence_penalty", -2.0, 2.0)
+        self._require("frequency_penalty", -2.0, 2.0)
+        self._require("repetition_penalty", 1e-3, 1e3)  # beyond, logits would overflow or vanish in float32
+        self._require("top_logprobs", 0, 20)
+        self._require("n", 1, MAX_CHOICES)
+        self._require("min_tokens", 0, math.inf if self.max_tokens is None else self.max_tokens)
+        if self.prompt_logprobs is not None:
+            self._require("prompt_logprobs", 0, 20)
+        if self.max_tokens is not None:
+            self._require("max_tokens", 1, math.inf)
+        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise InvalidRequestError("logit_bias values must lie between -100 and 100", param="logit_bias")
+        if isinstance(self.stop, str):
+            raise InvalidRequestError(f"stop must be a tuple of strings, not {self.stop!r}", param="stop")
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop must not contain an empty string", param="stop")
+        if isinstance(self.bad_words, str) or any(not word.strip() for word in self.bad_words):
+            raise InvalidRequestError("bad_words must be a tuple of words that are not blank", param="bad_words")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the local engine takes the best token and draws nothing."""
+        return self.temperature < GREEDY_BELOW
+
+    def is_given(self, name: str) -> bool:
+        """Whether somebody chose the field's value: one that differs from the default, or a number equal to it."""
+        value, default = getattr(self, name), getattr(_DEFAULTS, name)
+        return not isinstance(value, _Default) and (isinstance(default, _Default) or bool(value != default))
+
+    def _require(self, name: str, low: float, high: float, *, exclude_low: bool = False) -> None:
+        value = getattr(self, name)
+        if not (low < value if exclude_low else low <= value) or not value <= high:
+            bounds = f"{'above' if exclude_low else 'at least'} {low}"
+            bounds += "" if high == math.inf else f" and at most {high}"
+            raise InvalidRequestError(f"{name} must be {bounds}, not {value!r}", param=name)
+
+
+_DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,87 +384,6 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
-class LossyAcceptanceSpeculation(Speculation):
-    """What speculation with a `LossyAcceptance` did for one answer: of its tokens, `substituted` were drafted and
-    accepted in place of what the model would have drawn there.
-    """
-
-    lossy: bool = True
-    strategy: str = "lossy_acceptance"
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    substituted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepSpeculation(Speculation):
-    """What delegating reasoning steps did for one answer. It is lossy: the settings in `knobs` trade quality for speed.
-
-    `drafted` and `accepted` count the small model's tokens, `steps` the reasoning steps. `spent_tokens` counts all
-    tokens that each role generated, dropped ones included. `estimated_seconds_saved` compares the time of the reasoning
-    with that of as many tokens at the base model's own pace, measured while it writes; below 0, time was lost.
-    `degraded` maps each abandoned model to the reason. `trace` names the answer's file in the folder of traces.
-    """
-
-    steps_are_forwards = False
-    lossy: bool = True
-    strategy: str = ""
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    proposed_steps: int = 0
-    accepted_steps: int = 0
-    kept_tokens: Mapping[str, int] = field(default_factory=dict)
-    spent_tokens: Mapping[str, int] = field(default_factory=dict)
-    ended: str = ""
-    degraded: Mapping[str, str] = field(default_factory=dict)
-    trace: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KnnSpeculation(Speculation):
-    """What speculative retrieval did for one answer of KNN-LM. The answer equals that of a search for every token.
-
-    `drafted` and `accepted` count guessed tokens. `wrong` counts the guesses that a search refuted; guesses after a
-    wrong one are dropped unverified. `decided` tokens needed no neighbours. The others needed `queries`, sent in
-    `searches` batches, whose sizes are in `strides`. The seconds are those of the model, of guessing beside it, and of
-    searching the datastore.
-    """
-
-    lossy: bool = False
-    strategy: str = "knnlm"
-    wrong: int = 0
-    decided: int = 0
-    queries: int = 0
-    searches: int = 0
-    strides: tuple[int, ...] = ()
-    model_seconds: float = 0.0
-    guess_seconds: float = 0.0
-    search_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RetrievalSpeculation(Speculation):
-    """What guessing documents did for one answer. The answer equals that of sequential retrieval.
-
-    `drafted` and `accepted` count the tokens generated from guessed documents, `steps` the rounds of the answer.
-    `queries` counts the queries sent to the knowledge base in `batches`; `hit_rate` is the share of right guesses, None
-    without guesses; `strides` has the number of guesses that each batch verified, 0 where generation waited for the
-    document. `redone` counts batches that met another version of the knowledge base. `seconds` has the time by part of
-    the work.
-    """
-
-    steps_are_forwards = False
-    lossy: bool = False
-    strategy: str = ""
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    knowledge: str = ""
-    queries: int = 0
-    batches: int = 0
-    hit_rate: float | None = None
-    strides: tuple[int, ...] = ()
-    redone: int = 0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """A piece of an answer. The last delta carries `finish_reason`, `usage` and, where there was any, `speculation`.
 
@@ -354,3 +402,18 @@ class Delta:
     index: int = 0
     prompt: Prompt | None = None
     stop_reason: str | None = None
+
+    def without_reasoning(self) -> Delta:
+        """This delta without its thoughts, and without log-probabilities and token ids, which would show them."""
+        extra = {name: value for name, value in self.extra.items() if name not in ("reasoning", "reasoning_content")}
+        return replace(self, token_ids=(), logprobs=(), extra=extra)
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it adds to an answer that is stored."""
+        prompt = self.prompt or Prompt()
+        logprobs = (*self.logprobs, *(prompt.logprobs or ()))
+        tokens = sum(_TOKEN_BYTES + len(one.text) for token in logprobs for one in (token, *token.top))
+        extra = len(str(self.extra)) if self.extra else 0
+        texts, ids = len(prompt.text) + len(self.text), len(prompt.token_ids) + len(self.token_ids)
+        return _TOKEN_BYTES + texts + extra + 8 * ids + tokens

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.text import Detokenizer, PredictedText, StopScanner
+from agentspec.prediction import PredictedText
+from agentspec.text import Detokenizer, StopScanner
 
 TEXTS = st.text(alphabet=st.sampled_from("ab é€😀\n�"), max_size=30)
 

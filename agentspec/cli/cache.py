@@ -107,7 +107,8 @@ def _search(settings: Settings, text: str | None, model: str | None) -> dict[str
         return {}
     if text is None or model is None:
         raise ConfigurationError("--text and --model go together: a model's own tokenizer tells what its tokens say")
-    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, load_tokenizer
+    from agentspec.backends.torch.text.model_text import load_tokenizer
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 
     tokenizer, tokenizer_hash = load_tokenizer(reference_of(settings, model))
     wanted = typer.get_text_stream("stdin").read().rstrip("\n") if text == "-" else text

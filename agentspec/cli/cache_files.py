@@ -31,7 +31,7 @@ from agentspec.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from agentspec.backends.settings import TorchSettings
-    from agentspec.backends.torch.text.tokenizer import ModelText
+    from agentspec.backends.torch.text.model_text import ModelText
     from agentspec.cache.tokens import SequenceRecord
     from agentspec.recordings.traces import EncodedCall
     from agentspec.settings.load import Settings
@@ -247,7 +247,7 @@ def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord
 
 
 def _text(settings: Settings, model: str) -> ModelText:
-    from agentspec.backends.torch.text.tokenizer import ModelText
+    from agentspec.backends.torch.text.model_text import ModelText
 
     return ModelText.load(reference_of(settings, model))
 

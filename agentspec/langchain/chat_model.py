@@ -33,7 +33,7 @@ from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
 from agentspec.protocol.messages import parse_prediction
-from agentspec.protocol.requests import with_extra
+from agentspec.protocol.requests import SamplingFields, with_extra
 from agentspec.runtime import Runtime
 from agentspec.runtime.retries import attempts
 from agentspec.step.report import observe
@@ -56,7 +56,7 @@ _NO_ROUTE = (404, 405, 501)
 _REFUSED = (400, 422)
 
 
-class ChatAgentSpec(BaseChatModel):
+class ChatAgentSpec(SamplingFields, BaseChatModel):
     """A chat model that runs in this process or is served by an OpenAI-compatible endpoint.
 
     `ChatAgentSpec(model="smollm2-135m")` runs the model in this process, on `background.shared_runtime` or on the
@@ -77,26 +77,9 @@ class ChatAgentSpec(BaseChatModel):
     api_key: SecretStr | None = Field(default_factory=secret_from_env("AGENTSPEC_API_KEY", default=None))
     runtime: Runtime | None = Field(default=None, exclude=True, repr=False)
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
-    max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    n: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: int | None = None
 
     prediction: str | None = None
     speculation: bool | None = None

@@ -1,51 +1,17 @@
-"""Reads what OpenAI-compatible servers send as deltas, and the counts of answers: `usage` and `speculation`."""
+"""Reads what OpenAI-compatible servers send as deltas."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields, replace
-from itertools import chain
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentspec.errors import UpstreamError
+from agentspec.protocol.responses import clamped
+from agentspec.protocol.speculation import count_of, read_speculation
 from agentspec.protocol.wire import reported
-from agentspec.types import (
-    Delta,
-    FinishReason,
-    KnnSpeculation,
-    LossyAcceptanceSpeculation,
-    Prompt,
-    RetrievalSpeculation,
-    Speculation,
-    StepSpeculation,
-    TokenLogprob,
-    Usage,
-)
-
-_MOST = 2**53  # every JSON parser keeps integers exact up to here
-_JSON_TYPES: dict[str, Any] = {"bool": bool, "str": str, "tuple": list, "Mapping": Mapping}  # all others are numbers
-_KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation, LossyAcceptanceSpeculation)
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage` object. It has prediction counts only if the request carried a prediction, and those of thoughts
-    only if somebody counted them.
-    """
-    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
-    thoughts = usage.reasoning_tokens
-    counts: dict[str, int | None] = {} if thoughts is None else {"reasoning_tokens": thoughts}
-    if accepted is not None:
-        counts |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-    details = {"completion_tokens_details": counts} if counts else {}
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        **details,
-    }
+from agentspec.types import Delta, FinishReason, TokenLogprob, Usage
 
 
 def read_usage(value: Mapping[str, Any]) -> Usage:
@@ -56,81 +22,24 @@ def read_usage(value: Mapping[str, Any]) -> Usage:
     prompt = value.get("prompt_tokens_details") or value.get("input_tokens_details") or {}
     completion = value.get("completion_tokens_details") or value.get("output_tokens_details") or {}
     reasoning = completion.get("reasoning_tokens", value.get("reasoning_tokens"))
-    read, written = _count(value.get("cache_read_input_tokens")), _count(value.get("cache_creation_input_tokens"))
+    read, written = count_of(value.get("cache_read_input_tokens")), count_of(value.get("cache_creation_input_tokens"))
     told = value.get("prompt_tokens")  # of all tokens, also where LiteLLM tells those of Anthropic's cache beside it
-    apart = _count(value.get("input_tokens")) + read + written  # the Messages API counts those of its cache apart
+    apart = count_of(value.get("input_tokens")) + read + written  # the Messages API counts those of its cache apart
     return Usage(
-        prompt_tokens=apart if told is None else _count(told),
-        completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),
-        cached_tokens=_count(prompt.get("cached_tokens")) or read,
+        prompt_tokens=apart if told is None else count_of(told),
+        completion_tokens=count_of(value.get("completion_tokens", value.get("output_tokens"))),
+        cached_tokens=count_of(prompt.get("cached_tokens")) or read,
         accepted_prediction_tokens=_told(completion.get("accepted_prediction_tokens")),
         rejected_prediction_tokens=_told(completion.get("rejected_prediction_tokens")),
         reasoning_tokens=_told(reasoning),
     )
 
 
-def speculation_object(speculation: Speculation) -> dict[str, Any]:
-    """A gateway's `speculation` object: the fields of the class that the strategy reports."""
-    return asdict(speculation) | {"estimated_seconds_saved": round(speculation.estimated_seconds_saved, 6)}
-
-
-def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
-    """Read a gateway's `speculation` object as the class it came from; None for another product's object.
-
-    Raises as `read_usage` does, also for what JSON cannot write again: Python reads NaN, and numbers beyond a double's
-    range as infinity.
-    """
-    if not all(field.name in value for field in fields(Speculation)):
-        return None
-    json.dumps(value, allow_nan=False)
-    counts: dict[str, Any] = {name: _count(value[name]) for name in ("drafted", "accepted", "steps")}
-    counts["estimated_seconds_saved"] = float(value["estimated_seconds_saved"])
-    if "strategy" not in value:
-        return Speculation(**counts)
-    kind: type[Speculation] = max(_KINDS, key=lambda kind: sum(field.name in value for field in fields(kind)))
-    own: dict[str, Any] = {}
-    for field in fields(kind):  # a value of another type is left out
-        kept = _JSON_TYPES.get(re.split(r"\W", str(field.type))[0], (int, float))
-        if isinstance(one := value.get(field.name), kept):
-            own[field.name] = tuple(one) if isinstance(one, list) else one
-    return kind(**own | counts)
-
-
-def summed(parts: Sequence[Speculation]) -> Speculation | None:
-    """What speculation did for all answers to one request, in the class that says most; None without any.
-
-    Counts and times add up. Of the other fields a value on which all agree stays, such as the strategy and its knobs;
-    else the default, as of a share of right guesses.
-    """
-    if not parts:
-        return None
-    widest = max(parts, key=lambda part: len(fields(part)))
-    return replace(widest, **{field.name: _summed(field, parts) for field in fields(widest)})
-
-
-def _summed(field: Field[Any], parts: Sequence[Speculation]) -> Any:
-    values = [getattr(part, field.name) for part in parts if hasattr(part, field.name)]
-    if field.type in ("int", "float"):
-        return sum(values)
-    if field.type == "tuple[int, ...]":
-        return tuple(chain.from_iterable(values))
-    if field.type in ("Mapping[str, int]", "Mapping[str, float]"):
-        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(chain(*values))}
-    if all(value == values[0] for value in values):
-        return values[0]
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _count(value: Any) -> int:
-    return min(max(0, int(value or 0)), _MOST)
-
-
 def _told(value: Any) -> int | None:
     """A count that an answer may leave out."""
-    return None if value is None else _count(value)
+    return None if value is None else count_of(value)
 
 
-LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 UNKNOWN_TOKEN = -1  # token id of a logprob from an upstream that names tokens only by their text
 # Why answers end, in OpenAI's words and those of others behind its protocol: vLLM, SGLang, DeepSeek, Gemini, Mistral,
 # Z.ai, and translations of Anthropic's. A plain end has many names: a word that is not here is one.
@@ -141,9 +50,7 @@ _REASONS: dict[FinishReason, str] = {
     "cancelled": "cancelled abort aborted error network_error insufficient_system_resource malformed_function_call",
 }
 _FINISH: dict[str, FinishReason] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-_TOKEN_BYTES = 16  # of a token besides its text, at least
 _MESSAGE_FIELDS = ("role", "content")
-_THOUGHTS = ("reasoning", "reasoning_content")
 
 
 def to_delta(chunk: Any) -> Delta:
@@ -182,22 +89,6 @@ def merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra, **({"tool_calls": calls} if calls else {})},
     )
-
-
-def without_reasoning(delta: Delta) -> Delta:
-    """`delta` without its thoughts, and without log-probabilities and token ids, which would tell them."""
-    extra = {name: value for name, value in delta.extra.items() if name not in _THOUGHTS}
-    return replace(delta, token_ids=(), logprobs=(), extra=extra)
-
-
-def size_of(delta: Delta) -> int:
-    """About how many bytes `delta` adds to an answer that is kept."""
-    prompt = delta.prompt or Prompt()
-    logprobs = (*delta.logprobs, *(prompt.logprobs or ()))
-    tokens = sum(_TOKEN_BYTES + len(one.text) for token in logprobs for one in (token, *token.top))
-    extra = len(str(delta.extra)) if delta.extra else 0
-    texts, ids = len(prompt.text) + len(delta.text), len(prompt.token_ids) + len(delta.token_ids)
-    return _TOKEN_BYTES + texts + extra + 8 * ids + tokens
 
 
 class CallNumbers:
@@ -298,7 +189,3 @@ def _token(text: str, logprob: float | None, top: tuple[TokenLogprob, ...] = ())
 def _broken_off(error: Any) -> UpstreamError:
     message = error.get("message") if isinstance(error, Mapping) else error
     return UpstreamError(f"the upstream broke off with an error: {str(message)[:2000]}")
-
-
-def clamped(logprob: float) -> float:
-    return max(LOWEST_LOGPROB, min(logprob, 0.0))  # in this order NaN is the lowest, too

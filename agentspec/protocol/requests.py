@@ -1,4 +1,4 @@
-"""Parses the bodies of `/v1/chat/completions` and `/v1/completions` into requests for a backend.
+"""Parses the bodies of `/v1/chat/completions`, and has the sampling fields that all APIs share.
 
 Field names and meanings are OpenAI's and vLLM's. Every field is acted on, known to be inert, or refused: no field that
 would change the answer is silently ignored.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.messages import (
@@ -20,6 +20,7 @@ from agentspec.protocol.messages import (
     parse_tool_choice,
     parse_tools,
 )
+from agentspec.protocol.structured_outputs import parse_form
 from agentspec.protocol.validation import (
     MAX_TOKEN_ID,
     Body,
@@ -30,83 +31,11 @@ from agentspec.protocol.validation import (
     Refused,
     Text,
     Texts,
-    TokenIds,
-    check_json,
-    kind_of,
     must,
     only,
     short,
-    shown_name,
-    validated,
-    wrong_type,
 )
-from agentspec.protocol.wire import loads
-from agentspec.sampling_params import SAMPLED
-from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
-
-MAX_CHOICES = 4096
-
-
-def _schema(value: Any) -> Any:
-    if isinstance(value, str):  # vLLM also accepts a schema as a JSON string
-        try:
-            value = loads(value)
-        except ValueError:
-            raise Refused(" is a string that is not JSON") from None
-    if not isinstance(value, (bool, dict)):
-        raise Refused(f" must be an object, not {kind_of(value)}")
-    return value
-
-
-_OBJECT: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
-_KINDS: dict[str, TypeAdapter[Any]] = {
-    "json": TypeAdapter(Annotated[Any, AfterValidator(_schema)]),
-    "json_object": TypeAdapter(bool),
-    "regex": TypeAdapter(Text),
-    "choice": TypeAdapter(Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True), AfterValidator(tuple)]),
-    "grammar": TypeAdapter(Text),
-}
-
-
-def parse_form(fields: Mapping[str, Any]) -> StructuredOutputs | None:
-    """The form that one of `fields` requires; None if it allows any text. Raises `InvalidRequestError` with `param`."""
-    given = {name: form for name, value in fields.items() if (form := _form(name, value)) is not None}
-    if len(given) > 1:
-        raise InvalidRequestError(f"send one of {', '.join(given)}, not all", param=next(iter(given)))
-    return next(iter(given.values()), None)
-
-
-def _form(name: str, value: Any) -> StructuredOutputs | None:
-    if name == "response_format":
-        return _response_format(name, validated(_OBJECT, value, name))
-    if name != "structured_outputs":
-        return _of_kind(name.removeprefix("guided_"), name, value)
-    given = {kind: one for kind, one in validated(_OBJECT, value, name).items() if one is not None}
-    if len(given) != 1:
-        raise InvalidRequestError(f"{name} must hold exactly one kind of form, not {len(given)}", param=name)
-    [(kind, one)] = given.items()
-    return _of_kind(kind, shown_name(f"{name}.{kind}"), one)
-
-
-def _response_format(name: str, wanted: Mapping[str, Any]) -> StructuredOutputs | None:
-    kind = wanted.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True, param=f"{name}.type")
-    if kind != "json_schema":
-        raise InvalidRequestError(f"{name}.type must be text, json_object or json_schema", param=f"{name}.type")
-    described = validated(_OBJECT, wanted.get("json_schema"), f"{name}.json_schema")
-    return _of_kind("json", f"{name}.json_schema.schema", described.get("schema"))
-
-
-def _of_kind(kind: str, name: str, value: Any) -> StructuredOutputs:
-    if kind not in _KINDS:
-        raise InvalidRequestError(f"{name} is not supported by this model", param=name)
-    form = validated(_KINDS[kind], value, name)
-    check_json(form, name)
-    return StructuredOutputs(**{kind: form}, param=name)
-
+from agentspec.types import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -117,7 +46,6 @@ MAX_TOP_LOGPROBS = 20
 EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 """`reasoning_effort`, and the nearest of the three that chat templates know; None: no reasoning."""
 FORM_FIELDS = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
-_RULES = "n min_tokens ignore_eos bad_words prompt_logprobs".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +70,9 @@ class _StreamOptions(Closed):
     continuous_usage_stats: Annotated[Any, only(False)] = None
 
 
-def _token_id(key: str) -> int:
+def _token_id(key: str | int) -> int:
+    if isinstance(key, int):  # of a client in this process
+        return key
     if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) <= MAX_TOKEN_ID):
         raise Refused(" keys must be token ids")
     return int(key)
@@ -157,14 +87,38 @@ def _few_biases(value: Any) -> Any:
 Biases = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], BeforeValidator(_few_biases)]
 
 
-class _CommonBody(Body):
-    """The fields of both routes that an in-process client may also set in `extra`."""
+class SamplingFields(BaseModel):
+    """The sampling fields as clients send them, here and in `ChatAgentSpec`; `SamplingParams` has their ranges.
 
+    A client may turn `top_k` off with -1, and send one stop string without an array.
+    """
+
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Annotated[int, AfterValidator(lambda top_k: max(0, top_k))] | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: Biases | None = None
+    seed: Annotated[int, must(lambda seed: -(2**63) <= seed < 2**63, " must be a 64-bit integer")] | None = None
+    stop: Annotated[Texts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] | None = None
+    stop_token_ids: FewTokenIds | None = None
+    max_tokens: Count | None = None
     n: Count | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     bad_words: Texts | None = None
     prompt_logprobs: Count | None = None
+
+
+SAMPLED = frozenset(SamplingFields.model_fields) - {"max_tokens", "n", "prompt_logprobs"}
+"""The sampling fields that every API calls so: none for several answers, or for a length with names of its own."""
+
+
+class _CommonBody(SamplingFields, Body):
+    """The fields of both routes that an in-process client may also set in `extra`."""
+
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -182,38 +136,23 @@ class _CommonBody(Body):
     use_beam_search: Annotated[Any, only(False)] = None
     length_penalty: Annotated[Any, only(1.0)] = None
 
-    def rules(self) -> dict[str, Any]:
-        """The sampling parameters for the number, minimum length and form of the answers."""
-        form = parse_form(self.given(*FORM_FIELDS))
-        return self.given(*_RULES) | ({} if form is None else {"structured_outputs": form})
+    def sampling(self) -> dict[str, Any]:
+        """The members of `SamplingParams` that the request sets, with the form of its answers."""
+        given = self.given(*SamplingFields.model_fields)
+        forms = self.given(*FORM_FIELDS)
+        return given if not forms or (form := parse_form(forms)) is None else {**given, "structured_outputs": form}
 
     def service(self) -> dict[str, Any]:
         """The scheduling fields. A client's `priority` may put its request after others, never before them."""
         return self.given("priority", "latency_target_ms_per_token")
 
 
-class _GenerationBody(_CommonBody):
-    """The fields of both routes. A client may turn `top_k` off with -1, and send one stop string without an array."""
+class GenerationBody(_CommonBody):
+    """The fields of both routes."""
 
     model: Text = ""
     stream: bool = False
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Annotated[int, AfterValidator(lambda top_k: max(0, top_k))] | None = None
-    min_p: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    logit_bias: Biases | None = None
-    seed: Annotated[int, must(lambda seed: -(2**63) <= seed < 2**63, " must be a 64-bit integer")] | None = None
-    stop: Annotated[Texts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] | None = None
-    stop_token_ids: FewTokenIds | None = None
-    max_tokens: Count | None = None
     best_of: Any = None
-
-    def sampling(self, **others: Any) -> SamplingParams:
-        """The sampling parameters that both routes spell alike, updated with `others`."""
-        return SamplingParams(**{**self.given(*SAMPLED, "stop_token_ids", "max_tokens"), **self.rules(), **others})
 
     def stream_format(self) -> dict[str, Any]:
         """The fields of `AnswerFormat` that concern streams."""
@@ -288,7 +227,7 @@ class _ChatFields(Body):
         return {"continue_final": continued, "start_answer": started or continued}
 
 
-class _ChatBody(_ChatFields, _GenerationBody):
+class _ChatBody(_ChatFields, GenerationBody):
     messages: list[Any] | None = None
     logprobs: bool = False
     top_logprobs: Count = 0
@@ -306,15 +245,6 @@ class _ChatBody(_ChatFields, _GenerationBody):
         return older if newer is None else newer
 
 
-class _CompletionBody(_GenerationBody):
-    prompt: Any = None
-    logprobs: (
-        Annotated[Count, must(lambda count: count <= MAX_TOP_LOGPROBS, f" must be at most {MAX_TOP_LOGPROBS}")] | None
-    ) = None
-    echo: bool = False
-    suffix: Annotated[Any, only("")] = None
-
-
 def parse_chat(body: Mapping[str, Any], *, max_messages: int = MAX_MESSAGES) -> tuple[GenerateRequest, AnswerFormat]:
     """Parse a chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported."""
     fields = _ChatBody.parse(body)
@@ -322,9 +252,8 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int = MAX_MESSAGES) -> 
     stream = fields.stream_format()
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
-    sampling = fields.sampling(
-        max_tokens=fields.most_tokens(), logprobs=fields.logprobs, top_logprobs=fields.top_logprobs
-    )
+    shown = {"logprobs": fields.logprobs, "top_logprobs": fields.top_logprobs}
+    sampling = SamplingParams(**{**fields.sampling(), "max_tokens": fields.most_tokens(), **shown})
     fields.check(sampling)
     request = replace(
         plain,
@@ -335,31 +264,6 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int = MAX_MESSAGES) -> 
         **fields.chat(plain),
     )
     return request, AnswerFormat(**stream, token_ids=request.return_prompt)
-
-
-def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFormat]:
-    """Parse a request to complete text or token ids. Raises what `parse_chat` raises."""
-    fields = _CompletionBody.parse(body)
-    prompt = _prompt(fields.prompt)
-    stream = fields.stream_format()
-    sampling = fields.sampling(logprobs=fields.logprobs is not None, top_logprobs=fields.logprobs or 0)
-    fields.check(sampling)
-    form = AnswerFormat(
-        **stream,
-        token_ids=bool(fields.return_token_ids),
-        prompt_logprobs=sampling.prompt_logprobs is not None,
-        echo=fields.echo,
-    )
-    if form.echo and sampling.logprobs and not form.prompt_logprobs:
-        sampling = replace(sampling, prompt_logprobs=sampling.top_logprobs)
-    request = GenerateRequest(
-        model=fields.model,
-        **prompt,
-        sampling=sampling,
-        return_prompt=form.echo or form.token_ids,
-        **fields.service(),
-    )
-    return request, form
 
 
 class _ChatExtra(_ChatFields, _CommonBody):
@@ -375,7 +279,7 @@ def with_extra(request: GenerateRequest) -> GenerateRequest:
         return request
     fields = (_CommonBody if request.messages is None else _ChatExtra).parse(request.extra)
     changed = {
-        "sampling": replace(request.sampling, **fields.rules()),
+        "sampling": replace(request.sampling, **fields.sampling()),
         "return_prompt": _or(fields.return_token_ids, request.return_prompt),
         **fields.service(),
         **(fields.chat(request) if isinstance(fields, _ChatExtra) else {}),
@@ -397,27 +301,6 @@ def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
     if len(value) > limit:
         raise InvalidRequestError(f"messages has {len(value)} entries; {limit} are allowed", param="messages")
     return [parse_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
-_TEXT: TypeAdapter[str] = TypeAdapter(Text)
-_TOKEN_IDS: TypeAdapter[Any] = TypeAdapter(TokenIds)
-
-
-def _prompt(value: Any) -> dict[str, Any]:
-    """The prompt: a string or an array of token ids; some clients wrap either in an array of one element."""
-    if value is None:
-        raise InvalidRequestError("prompt is missing", param="prompt")
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
-        value = value[0]
-    if isinstance(value, str):
-        return {"text": validated(_TEXT, value, "prompt")}
-    if not isinstance(value, list):
-        raise wrong_type("prompt", "a string or an array of token ids", value)
-    if any(isinstance(item, (str, list)) for item in value):
-        raise InvalidRequestError("prompt must be a string or an array of token ids here", param="prompt")
-    if not value:
-        raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return {"token_ids": validated(_TOKEN_IDS, value, "prompt")}
 
 
 def _or(given: T | None, default: T) -> T:

@@ -18,9 +18,10 @@ from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.prompt import prompt_blocks, scoped_call
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
+from agentspec.protocol.completions import CompletionWriter, parse_completion
 from agentspec.protocol.headers import STRATEGY_HEADER
-from agentspec.protocol.requests import parse_chat, parse_completion
-from agentspec.protocol.responses import ChatWriter, CompletionWriter, ResponseWriter
+from agentspec.protocol.requests import parse_chat
+from agentspec.protocol.responses import ChatWriter, ResponseWriter
 from agentspec.proxy.admission import Deadline, Deadlines, Slots, Watch, until_disconnect
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body.amounts import check_amounts

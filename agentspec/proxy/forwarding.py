@@ -22,9 +22,10 @@ from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.fields import GOAL, PRIORITY, takes_switches
 from agentspec.errors import AgentSpecError, UpstreamError
-from agentspec.protocol.deltas import read_speculation, read_usage
+from agentspec.protocol.deltas import read_usage
 from agentspec.protocol.errors import anthropic_error, error_object, without_account
 from agentspec.protocol.headers import PREFIX, label_headers
+from agentspec.protocol.speculation import read_speculation
 from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, object_in, reported
 from agentspec.proxy.admission import Deadline
 from agentspec.proxy.auth import Caller

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentspec.errors import PermissionDeniedError, RequestTooLargeError
 from agentspec.protocol.errors import anthropic_error
+from agentspec.protocol.speculation import StepSpeculation
 from agentspec.proxy.admission import Deadlines, Slots
 from agentspec.proxy.auth import Authenticator, HostCheck, request_id
 from agentspec.proxy.body.budget import BodyBudget
@@ -24,7 +25,6 @@ from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.telemetry.metrics import Metrics
-from agentspec.types import StepSpeculation
 
 LINGER_SECONDS, LINGER_BYTES = 5.0, 32 << 20  # that a body is read on behind its refusal
 OPEN_ROUTES = ("/health", "/ready")

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from agentspec.errors import AgentSpecError, UpstreamError
-from agentspec.protocol.deltas import size_of
 from agentspec.protocol.responses import Accumulator, ResponseWriter, obfuscated
 from agentspec.protocol.wire import DONE, encode, event, named_event
 from agentspec.proxy.errors import anthropic_error_event, error_event, log_unexpected, outcome
@@ -55,7 +54,7 @@ async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, arriv
     record, answer = RequestRecord.of(arrival.scope), Accumulator()
     async with aclosing(deltas), arrival.deadline.limit():
         async for delta in deltas:
-            await arrival.account.grow(size_of(delta))
+            await arrival.account.grow(delta.size)
             note(record, delta)
             answer.add(delta)
     response = await arrival.account.run(arrival.account.answer, lambda: json_response(writer.body(answer)))

@@ -12,7 +12,6 @@ import anyio
 
 from agentspec.backends.base import Backend, SharesCaches, is_local
 from agentspec.errors import AgentSpecError, NotReadyError, ShuttingDownError
-from agentspec.protocol.deltas import without_reasoning
 from agentspec.protocol.requests import with_deadline, with_extra
 from agentspec.runtime.building import build_backend, build_strategies, keep_tenants_apart
 from agentspec.settings.load import Settings
@@ -250,4 +249,4 @@ class Runtime:
 async def _without_reasoning(answer: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
     async with aclosing(answer):
         async for delta in answer:
-            yield without_reasoning(delta)
+            yield delta.without_reasoning()

@@ -13,8 +13,8 @@ import numpy as np
 from agentspec.cache.chains import Chain
 from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
+from agentspec.prediction import PredictedText
 from agentspec.speculation.governor import LatencyGoal, RequestStats
-from agentspec.text import PredictedText
 from agentspec.types import Labels, Source
 
 _TRANSCRIPT = 0

@@ -37,7 +37,7 @@ from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
-from agentspec.protocol.deltas import CallNumbers, merged, size_of, to_delta
+from agentspec.protocol.deltas import CallNumbers, merged, to_delta
 from agentspec.protocol.headers import label_headers, policy_of, read_labels, switched_off
 from agentspec.protocol.wire import SseDecoder
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
@@ -135,7 +135,7 @@ class OpenAIBackend:
         async with aclosing(self._chunks(response, room)) as chunks:
             async for chunk in chunks:
                 delta = calls.numbered(to_delta(chunk))
-                size += size_of(delta)
+                size += delta.size
                 if size > MAX_ANSWER_BYTES:
                     message = f"upstream {self._endpoint.name} answered with more than {MAX_ANSWER_BYTES} bytes"
                     raise UpstreamError(message)

@@ -12,8 +12,8 @@ from agentspec.backends.openai.server_kind import ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, UpstreamError
+from agentspec.prediction import TOKEN_CHARACTERS
 from agentspec.protocol.messages import parse_prediction
-from agentspec.text import TOKEN_CHARACTERS
 from agentspec.types import Labels, check_latency_goal
 
 Order = Literal["lowest_first", "highest_first"]

@@ -30,17 +30,22 @@ from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.acceptance import JudgeHead
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, computed, require_one_answer, states_of
-from agentspec.backends.torch.text.output_parser import AnswerReader, OutputParserSpec
-from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
-from agentspec.backends.torch.text.tokenizer import ModelTokens, TokenizerAdapter, ids_of_end
+from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
+from agentspec.backends.torch.text.structured_output import (
+    AnswerReader,
+    LargeGrammarError,
+    OutputParserSpec,
+    StructuredOutputBuilder,
+)
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.cache.deletion import Reach, Scope
 from agentspec.errors import (
     ContextLengthError,
     EngineStoppedError,
     InvalidRequestError,
 )
+from agentspec.prediction import TOKEN_CHARACTERS
 from agentspec.telemetry.samples import EngineSample
-from agentspec.text import TOKEN_CHARACTERS
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, LossyAcceptance
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from agentspec.backends.base import EMBEDDINGS, Capabilities
 from agentspec.backends.settings import EncoderSettings
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.loader import choose_device, choose_kernels, quiet
-from agentspec.backends.torch.text.tokenizer import read_tokenizer
+from agentspec.backends.torch.text.model_text import read_tokenizer
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest
 

@@ -26,7 +26,8 @@ from agentspec.backends.torch.model.layers import Float32Head, pack_linears, unp
 from agentspec.backends.torch.model.norms import fuse_norms, unfuse_norms
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel, layer_windows, rotaries
-from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
+from agentspec.backends.torch.text.model_text import hashes, read_tokenizer
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import ConfigurationError, EngineStoppedError, ModelUnavailableError
 from agentspec.types import Namespace
 

@@ -24,7 +24,7 @@ from agentspec.backends.torch.model.hidden_states import forward_with_states, st
 from agentspec.backends.torch.model.layers import PackedLinear, can_pack
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.text.output_parser import OutputParser
+from agentspec.backends.torch.text.structured_output import OutputParser
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import (
     AgentSpecError,

@@ -13,7 +13,7 @@ from torch import Tensor
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.text.tokenizer import ids_of_end
+from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.benchmarks.best_of_n.replay import SampledAnswer, SampledQuestion, TopTokens
 from agentspec.benchmarks.report import Progress
 from agentspec.types import SamplingParams

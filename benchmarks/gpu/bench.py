@@ -29,7 +29,7 @@ from agentspec.backends.torch.model.graphs.recording import count_host_syncs, re
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.text.tokenizer import read_tokenizer
+from agentspec.backends.torch.text.model_text import read_tokenizer
 from agentspec.benchmarks import report
 from agentspec.benchmarks.gpu.random_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress, Ratio, paired_ratio

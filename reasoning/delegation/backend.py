@@ -12,13 +12,14 @@ from typing import Any
 from agentspec.backends.base import CHAT, Capabilities
 from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import AgentSpecError, InvalidRequestError
+from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.delegation.model_role import ModelRole, Stopwatch, is_model_failure
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Proposed, Rewritten, Step, ThinkingText
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
 from agentspec.reasoning.delegation.trace import TraceFolder, Tracer
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.reasoning.strategy import PROBE_SECONDS, Dependencies, Strategy, answers
-from agentspec.types import Delta, GenerateRequest, Message, SamplingParams, StepSpeculation, Usage
+from agentspec.types import Delta, GenerateRequest, Message, SamplingParams, Usage
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from agentspec.types import Delta, FinishReason, GenerateRequest, Message, Sampl
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
-    from agentspec.backends.torch.text.output_parser import AnswerReader
+    from agentspec.backends.torch.text.structured_output import AnswerReader
 
 ROUND_TOKENS = 4  # generated from one document: k of RaLMSpec
 QUERY_TOKENS = 32  # last tokens whose text is the query: q of RaLMSpec

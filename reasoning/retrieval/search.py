@@ -13,7 +13,7 @@ from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Knowledg
 from agentspec.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch.text.output_parser import AnswerReader
+    from agentspec.backends.torch.text.structured_output import AnswerReader
 
 TRACED = 256  # most strides that the statistics keep
 FOUND = 20  # documents that each search asks for, with and without guesses: P of RaLMSpec

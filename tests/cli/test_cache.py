@@ -120,7 +120,8 @@ def test_forgetting_what_cannot_be(program, conversations, options, message):
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("mine", marks=pytest.mark.slow)])
 def test_forgetting_a_text_however_it_was_tokenised(program, tmp_path, default_model, name):
-    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, load_tokenizer
+    from agentspec.backends.torch.text.model_text import load_tokenizer
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
     from agentspec.types import Namespace
 
     Path("agentspec.toml").write_text(

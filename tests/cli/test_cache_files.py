@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.text.tokenizer import ModelText
+from agentspec.backends.torch.text.model_text import ModelText
 from agentspec.cache import SuffixCache
 from agentspec.cache.storage.export import write
 from agentspec.cache.storage.sequence_store import SequenceStore

@@ -15,7 +15,7 @@ from langchain_core.messages import AIMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
-from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.structured_output import OutputParserSpec
 from agentspec.backends.torch.text.tool_parser import HERMES, LLAMA, MISTRAL, MISTRAL_IDS, MISTRAL_NAMED, ToolFormat
 from agentspec.langchain import ChatAgentSpec
 from agentspec.protocol.requests import with_extra

@@ -10,31 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import UpstreamError
-from agentspec.protocol.deltas import (
-    CallNumbers,
-    merged,
-    read_speculation,
-    read_usage,
-    speculation_object,
-    summed,
-    to_delta,
-    usage_object,
-)
+from agentspec.protocol.deltas import CallNumbers, merged, read_usage, to_delta
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import Accumulator, ChatWriter
-from agentspec.protocol.wire import encode
-from agentspec.sampling_params import SamplingParams
-from agentspec.types import (
-    Delta,
-    GenerateRequest,
+from agentspec.protocol.responses import Accumulator, ChatWriter, speculation_object, usage_object
+from agentspec.protocol.speculation import (
     KnnSpeculation,
     LossyAcceptanceSpeculation,
     RetrievalSpeculation,
-    Speculation,
     StepSpeculation,
-    TokenLogprob,
-    Usage,
+    read_speculation,
+    summed,
 )
+from agentspec.protocol.wire import encode
+from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.requests import MAX_CHOICES, AnswerFormat, parse_chat, parse_completion, parse_form, with_extra
+from agentspec.protocol.completions import parse_completion
+from agentspec.protocol.requests import AnswerFormat, parse_chat, with_extra
+from agentspec.protocol.structured_outputs import MAX_CHOICES, parse_form
 from agentspec.protocol.wire import encode
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
@@ -256,7 +258,7 @@ def test_the_local_engine_acts_on_the_extra_fields_of_a_client_in_this_process()
         return_prompt=True,
     )
     assert with_extra(request) is request
-    for refused in ({"top_k": 3}, {"messages": [{}]}, {"priority": "high"}):
+    for refused in ({"top_k": "3"}, {"messages": [{}]}, {"priority": "high"}):
         with pytest.raises(InvalidRequestError):
             with_extra(replace(request, extra=refused))
 

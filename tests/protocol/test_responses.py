@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.protocol.deltas import clamped
+from agentspec.protocol.completions import CompletionWriter
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import BLOCK, Accumulator, ChatWriter, Choice, CompletionWriter, obfuscated
+from agentspec.protocol.responses import BLOCK, Accumulator, ChatWriter, Choice, clamped, obfuscated
 from agentspec.protocol.wire import encode
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 

@@ -20,6 +20,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ConfigurationError
+from agentspec.protocol.speculation import RetrievalSpeculation
 from agentspec.reasoning.retrieval.knowledge import folder
 from agentspec.reasoning.retrieval.knowledge.base import Document, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
@@ -27,7 +28,7 @@ from agentspec.reasoning.settings import IndexSettings, RaLMSpecSettings, Remote
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import GenerateRequest, RetrievalSpeculation
+from agentspec.types import GenerateRequest
 from tests.thinking_model import ThinkingModel
 
 WORDS = [f"{first}{second}" for first in "bdfgkl" for second in ("an", "el", "ir", "os", "um")]

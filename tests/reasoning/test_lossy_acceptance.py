@@ -12,14 +12,15 @@ from pydantic import ValidationError
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError
-from agentspec.protocol.deltas import read_speculation, speculation_object
+from agentspec.protocol.responses import speculation_object
+from agentspec.protocol.speculation import LossyAcceptanceSpeculation, read_speculation
 from agentspec.reasoning.lossy_acceptance import LossyAcceptanceBackend
 from agentspec.reasoning.settings import LossyAcceptanceSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
-from agentspec.types import GenerateRequest, LossyAcceptanceSpeculation, SamplingParams, StructuredOutputs
+from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.anyio
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

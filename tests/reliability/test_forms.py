@@ -265,7 +265,8 @@ ESCAPES = {
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_i6_a_template_runs_no_code(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, read_tokenizer
+    from agentspec.backends.torch.text.model_text import read_tokenizer
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
     from agentspec.errors import InvalidRequestError
 
     made = tmp_path / "made"

@@ -7,8 +7,9 @@ from importlib import import_module
 import pytest
 from rich.console import Console
 
+from agentspec.protocol.speculation import RetrievalSpeculation, StepSpeculation
 from agentspec.step.report import OTHER, Report, StepStatistics
-from agentspec.types import RetrievalSpeculation, Speculation, StepSpeculation, Usage
+from agentspec.types import Speculation, Usage
 
 
 def test_rows_are_bounded_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

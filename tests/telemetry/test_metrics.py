@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from agentspec.protocol.speculation import StepSpeculation
 from agentspec.telemetry.metrics import Metrics
 from agentspec.telemetry.samples import EngineSample, IndexFigures
-from agentspec.types import Speculation, StepSpeculation
+from agentspec.types import Speculation
 
 
 def test_everything_is_rendered() -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import TypeAdapter
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.requests import MAX_MESSAGES, MAX_TOOLS
+from agentspec.protocol.requests import MAX_MESSAGES, MAX_TOOLS, SAMPLED
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import (
     REQUIRED,
@@ -38,8 +38,8 @@ INERT = frozenset(
     " workspace_id anthropic_version anthropic_beta betas".split()
 )
 # Fields of chats that mean the same here; what a model or an upstream does not know, it refuses itself.
-PASSED = (
-    "temperature top_p top_k stream seed min_p prediction latency_target_ms_per_token chat_template_kwargs"
+PASSED = SAMPLED - {"stop"} | frozenset(
+    "stream prediction latency_target_ms_per_token chat_template_kwargs"
     " cache_salt vllm_xargs priority session_id nvext prompt_cache_key".split()
 )
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
@@ -68,7 +68,7 @@ class _Choice(Model):
 class _MessagesBody(Body):
     """The fields that are read here; messages, tools and `thinking` are read by functions of their own."""
 
-    inert: ClassVar[frozenset[str]] = frozenset({*PASSED, *INERT})
+    inert: ClassVar[frozenset[str]] = PASSED | INERT
     model: str = ""
     max_tokens: Annotated[Count, must(lambda count: count > 0, " must be at least 1")] | None = None
     messages: Any = None

@@ -10,9 +10,8 @@ from typing import Any
 
 from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
-from agentspec.protocol.deltas import speculation_object
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import CUT_OFF, Accumulator, ToolCalls, whole_arguments
+from agentspec.protocol.responses import CUT_OFF, Accumulator, ToolCalls, speculation_object, whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 
 _STOP_REASONS = {

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from agentspec.protocol.deltas import speculation_object
 from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
 from agentspec.protocol.openai_responses.tools import InputReader
-from agentspec.protocol.responses import ToolCalls, whole_arguments
+from agentspec.protocol.responses import ToolCalls, speculation_object, whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 
 Event = dict[str, Any]

@@ -31,10 +31,9 @@ from agentspec.protocol.openai_responses.tools import (
     offered_tools,
 )
 from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
-from agentspec.protocol.requests import MAX_TOOLS
+from agentspec.protocol.requests import MAX_TOOLS, SAMPLED
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import INERT, Body, Closed, Count, Number, Refused, Text, must, only, wrong_type
-from agentspec.sampling_params import SAMPLED
 
 _SYSTEM = ("system", "developer")
 

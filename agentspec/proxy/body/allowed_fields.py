@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
-from agentspec.sampling_params import SAMPLED
+from agentspec.protocol.requests import SAMPLED
 
 
 def _names(text: str) -> frozenset[str]:
@@ -15,7 +15,7 @@ def _names(text: str) -> frozenset[str]:
 
 _TOOLS_OFFERED: Final = _names("tools tool_choice parallel_tool_calls")
 # Of all APIs that generate: OpenAI's; and of vLLM, SGLang, TGI, llama.cpp, Ollama and hosted models with their own.
-_GENERATING: Final = frozenset(SAMPLED) | _names("""
+_GENERATING: Final = SAMPLED | _names("""
     model stream stream_options user metadata service_tier safety_identifier prompt_cache_key
     prompt_cache_options prompt_cache_retention logprobs max_tokens n prediction response_format
     top_a typical_p length_penalty early_stopping use_beam_search beam_width num_beams

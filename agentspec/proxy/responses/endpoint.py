@@ -14,7 +14,6 @@ from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.stored import StoredResponse
 from agentspec.errors import InvalidRequestError, OverloadedError
-from agentspec.protocol.deltas import size_of
 from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import is_id
@@ -232,7 +231,7 @@ async def send_whole(deltas: AsyncGenerator[Delta], writer: EventWriter, exchang
     account = exchange.account
     async with aclosing(deltas), exchange.deadline.limit():
         async for delta in deltas:
-            await account.grow(size_of(delta))
+            await account.grow(delta.size)
             note(exchange.record, delta)
             for _ in writer.write(delta):
                 pass
@@ -256,7 +255,7 @@ async def send_events(
             await send_piece(exchange.send, named_event(one["type"], encoded(one)))
 
     async def write(delta: Delta) -> None:
-        await account.grow(size_of(delta))  # the stream ends with the whole answer
+        await account.grow(delta.size)  # the stream ends with the whole answer
         note(record, delta)
         await out(writer.write(delta))
 

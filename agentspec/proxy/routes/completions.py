@@ -13,8 +13,8 @@ import anyio
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import InvalidRequestError, OverloadedError
-from agentspec.protocol.deltas import summed
-from agentspec.protocol.responses import CompletionWriter
+from agentspec.protocol.completions import CompletionWriter
+from agentspec.protocol.speculation import summed
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.types import MAX_CHOICES, Delta, Speculation, Usage
 

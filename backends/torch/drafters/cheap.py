@@ -19,7 +19,7 @@ from agentspec.backends.torch.drafters.base import (
     make_draft,
 )
 from agentspec.backends.torch.grammars.grammar import GrammarMatcher
-from agentspec.text import PredictedText
+from agentspec.prediction import PredictedText
 from agentspec.types import Draft, Source
 
 if TYPE_CHECKING:

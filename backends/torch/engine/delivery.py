@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentspec.backends.torch.engine.sequence import EngineRequest
-from agentspec.protocol.deltas import summed
+from agentspec.protocol.speculation import summed
 from agentspec.types import Delta, Speculation, Usage
 
 Item = tuple[EngineRequest, Delta | Exception]
@@ -101,6 +101,8 @@ class Choices:
 
     def add(self, delta: Delta, index: int) -> Delta:
         """Label a delta with its choice `index`. Only the delta that ends the last choice carries the totals."""
+        if self.total == 1:
+            return delta
         if delta.finish_reason is None:
             return replace(delta, index=index)
         self._usages.append(delta.usage or Usage())

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.errors import ConfigurationError
-from agentspec.types import LossyAcceptance, LossyAcceptanceSpeculation, Source, Speculation
+from agentspec.protocol.speculation import LossyAcceptanceSpeculation
+from agentspec.types import LossyAcceptance, Source, Speculation
 
 
 @dataclass(frozen=True, slots=True)

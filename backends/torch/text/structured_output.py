@@ -1,194 +1,155 @@
-"""The form that a request wants of its answer: its grammar and the engine's constraints, and how to parse the answer.
-
-The grammar allows optional reasoning, then tool calls, a structured output, or either."""
+"""The form that a request wants of its answer: its grammar, the engine's constraints, and how to parse the answer."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler
-from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
-from agentspec.backends.torch.text.output_parser import BEGIN, END, Expectation, OutputParserSpec, expectation
+from agentspec.backends.torch.text.answer_grammar import BEGIN, END, TOOLS, Expectation, GrammarSource, grammar_of
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, template_of, tool_format
-from agentspec.backends.torch.text.tool_parser import Tool, ToolFormat
+from agentspec.backends.torch.text.tool_parser import OutputPiece, ToolCallParser, ToolFormat
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.validation import check_json
-from agentspec.types import GenerateRequest, StructuredOutputs
+from agentspec.text import partial_end
+from agentspec.types import Delta, GenerateRequest
 
-TOOLS: Final = "tools"
-MAX_CHARACTERS: Final = 1_000_000
-MAX_LITERAL: Final = 20_000  # characters of a choice: each of its tokens takes time in proportion
-MAX_REGEX: Final = 20_000
-Symbol = Callable[[str], str]
+
+def expectation(prompt: str, *, thinks: bool) -> Expectation:
+    """Whether the answer to the rendered `prompt` begins with reasoning, for a model that `thinks` at all."""
+    end = prompt.rstrip()
+    if not thinks or end.endswith(END):
+        return "never"
+    return "begun" if end.endswith(BEGIN) else "maybe"
+
+
+@dataclass(slots=True)
+class ReasoningParser:
+    """Splits reasoning from the answer. The result does not depend on how the text was cut into pieces.
+
+    Reasoning begins with the answer, or with a `<think>` that only blanks precede, and ends with `</think>`.
+    """
+
+    expected: Expectation
+    _held: str = ""
+    _thinking: bool = False
+    _over: bool = False
+    _strip: bool = True  # drop blanks at the beginning of the reasoning and of the answer after it
+
+    def __post_init__(self) -> None:
+        self._thinking, self._over = self.expected == "begun", self.expected == "never"
+        self._strip = not self._over
+
+    def feed(self, piece: str) -> tuple[str, str]:
+        """The reasoning and the text that `piece` adds."""
+        self._held += piece
+        reasoning = ""
+        if not self._thinking and not self._over:
+            self._begin()
+        if self._thinking:
+            reasoning = self._think()
+        return reasoning, self._taken(len(self._held)) if self._over else ""
+
+    def finish(self) -> tuple[str, str]:
+        """The reasoning and text that were held back; called when no more text will come."""
+        held, self._held = self._held, ""
+        return (held.rstrip(), "") if self._thinking else ("", held)
+
+    def _begin(self) -> None:
+        begun = self._held.lstrip()
+        if begun.startswith(BEGIN):
+            self._held, self._thinking = begun.removeprefix(BEGIN), True
+        elif not BEGIN.startswith(begun):
+            self._over, self._strip = True, False
+
+    def _think(self) -> str:
+        at = self._held.find(END)
+        if at < 0:
+            kept = partial_end(self._held, END)
+            body = self._held[: len(self._held) - kept].rstrip()  # hold back blanks that may precede `</think>`
+            return self._taken(len(body))
+        reasoning = self._taken(at).rstrip()
+        self._held = self._held.lstrip().removeprefix(END)
+        self._thinking, self._over, self._strip = False, True, True
+        return reasoning
+
+    def _taken(self, count: int) -> str:
+        """Take the first `count` held characters, without the blanks at the beginning of a part."""
+        taken, self._held = self._held[:count], self._held[count:]
+        if self._strip:
+            taken = taken.lstrip()
+            self._strip = not taken
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarSource:
-    """A grammar in llguidance's notation, and the request's field that asks for it."""
+class OutputParserSpec:
+    """Says how to parse the answers to one request."""
 
-    text: str
-    param: str
+    expected: Expectation = "never"
+    format: ToolFormat | None = None
+    names: frozenset[str] = frozenset()
+    parallel: bool = True
+    named: bool = False
 
+    @classmethod
+    def of(cls, request: GenerateRequest, format: ToolFormat | None, expected: Expectation) -> OutputParserSpec:
+        called = format if request.tool_choice != "none" else None
+        return cls(
+            expected=expected if request.split_reasoning else "never",
+            format=called if request.tools else None,
+            names=frozenset(tool["function"]["name"] for tool in request.tools),
+            parallel=request.parallel_tool_calls,
+            named=request.tool_choice not in ("auto", "none", "required"),
+        )
 
-def grammar_of(
-    request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
-) -> GrammarSource | None:
-    """The grammar of the answers that `request` allows; None if it allows any text. Raises `InvalidRequestError` for a
-    form or tools beyond the limits.
-
-    Tool calls are enforced for `tool_choice` "required" and for a named tool. With "auto", an answer may be calls or
-    the requested structured output; without the latter, the calls within a text are constrained if tools are `strict`.
-    Reasoning at the beginning of the answer is not constrained.
-    """
-    form = request.sampling.structured_outputs
-    must_call = request.tool_choice not in ("auto", "none")
-    if form is None and not must_call:
-        return _strict(request, format, expected, symbol)
-    calls = _calls(request, format, symbol)
-    options = [*(["calls"] if calls else []), *([] if must_call or form is None else ["@form"])]
-    thoughts, rules = _thoughts(expected, symbol)
-    top = "\n".join([f"start: {thoughts} ({' | '.join(options)})", *rules, *([calls] if calls else [])])
-    grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": top}]
-    if "@form" in options and form is not None:
-        grammars.append({"name": "form", **_form(form)})
-    param = form.param if "@form" in options and form is not None else _tools_param(request)
-    return _source(json.dumps({"grammars": grammars}), param)
+    def parser(self) -> OutputParser:
+        """A new parser for one answer."""
+        calls = (
+            None if self.format is None else ToolCallParser(self.format, self.names, self.parallel and not self.named)
+        )
+        return OutputParser(self, ReasoningParser(self.expected), calls)
 
 
-def holds_calls(request: GenerateRequest, format: ToolFormat) -> bool:
-    """Whether the grammar of `request` holds every call of a strict tool to its parameters.
+@dataclass(slots=True)
+class OutputParser:
+    """Turns the engine's deltas into the client's, without losing or repeating text."""
 
-    Calls in a free text are found by their opening, which bare ones lack.
-    """
-    free = request.tool_choice == "auto" and request.sampling.structured_outputs is None
-    return not (free and format.bare)
+    spec: OutputParserSpec
+    _reasoning: ReasoningParser
+    _calls: ToolCallParser | None
+    _called: bool = field(default=False)
 
-
-def _source(text: str, param: str) -> GrammarSource:
-    if len(text) > MAX_CHARACTERS:
-        message = f"the required form has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed: send a shorter one"
-        raise InvalidRequestError(message, param=param)
-    return GrammarSource(text, param)
-
-
-def _check_tools(tools: Mapping[int, Tool]) -> None:
-    """Check the parameters of all tools, which come by their places in the request."""
-    for index, tool in tools.items():
-        param = _parameters(index)
-        name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
-        if not isinstance(parameters, Mapping):
-            raise InvalidRequestError(f"the parameters of the tool {name!r} must be an object", param=param)
-        check_json(parameters, f"the parameters of the tool {name!r}", param=param)
-
-
-def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> str | None:
-    if format is None or request.tool_choice == "none":
-        return None
-    named, tools = _named(request), _callable(request)
-    _check_tools(tools)
-    parallel = request.parallel_tool_calls and not named
-    return format.grammar([*tools.values()], parallel=parallel, symbol=symbol)
+    def parse(self, delta: Delta) -> Delta:
+        """The same delta with its text split into text, reasoning and tool calls."""
+        reasoning, text = self._reasoning.feed(delta.text)
+        if delta.finish_reason is not None:
+            rest = self._reasoning.finish()
+            reasoning, text = reasoning + rest[0], text + rest[1]
+        pieces: list[OutputPiece] = [text] if self._calls is None else self._calls.feed(text)
+        if self._calls is not None and delta.finish_reason is not None:
+            pieces += self._calls.finish()
+        calls = [piece for piece in pieces if isinstance(piece, dict)]
+        self._called = self._called or bool(calls)
+        extra: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+        if calls:
+            extra["tool_calls"] = calls
+        answer = "".join(piece for piece in pieces if isinstance(piece, str))
+        finish = delta.finish_reason
+        whole = self._called and self._calls is not None and not self._calls.cut  # by a stop string, for example
+        if finish == "stop" and whole and not self.spec.named:
+            finish = "tool_calls"  # for a named tool, OpenAI reports "stop"
+        return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)
 
 
-def _named(request: GenerateRequest) -> dict[int, Tool]:
-    """The tool that `tool_choice` names, by its place in the request; empty if it names none."""
-    tools = enumerate(request.tools)
-    return {index: tool for index, tool in tools if tool["function"]["name"] == request.tool_choice}
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """How to read answers to a request: `decode` tokens with the marks that `parser()`, one for each answer, needs."""
 
-
-def _callable(request: GenerateRequest) -> dict[int, Tool]:
-    """The tools that may be called, by their places in the request."""
-    return _named(request) or dict(enumerate(request.tools))
-
-
-def _tools_param(request: GenerateRequest) -> str:
-    """The field that is at fault if the calls' grammar is refused; of several tools only a compiler knows which."""
-    tools = _callable(request)
-    return _parameters(next(iter(tools))) if len(tools) == 1 else TOOLS
-
-
-def _parameters(index: int) -> str:
-    return f"{TOOLS}[{index}].function.parameters"
-
-
-def _strict(
-    request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
-) -> GrammarSource | None:
-    """The grammar of any text in which every call opening is followed by a call that the tools allow."""
-    strict = any(tool["function"].get("strict") for tool in request.tools)
-    if format is None or not strict or request.tool_choice != "auto" or not holds_calls(request, format):
-        return None
-    tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
-    _check_tools(dict(enumerate(tools)))
-    calls = format.grammar(tools, parallel=several and format.listed, symbol=symbol, opened=True)
-    opening, again = symbol(format.opening), "*" if several else "?"
-    if opening == lark_string(format.opening):
-        literal = re.escape(format.opening).replace("/", "\\/")
-        free = [f"free: (said calls){again} text", f"said[lazy]: /(.|\\n)*{literal}/"]
-    else:
-        free = [f"free: text ({opening} calls text){again}"]
-    thoughts, rules = _thoughts(expected, symbol)
-    lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
-    return _source(lark, _tools_param(request))
-
-
-def _as_strict(tool: Tool) -> Tool:
-    """The tool as it is, or, if nobody asked to hold its calls to its parameters, as one that takes any object."""
-    function = tool["function"]
-    return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
-
-
-def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
-    if expected == "never":
-        return "", []
-    begin, end = symbol(BEGIN), symbol(END)
-    if end == lark_string(END):
-        before = BEGIN if expected == "maybe" else ""
-        rule = f"thoughts[lazy]: /{before}(.|\\n)*<\\/think>/"
-    else:
-        rule = f"thoughts: {begin if expected == 'maybe' else ''} /(.|\\n)*/ {end}"
-    optional = "?" if expected == "maybe" else ""
-    return f"(thoughts blanks){optional}", [rule, "blanks: /\\s*/"]
-
-
-def _form(form: StructuredOutputs) -> dict[str, Any]:
-    """The entry for a structured output in llguidance's list of grammars. Raises `InvalidRequestError`."""
-    if form.json_object:
-        return {"json_schema": closed_schema({"type": "object"})}
-    if form.json is False:
-        raise InvalidRequestError("the schema is false, which no value fits", param=form.param)
-    if form.json is not None:
-        schema = form.json if isinstance(form.json, Mapping) else {}
-        check_json(schema, "the schema", param=form.param)
-        return {"json_schema": closed_schema(schema)}
-    if form.regex is not None:
-        _check_text(form.regex, MAX_REGEX, form.param)
-        if (len(form.regex) - len(form.regex.rstrip("\\"))) % 2:  # the compiler would leave it out
-            raise InvalidRequestError(
-                "the regular expression ends in a backslash that escapes nothing", param=form.param
-            )
-        return {"lark_grammar": f"start: {lark_regex(form.regex)}"}
-    if form.choice is not None:
-        for choice in form.choice:
-            _check_text(choice, MAX_LITERAL, form.param)
-        written = " | ".join(map(lark_string, form.choice))
-        return {"lark_grammar": f"start: CHOICE\nCHOICE: {written}"}
-    assert form.grammar is not None
-    _check_text(form.grammar, MAX_CHARACTERS, form.param)
-    return {"lark_grammar": as_lark(form.grammar, form.param)}
-
-
-def _check_text(text: str, most: int, param: str) -> None:
-    if len(text) > most:
-        message = f"a regular expression, choice or grammar of {len(text):,} characters; {most:,} are allowed"
-        raise InvalidRequestError(message, param=param)
-    check_json(text, "the required form", param=param)
+    parser: Callable[[], OutputParser]
+    decode: Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +201,7 @@ class StructuredOutputBuilder:
         chat = request.messages is not None
         parser_spec, shown = self.reading(request, prompt)
         format, expected = parser_spec.format, self._expected(request, prompt)
-        try:
-            source = grammar_of(request, format, expected, self._grammars.symbol)
-        except InvalidRequestError as error:  # of a tokenizer that cannot be constrained by anything
-            form = request.sampling.structured_outputs
-            error.param = error.param or (form.param if form else TOOLS)
-            raise
+        source = self._source(request, format, expected) if request.sampling.structured_outputs or format else None
         return StructuredOutput(
             parser_spec=parser_spec,
             grammar=None if source is None else compiled or self._compiled(source, may_wait),
@@ -273,6 +229,16 @@ class StructuredOutputBuilder:
         """End the thread and the process that try out large grammars."""
         self._threads.close()
         self._grammars.close()
+
+    def _source(
+        self, request: GenerateRequest, format: ToolFormat | None, expected: Expectation
+    ) -> GrammarSource | None:
+        try:
+            return grammar_of(request, format, expected, self._grammars.symbol)
+        except InvalidRequestError as error:  # of a tokenizer that cannot be constrained by anything
+            form = request.sampling.structured_outputs
+            error.param = error.param or (form.param if form else TOOLS)
+            raise
 
     def _expected(self, request: GenerateRequest, prompt: str) -> Expectation:
         """Whether thoughts come first; `OutputParserSpec.expected` says whether they are split off."""

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.base import Floats
+from agentspec.protocol.speculation import KnnSpeculation
 from agentspec.reasoning.retrieval.knn.datastore import Datastore, Keys, Values
 from agentspec.speculation.stride import RunningMean, os3
-from agentspec.types import KnnSpeculation
 
 if TYPE_CHECKING:
     from agentspec.backends.torch.stepwise import TorchSteps, VectorScan

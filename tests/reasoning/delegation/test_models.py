@@ -11,10 +11,11 @@ import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import TorchSettings
+from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
+from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model]
 pytest.importorskip("torch")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
+from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.steps import (
@@ -29,7 +30,7 @@ from agentspec.reasoning.delegation.steps import (
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer, Script
-from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
+from agentspec.types import Delta, GenerateRequest, SamplingParams
 from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
+from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.delegation.steps import Ended, Event
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import (
@@ -20,7 +21,7 @@ from agentspec.reasoning.settings import (
     SpeculativeThinkingSettings,
 )
 from agentspec.testing import Answer, Script
-from agentspec.types import Delta, GenerateRequest, StepSpeculation
+from agentspec.types import Delta, GenerateRequest
 from tests.fakes import delegating
 from tests.thinking_model import ThinkingModel
 

@@ -12,10 +12,11 @@ from agentspec.backends.base import tokenization_of
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.vllm.engine import find_environment
+from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
+from agentspec.types import Delta, GenerateRequest, SamplingParams
 from tests.vllm_server import VllmServer
 
 ENVIRONMENT = find_environment(Path(__file__).parents[3])

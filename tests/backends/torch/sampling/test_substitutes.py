@@ -17,8 +17,9 @@ from agentspec.backends.torch.model.hidden_states import forward_with_states
 from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.protocol.speculation import LossyAcceptanceSpeculation
 from agentspec.speculation.governor import Governor
-from agentspec.types import LossyAcceptance, LossyAcceptanceSpeculation, SamplingParams, Source
+from agentspec.types import LossyAcceptance, SamplingParams, Source
 
 PROMPT = [72, 101, 108, 108, 111]
 HOT = SamplingParams(temperature=1.0, seed=5)

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch.text.output_parser import OutputParserSpec
-from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.structured_output import OutputParserSpec, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 

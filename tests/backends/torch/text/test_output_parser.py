@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.backends.torch.text.output_parser import Expectation, OutputParserSpec, ReasoningParser, expectation
+from agentspec.backends.torch.text.answer_grammar import Expectation
+from agentspec.backends.torch.text.structured_output import OutputParserSpec, ReasoningParser, expectation
 from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL_NAMED, ToolFormat
 from agentspec.types import Delta
 

@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.text import tokenizer
-from agentspec.backends.torch.text.tokenizer import (
-    ModelText,
-    TokenizerAdapter,
-    ids_of_end,
-    render,
-    template_of,
-    tool_format,
-)
+from agentspec.backends.torch.text.model_text import ModelText, ids_of_end
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, render, template_of, tool_format
 from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL
 from agentspec.errors import ContextLengthError, InvalidRequestError, ModelUnavailableError
 from agentspec.types import GenerateRequest

@@ -17,12 +17,13 @@ import torch
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.speculation import KnnSpeculation
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.datastore import Corpus, build
 from agentspec.reasoning.retrieval.knn.decoder import KnnStride, Mixture
 from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import ModelRef
-from agentspec.types import Delta, GenerateRequest, KnnSpeculation, SamplingParams
+from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
 

@@ -12,6 +12,7 @@ from agentspec.backends.base import AddsHeaders
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, NotReadyError
+from agentspec.protocol.speculation import KnnSpeculation
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.datastore import Corpus, build
 from agentspec.reasoning.settings import KnnLmSettings
@@ -19,7 +20,7 @@ from agentspec.reasoning.strategy import ModelRef
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.testing import FakeBackend
-from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
+from agentspec.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
 

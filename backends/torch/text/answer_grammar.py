@@ -1,0 +1,190 @@
+"""The grammar that a request asks for, in llguidance's notation.
+
+It allows optional reasoning, then tool calls, a structured output, or either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
+from agentspec.backends.torch.text.tool_parser import Tool, ToolFormat
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.validation import check_json
+from agentspec.types import GenerateRequest, StructuredOutputs
+
+TOOLS: Final = "tools"
+BEGIN, END = "<think>", "</think>"
+Expectation = Literal["never", "maybe", "begun"]
+"""Whether an answer begins with reasoning, which the prompt may have begun."""
+MAX_CHARACTERS: Final = 1_000_000
+MAX_LITERAL: Final = 20_000  # characters of a choice: each of its tokens takes time in proportion
+MAX_REGEX: Final = 20_000
+Symbol = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A grammar in llguidance's notation, and the request's field that asks for it."""
+
+    text: str
+    param: str
+
+
+def grammar_of(
+    request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
+) -> GrammarSource | None:
+    """The grammar of the answers that `request` allows; None if it allows any text. Raises `InvalidRequestError` for a
+    form or tools beyond the limits.
+
+    Tool calls are enforced for `tool_choice` "required" and for a named tool. With "auto", an answer may be calls or
+    the requested structured output; without the latter, the calls within a text are constrained if tools are `strict`.
+    Reasoning at the beginning of the answer is not constrained.
+    """
+    form = request.sampling.structured_outputs
+    must_call = request.tool_choice not in ("auto", "none")
+    if form is None and not must_call:
+        return _strict(request, format, expected, symbol)
+    calls = _calls(request, format, symbol)
+    options = [*(["calls"] if calls else []), *([] if must_call or form is None else ["@form"])]
+    thoughts, rules = _thoughts(expected, symbol)
+    top = "\n".join([f"start: {thoughts} ({' | '.join(options)})", *rules, *([calls] if calls else [])])
+    grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": top}]
+    if "@form" in options and form is not None:
+        grammars.append({"name": "form", **_form(form)})
+    param = form.param if "@form" in options and form is not None else _tools_param(request)
+    return _source(json.dumps({"grammars": grammars}), param)
+
+
+def holds_calls(request: GenerateRequest, format: ToolFormat) -> bool:
+    """Whether the grammar of `request` holds every call of a strict tool to its parameters.
+
+    Calls in a free text are found by their opening, which bare ones lack.
+    """
+    free = request.tool_choice == "auto" and request.sampling.structured_outputs is None
+    return not (free and format.bare)
+
+
+def _source(text: str, param: str) -> GrammarSource:
+    if len(text) > MAX_CHARACTERS:
+        message = f"the required form has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed: send a shorter one"
+        raise InvalidRequestError(message, param=param)
+    return GrammarSource(text, param)
+
+
+def _check_tools(tools: Mapping[int, Tool]) -> None:
+    """Check the parameters of all tools, which come by their places in the request."""
+    for index, tool in tools.items():
+        param = _parameters(index)
+        name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise InvalidRequestError(f"the parameters of the tool {name!r} must be an object", param=param)
+        check_json(parameters, f"the parameters of the tool {name!r}", param=param)
+
+
+def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> str | None:
+    if format is None or request.tool_choice == "none":
+        return None
+    named, tools = _named(request), _callable(request)
+    _check_tools(tools)
+    parallel = request.parallel_tool_calls and not named
+    return format.grammar([*tools.values()], parallel=parallel, symbol=symbol)
+
+
+def _named(request: GenerateRequest) -> dict[int, Tool]:
+    """The tool that `tool_choice` names, by its place in the request; empty if it names none."""
+    tools = enumerate(request.tools)
+    return {index: tool for index, tool in tools if tool["function"]["name"] == request.tool_choice}
+
+
+def _callable(request: GenerateRequest) -> dict[int, Tool]:
+    """The tools that may be called, by their places in the request."""
+    return _named(request) or dict(enumerate(request.tools))
+
+
+def _tools_param(request: GenerateRequest) -> str:
+    """The field that is at fault if the calls' grammar is refused; of several tools only a compiler knows which."""
+    tools = _callable(request)
+    return _parameters(next(iter(tools))) if len(tools) == 1 else TOOLS
+
+
+def _parameters(index: int) -> str:
+    return f"{TOOLS}[{index}].function.parameters"
+
+
+def _strict(
+    request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
+) -> GrammarSource | None:
+    """The grammar of any text in which every call opening is followed by a call that the tools allow."""
+    strict = any(tool["function"].get("strict") for tool in request.tools)
+    if format is None or not strict or request.tool_choice != "auto" or not holds_calls(request, format):
+        return None
+    tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
+    _check_tools(dict(enumerate(tools)))
+    calls = format.grammar(tools, parallel=several and format.listed, symbol=symbol, opened=True)
+    opening, again = symbol(format.opening), "*" if several else "?"
+    if opening == lark_string(format.opening):
+        literal = re.escape(format.opening).replace("/", "\\/")
+        free = [f"free: (said calls){again} text", f"said[lazy]: /(.|\\n)*{literal}/"]
+    else:
+        free = [f"free: text ({opening} calls text){again}"]
+    thoughts, rules = _thoughts(expected, symbol)
+    lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
+    return _source(lark, _tools_param(request))
+
+
+def _as_strict(tool: Tool) -> Tool:
+    """The tool as it is, or, if nobody asked to hold its calls to its parameters, as one that takes any object."""
+    function = tool["function"]
+    return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
+
+
+def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
+    if expected == "never":
+        return "", []
+    begin, end = symbol(BEGIN), symbol(END)
+    if end == lark_string(END):
+        before = BEGIN if expected == "maybe" else ""
+        rule = f"thoughts[lazy]: /{before}(.|\\n)*<\\/think>/"
+    else:
+        rule = f"thoughts: {begin if expected == 'maybe' else ''} /(.|\\n)*/ {end}"
+    optional = "?" if expected == "maybe" else ""
+    return f"(thoughts blanks){optional}", [rule, "blanks: /\\s*/"]
+
+
+def _form(form: StructuredOutputs) -> dict[str, Any]:
+    """The entry for a structured output in llguidance's list of grammars. Raises `InvalidRequestError`."""
+    if form.json_object:
+        return {"json_schema": closed_schema({"type": "object"})}
+    if form.json is False:
+        raise InvalidRequestError("the schema is false, which no value fits", param=form.param)
+    if form.json is not None:
+        schema = form.json if isinstance(form.json, Mapping) else {}
+        check_json(schema, "the schema", param=form.param)
+        return {"json_schema": closed_schema(schema)}
+    if form.regex is not None:
+        _check_text(form.regex, MAX_REGEX, form.param)
+        if (len(form.regex) - len(form.regex.rstrip("\\"))) % 2:  # the compiler would leave it out
+            raise InvalidRequestError(
+                "the regular expression ends in a backslash that escapes nothing", param=form.param
+            )
+        return {"lark_grammar": f"start: {lark_regex(form.regex)}"}
+    if form.choice is not None:
+        for choice in form.choice:
+            _check_text(choice, MAX_LITERAL, form.param)
+        written = " | ".join(map(lark_string, form.choice))
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {written}"}
+    assert form.grammar is not None
+    _check_text(form.grammar, MAX_CHARACTERS, form.param)
+    return {"lark_grammar": as_lark(form.grammar, form.param)}
+
+
+def _check_text(text: str, most: int, param: str) -> None:
+    if len(text) > most:
+        message = f"a regular expression, choice or grammar of {len(text):,} characters; {most:,} are allowed"
+        raise InvalidRequestError(message, param=param)
+    check_json(text, "the required form", param=param)
