@@ -62,36 +62,6 @@ def test_closing_iterate_sync_cancels_at_once() -> None:
     assert closed == ["agentspec"]
 
 
-def test_closing_at_the_very_end_logs_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Between the moment in which a consumer leaves and that in which its loop hears of it, the work ends by itself."""
-    loop: Any = call_sync(_running_loop)
-    ended, closing = asyncio.Event(), False
-
-    async def numbers() -> AsyncIterator[int]:
-        yield 0
-        await ended.wait()
-
-    def late() -> int:
-        if closing:
-            loop.call_soon_threadsafe(ended.set)
-            for _ in range(20):
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
-        return threading.get_ident()
-
-    iterator: Any = iterate_sync(numbers)
-    assert next(iterator) == 0
-    closing = True
-    monkeypatch.setattr("anyio.from_thread.get_ident", late)  # what anyio asks before it cancels a task
-    iterator.close()
-    assert not caplog.records
-
-
-async def _running_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()
-
-
 def test_iterate_async_serves_loops_that_come_and_go() -> None:
     closed: list[str] = []
 
@@ -108,13 +78,6 @@ async def test_cancelled_iterate_async_cancels_the_work() -> None:
         async for _ in iterate_async(lambda: counted(100_000, closed, 0.01)):
             scope.cancel()
     assert scope.cancelled_caught and closed == ["agentspec"]
-
-
-def test_call_sync() -> None:
-    async def add(left: int, right: int) -> int:
-        return left + right
-
-    assert call_sync(add, 1, 2) == 3
 
 
 def test_the_shared_runtime_takes_any_local_model_where_nothing_is_configured() -> None:

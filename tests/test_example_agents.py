@@ -113,11 +113,6 @@ def test_text_to_sql_survives_what_a_model_may_write(stage: Stage) -> None:
     assert printed.count("(no query)") == 5
 
 
-@pytest.mark.long
-def test_text_to_sql_with_nonsense(stage: Stage) -> None:
-    assert "I found no answer." in stage.run("text_to_sql/agent.py", nonsense, "Customers?")
-
-
 def market_model(prompt: str) -> str:
     if "Decide" not in prompt:
         return f"The {prompt.split()[4]} is fine."
@@ -136,11 +131,6 @@ def test_market_agents(stage: Stage, tmp_path: Path) -> None:
     assert {row[2] for row in rows.values()} == {"3"}  # calls: one for each symbol
 
 
-@pytest.mark.long
-def test_market_agents_with_nonsense(stage: Stage) -> None:
-    assert "ALFA: hold. the answer was no decision" in stage.run("market_agents/agent.py", nonsense, "ALFA")
-
-
 def series_model(prompt: str) -> str:
     if "Choose a method" in prompt:
         return json.dumps({"method": "drift", "outliers": "clip"})
@@ -153,11 +143,6 @@ def test_time_series(stage: Stage, tmp_path: Path) -> None:
     assert all(f"{name}: " in printed for name in ("sales", "visits", "repairs"))
     assert printed.count("It goes up and down with the year.") == 3
     assert set(steps(printed)) == {"curator", "planner", "reporter"} == replayable(record)
-
-
-@pytest.mark.long
-def test_time_series_with_nonsense(stage: Stage) -> None:
-    assert "(seasonal, mean error" in stage.run("time_series/agent.py", nonsense, "sales")
 
 
 def test_rag_agent(stage: Stage, tmp_path: Path) -> None:
@@ -176,19 +161,30 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize("name", [AGENTS[0], *(pytest.param(name, marks=pytest.mark.long) for name in AGENTS[1:])])
-def test_a_mistake_is_answered_in_a_line(repository: Path, name: str) -> None:
-    answered(process(repository, name, *MISTAKES[0][0]), MISTAKES[0][1])
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        (AGENTS[0], *MISTAKES[0]),
+        *(pytest.param(name, *MISTAKES[0], marks=pytest.mark.long) for name in AGENTS[1:]),
+        *(pytest.param(AGENTS[0], *mistake, marks=pytest.mark.long) for mistake in MISTAKES[1:]),
+    ],
+)
+def test_a_mistake_is_answered_in_a_line(repository: Path, name: str, arguments: tuple[str, ...], said: str) -> None:
+    done = process(repository, name, *arguments)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("arguments", "said"), MISTAKES[1:])
-def test_so_is_every_other_mistake(repository: Path, arguments: tuple[str, ...], said: str) -> None:
-    answered(process(repository, AGENTS[0], *arguments), said)
-
-
-def answered(done: subprocess.CompletedProcess[str], said: str) -> None:
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("text_to_sql", "Customers?", "I found no answer."),
+        ("market_agents", "ALFA", "ALFA: hold. the answer was no decision"),
+        ("time_series", "sales", "(seasonal, mean error"),
+    ],
+)
+def test_nonsense_is_answered(stage: Stage, name: str, asked: str, said: str) -> None:
+    assert said in stage.run(f"{name}/agent.py", nonsense, asked)
 
 
 @pytest.mark.long

@@ -1,27 +1,19 @@
 from __future__ import annotations
 
-import ast
-import importlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
-import types
 
 import pytest
 
 import agentspec
-from agentspec import errors, step
+from agentspec import errors
 from agentspec.cli.doctor import distribution
 from agentspec.errors import EXTRAS, extra_of, install_advice, needs_extra
 
 HEAVY = {"torch", "transformers", "numpy", "httpx", "pydantic", "sqlalchemy", "starlette", "langchain_core", "typer"}
-
-
-WORTH_PARSING = re.compile(
-    r"^\s*(?:from (?:cache|backends|reasoning)\b|import .*\b(?:cache|backends|reasoning)\b)", re.M
-)
 
 
 def modules_after(code: str) -> set[str]:
@@ -78,25 +70,6 @@ def test_step_is_the_decorator_whatever_is_imported_first(first):
     program = f"{first}\nfrom agentspec import step\nprint(type(step).__name__)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "function"
-
-
-def test_submodules_are_still_reachable_as_attributes():
-    importlib.import_module("agentspec.types")
-    assert isinstance(agentspec.types, types.ModuleType)
-    assert callable(step)
-
-
-def test_nobody_imports_a_root_folder_by_its_bare_name(repository):
-    bare = []
-    for folder in ("agentspec", "cache", "backends", "reasoning", "examples", "benchmarks"):
-        for path in (repository / folder).rglob("*.py"):
-            text = path.read_text()
-            for node in ast.walk(ast.parse(text)) if WORTH_PARSING.search(text) else ():
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and node.level == 0:
-                    names = [node.module or ""]
-                bare += [(path, name) for name in names if name.partition(".")[0] in ("cache", "backends", "reasoning")]
-    assert bare == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`agentspec serve` under clients of the `openai` package: no error, no wrong token, no leak, a clean end.
 
-Short here, with a tiny model, and nothing said of memory. Full length (ten minutes, 32 clients, the default model) is
+Two minutes here, with a tiny model. Full length (ten minutes, 32 clients, the default model) is
 
     pytest -m "long and model" -s tests/test_soak.py
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import re
@@ -66,7 +65,7 @@ class Load:
     clients: int
     questions: int
     max_tokens: int
-    growth: float = math.inf
+    growth: float
 
 
 @dataclass(frozen=True)
@@ -341,8 +340,7 @@ def soak(load: Load, folder: Path) -> None:
         trial = Soak(server, load)
         asyncio.run(trial.run())
         _, warm, _ = trial.rests
-        if load.growth < math.inf:  # thread pools and connections grow to their bounds only under a longer load
-            wait(lambda: server.sample().files <= warm.files and server.sample().threads <= warm.threads, 300)
+        wait(lambda: server.sample().files <= warm.files and server.sample().threads <= warm.threads, 300)
         print(f"\n{trial.report()}")
         served = server.metric("agentspec_engine_forwards_total"), server.metric("agentspec_accepted_tokens_total")
         server.popen.send_signal(signal.SIGTERM)
@@ -358,12 +356,7 @@ def soak(load: Load, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_error_no_wrong_token(tiny_model: Path, tmp_path: Path) -> None:
-    soak(Load(str(tiny_model), 10, 8, questions=12, max_tokens=24), tmp_path)
-
-
-@pytest.mark.long
-def test_no_leak(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_minutes_of_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
     soak(Load(str(tiny_model), 120, 8, questions=12, max_tokens=24, growth=16 * MIB), tmp_path)
 
 
@@ -373,18 +366,3 @@ def test_no_leak(tiny_model: Path, tmp_path: Path) -> None:
 def test_ten_minutes_of_the_default_model(default_model: Any, tmp_path: Path) -> None:
     seconds, clients = float(os.environ.get("SOAK_SECONDS", "600")), int(os.environ.get("SOAK_CLIENTS", "32"))
     soak(Load("smollm2-135m", seconds, clients, questions=24, max_tokens=48, growth=96 * MIB), tmp_path)
-
-
-def test_a_slow_leak_and_a_wrong_token_are_seen() -> None:
-    load = Load("none", 100, 1, questions=6, max_tokens=8, growth=MIB)
-    trial = Soak(Server(None, Path()), load)  # type: ignore[arg-type]
-    trial.rests = [Sample(second, 0, 10, 5) for second in (0.0, 40.0, 100.0)]
-    trial.samples = [Sample(float(second), 100 * MIB + second * MIB // 10, 10, 5) for second in range(101)]
-    assert trial.growth() == pytest.approx(6 * MIB)
-    want = Said([1, 2, 3, 4], [9], "abcd", "", "length")
-    trial._judge(trial.asks[0], Said([1, 2], [9], "ab"), want, partly=True)
-    trial._judge(trial.asks[0], want, want)
-    assert not trial.parted
-    trial._judge(trial.asks[0], Said([1, 5], [9], "ae"), want, partly=True)
-    trial._judge(trial.asks[0], Said([1, 2, 3], [9], "abc", "", "stop"), want)
-    assert len(trial.parted) == 2

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.base import Backend, Capabilities
-from agentspec.errors import ContextLengthError, OverloadedError, UpstreamError
+from agentspec.backends.base import Backend
+from agentspec.errors import OverloadedError, UpstreamError
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, Usage
+from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -35,22 +35,6 @@ async def test_is_a_backend_and_plays_its_script_in_turn() -> None:
     assert answers == ["first one", "second", "echo c", "first one"]
     assert [request.text for request in backend.requests] == ["a", "b", "c", "d"]
     assert backend.active == 0 and backend.cancelled == []
-
-
-async def test_last_delta_carries_reason_usage_and_speculation() -> None:
-    speculation = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.5)
-    backend = FakeBackend(Answer(text="one two three", speculation=speculation))
-    last = (await collect(backend, ask("a b")))[-1]
-    assert last.finish_reason == "stop" and last.speculation == speculation
-    assert last.usage == Usage(prompt_tokens=2, completion_tokens=3)
-    assert (await collect(backend, ask(speculation=False)))[-1].speculation is None
-
-
-async def test_token_ids_round_trip() -> None:
-    backend = FakeBackend([7, 8], "seen before")
-    assert joined(await collect(backend, ask())) == " <7> <8>"
-    ids = [token for delta in await collect(backend, ask()) for token in delta.token_ids]
-    assert ids == backend.encode("seen before") and backend.decode(ids) == "seen before"
 
 
 async def test_max_tokens_stop_ids_and_logprobs() -> None:
@@ -102,19 +86,3 @@ async def test_cancelling_the_task_frees_the_place() -> None:
             await collect(backend, ask())
         group.cancel_scope.cancel()
     assert backend.active == 0 and len(backend.cancelled) == 1
-
-
-async def test_prediction_counts() -> None:
-    backend = FakeBackend("x = 1\ny = 2\n")
-    usage = (await collect(backend, ask(prediction="x = 1\nz = 2\n")))[-1].usage
-    assert usage is not None
-    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (3, 4)
-
-
-async def test_context_length() -> None:
-    backend = FakeBackend(capabilities=Capabilities(context_length=2))
-    with pytest.raises(ContextLengthError):
-        await collect(backend, ask("three words here"))
-    messages = [{"role": "user", "content": [{"type": "text", "text": "two words"}]}]
-    await collect(backend, GenerateRequest(model="m", messages=messages))
-    assert backend.active == 0

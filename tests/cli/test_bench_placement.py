@@ -27,25 +27,6 @@ def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program
     assert all(figures["sessions"] == 36 for one in written["variants"] for figures in one["figures"])
 
 
-def test_no_recording_is_lost_for_its_name(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import agentspec.benchmarks.placement.workload as workload
-
-    read, shapes = list[str](), workload.shapes
-
-    def listed(recorded: Any) -> Any:
-        read.extend(recorded)
-        return shapes(recorded)
-
-    monkeypatch.setattr(workload, "shapes", listed)
-    copies = [tmp_path / folder / CALLS.name for folder in ("a", "b")]
-    for copy in copies:
-        copy.parent.mkdir()
-        copy.write_bytes(CALLS.read_bytes())
-    done = program(*QUICK[:2], tmp_path / "a", tmp_path / "b", *QUICK[3:], "--policy", "round_robin")
-    assert done.exit_code == 0, done.output
-    assert read == [str(copy) for copy in copies]
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

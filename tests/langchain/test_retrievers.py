@@ -221,14 +221,6 @@ async def test_a_search_asks_for_one_document_at_least():
     assert len(retriever.invoke("the cat", k=2)) == 2
 
 
-async def test_what_a_search_does_not_take_is_refused():
-    retriever = KnowledgeRetriever(base=knowledge())
-    with pytest.raises(TypeError, match="top_k"):
-        await retriever.abatch(["the cat"], top_k=2)
-    with pytest.raises(TypeError, match="top_k"):
-        retriever.invoke("the cat", top_k=2)
-
-
 class Listing(BaseRetriever):
     documents: list[Document]
 

@@ -68,13 +68,6 @@ def test_replay_counts_every_token_once_and_a_perfect_drafter_saves_all_it_may()
     assert outcome.nodes_per_step == 14 / 5
 
 
-def test_the_governor_leaves_out_nodes_that_do_not_pay():
-    dear = curve({1: 1.0, 2: 3.0})
-    texts = [list(range(12))]
-    assert replay([question(*texts)], Oracle(), 3, cost=FREE).nodes_per_step == 3
-    assert replay([question(*texts)], Oracle(), 3, cost=dear).nodes_per_step == 0
-
-
 def test_the_cache_drafts_from_finished_answers_and_live_from_running_ones():
     text = list(range(10, 40))
     later = question(text[:20], text)

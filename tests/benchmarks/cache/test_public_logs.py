@@ -57,16 +57,6 @@ def test_calls_hold_what_was_added_since_the_last(source: LogSource, log: Any, t
     assert len({record["session"] for record in records}) == 1
 
 
-def test_sessions_of_files_of_one_name_stay_apart(tmp_path: Path) -> None:
-    files = [tmp_path / folder / "runs.json" for folder in "ab"]
-    for file in files:
-        file.parent.mkdir()
-        file.write_text(json.dumps([{"task_id": 3, "traj": AGENT}]))
-    convert(LogSource.tau_bench, files, tmp_path / "out.jsonl.gz")
-    with gzip.open(tmp_path / "out.jsonl.gz", "rt") as lines:
-        assert {json.loads(line)["session"] for line in lines} == {"a/runs-3-trial0", "b/runs-3-trial0"}
-
-
 def test_the_simulated_users_tools_and_the_greeting_are_no_answers(tmp_path: Path) -> None:
     messages = [
         {"role": "assistant", "content": "Hi!"},

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from agentspec.benchmarks.gpu.bench import GpuPlan, GpuReport, run_gpu
-from agentspec.benchmarks.report import Figure, print_report, write_json
+from agentspec.benchmarks.report import print_report, write_json
 from agentspec.benchmarks.runs import OFF
 
 ANSWER = "check the order again please and then check the order again please"
@@ -75,20 +75,3 @@ def test_what_there_is_no_time_for_is_left_out() -> None:
     report = run_gpu(GpuPlan("tiny", "cpu", "float32", seconds=0.0))
     assert report.left_out == ["exactness on small models", "the model"]
     assert not report.checks and "left out: the model" in printed(report)
-
-
-def test_goals_are_judged_for_their_shape_on_a_gpu() -> None:
-    figures = [
-        Figure("a", 1.2, "x", 1.25),
-        Figure("b", 2.0, "x", 2.5, at_most=False),
-        Figure("c", None, "x", 1.0, at_most=False),
-        Figure("d", 1.24, "x", 1.25, interval=(1.23, 1.26)),
-        Figure("e", 2.6, "x", 2.5, at_most=False, interval=(2.51, 2.7)),
-    ]
-    report = GpuReport("8b", "some GPU", "bfloat16", checks={"trees": False}, figures=figures)
-    assert [figure["met"] for figure in report.data()["figures"]] == [True, False, None, None, True]
-    text = printed(report)
-    assert "d: 1.24 [1.23, 1.26] x, goal at most 1.25: undecided" in text
-    assert "e: 2.6 [2.51, 2.7] x, goal at least 2.5: met" in text
-    assert "a: 1.2 x, goal at most 1.25: met" in text and "b: 2 x, goal at least 2.5: missed" in text
-    assert "c: not measured, goal at least 1: undecided" in text and "FAILED: trees" in text

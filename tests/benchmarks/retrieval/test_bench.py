@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from agentspec.benchmarks.report import print_report, write_json
-from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion, read_questions
+from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion
 from agentspec.benchmarks.retrieval.bench import (
     SEQUENTIAL,
     SPECULATIVE,
@@ -24,7 +24,6 @@ from agentspec.benchmarks.retrieval.bench import (
     run_retrieval,
     speedup_goal,
 )
-from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.search import SearchStats
 from agentspec.testing import Answer, FakeBackend
 from tests.fakes import FakeEncoder
@@ -95,15 +94,3 @@ def test_every_case_is_measured_and_reported(bench: RetrievalBench, corpus: Path
     write_json(report, tmp_path / "r.json", {"cpus": 2})
     figures = json.loads((tmp_path / "r.json").read_text())["cases"][0]["figures"]
     assert figures["same"] == {SEQUENTIAL: 7, SPECULATIVE: 7}
-
-
-def test_questions_come_from_all_over_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps({"id": n, "question": f"q{n}"}) + "\n" for n in range(100)))
-    assert [question.text for question in read_questions(path, 4)] == ["q0", "q25", "q50", "q75"]
-    path.write_text('{"id": 1}\n')
-    with pytest.raises(ConfigurationError, match="id and question"):
-        read_questions(path, 4)
-    path.write_text('{"id": 1\n')
-    with pytest.raises(ConfigurationError, match=r"questions.jsonl:1: not valid JSON"):
-        read_questions(path, 4)

@@ -13,14 +13,12 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from typer.testing import CliRunner
 
 from agentspec.benchmarks.report import print_report
 from agentspec.benchmarks.vllm import bench
 from agentspec.benchmarks.vllm.bench import ForcedPart, ForcedPlan, run_forced
 from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.benchmarks.vllm.report import ForcedReport
-from agentspec.cli import app
 
 FAKE = Path(__file__).with_name("fake_worker.py")
 WORDS = "check the order again please and then"
@@ -133,48 +131,6 @@ def test_what_does_not_fit_into_the_time_is_left_out(plan: Any, tmp_path: Path) 
     report = run_forced(plan("agentspec", seconds=0.0))
     assert report.left_out == ["answers", "calls"] and not report.sound and not (tmp_path / "turns").exists()
     assert "left out: calls" in printed(report)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--part", "speed"], "must be one of answers, calls"),
-        (["--part", "calls"], "--traces and --tokenizer go together"),
-        (["--tokenizer", "."], "--traces and --tokenizer go together"),
-        (["--part", "answers"], "no vLLM found"),
-        (["--part", "answers", "--python", sys.executable, "--variant", "eagle"], "there is no drafter 'eagle'"),
-        (["--part", "answers", "--python", sys.executable], "has no vllm"),
-        (["--device", "tpu"], "'tpu' is not one of"),
-    ],
-)
-def test_bad_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("AGENTSPEC_VLLM_ENV", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    result = CliRunner().invoke(app, ["bench", "vllm", *options])
-    assert result.exit_code == 2 and told in result.output
-
-
-@pytest.mark.parametrize(("wrong", "code"), [("", 0), ("lies", 1)])
-def test_the_exit_code_says_whether_answers_are_equal(
-    plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str, code: int
-) -> None:
-    given = plan(wrong={"agentspec": wrong})
-    monkeypatch.setattr(ForcedPlan, "__init__", _with_stand_ins(ForcedPlan.__init__))
-    named = [option for path in given.traces for option in ("--traces", str(path))]
-    options = ["--device", "cpu", "--shape", "tiny", "--variant", "agentspec", "--tokenizer", str(given.tokenizer)]
-    options += ["--python", sys.executable, "--json", str(tmp_path / "out.json")]
-    result = CliRunner().invoke(app, ["bench", "vllm", *named, *options])
-    assert result.exit_code == code, result.output
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert len(written["calls"]) == 13 and written["shape"] == "tiny" and all(written["checks"].values()) == (not code)
-
-
-def _with_stand_ins(original: Any) -> Any:
-    def changed(self: ForcedPlan, *given: Any) -> None:
-        original(self, *given, worker=[str(FAKE)])
-
-    return changed
 
 
 @pytest.mark.vllm
