@@ -71,7 +71,7 @@ class Exchange(Arrival):
         if policy.deadline_s is not None:
             until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
         call = scoped_call(self.caller.tenant, self.caller.labels.session, blocks)
-        return Attempts(pool, call, until, fallbacks=True)
+        return Attempts(pool, call, until)
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
         """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""

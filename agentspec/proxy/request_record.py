@@ -150,8 +150,6 @@ class RequestRecord:
         yield from self.limit_headers
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()
-        if self.attempt is not None and self.attempt.fallback is not None:
-            yield b"x-agentspec-fallback", self.attempt.fallback.removeprefix("models.").encode("ascii", "replace")
         if self.attempt is not None and self.identity is not None and self.identity.reads_metrics:
             yield MEMBER_HEADER.encode(), self.attempt.member.encode("ascii", "replace")
 

@@ -23,7 +23,7 @@ from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSe
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError, suggestion
 from agentspec.reasoning.settings import STRATEGIES, KnowledgeSettings, StrategySettings, TraceSettings
-from agentspec.settings.models import ModelSettings, fallback_cycle
+from agentspec.settings.models import ModelSettings
 from agentspec.settings.server import ServerSettings
 
 PREFIX = "AGENTSPEC_"
@@ -120,27 +120,18 @@ class Settings(BaseSettings):
                 self._check_roles(name, model)
             else:
                 self._check_backends(name, model)
-        if (cycle := fallback_cycle(self)) is not None:
-            raise ValueError(f"models.{cycle[0]}.fallback leads back to itself: {' -> '.join(cycle)}")
         return self
 
     def _check_backends(self, name: str, model: ModelSettings) -> None:
-        """A plain model's backends exist. In a pool, and to fall back on, they are upstreams."""
+        """A plain model's backends exist. In a pool they are upstreams."""
         for backend in model.sources:
             key = "backend" if model.backends is None else "backends"
             if backend not in self.backends:
                 raise ValueError(f"models.{name}.{key} {_names_no(backend, 'backend', self.backends)}")
-            if (model.backends or model.fallback) and self.backends[backend].local:
+            if model.backends and self.backends[backend].local:
                 raise ValueError(
                     f"models.{name}.{key} = {backend!r}: only backends of kind openai are placed by a pool"
                 )
-        plain = {other: one for other, one in self.models.items() if isinstance(one, ModelSettings)}
-        for other in model.fallback:
-            meant = plain[other].sources if other in plain else (other,)
-            if any(backend not in self.backends or self.backends[backend].local for backend in meant):
-                known = [one for one in dict.fromkeys([*plain, *self.backends]) if one != name]
-                wanted = "plain model and no backend of kind openai"
-                raise ValueError(f"models.{name}.fallback {_names_no(other, wanted, known)}")
 
     def _check_roles(self, name: str, strategy: StrategySettings) -> None:
         """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""

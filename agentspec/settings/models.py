@@ -30,9 +30,6 @@ class ModelSettings(SettingsModel):
     placement: str = Field(
         default=DEFAULT_POLICY, description=f"Which of several servers takes a call: {', '.join(POLICIES)}"
     )
-    fallback: tuple[str, ...] = Field(
-        default=(), description="Models or backends that answer in its place, in this order, if no server of it can"
-    )
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -52,10 +49,9 @@ class ModelSettings(SettingsModel):
     def _one_way_to_backends(self) -> Self:
         if (self.backend is None) == (self.backends is None):
             raise ValueError("set either backend (one) or backends (a list)")
-        for key in ("backends", "fallback"):
-            names: tuple[str, ...] = getattr(self, key) or ()
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"{key} names {twice[0]!r} twice")
+        names = self.backends or ()
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"backends names {twice[0]!r} twice")
         return self
 
 
@@ -152,7 +148,7 @@ def unreachable(settings: Settings) -> dict[str, str]:
         if isinstance(model, StrategySettings):
             reached |= set(model.models.values())
         else:
-            reached |= {*model.sources, *model.fallback}
+            reached |= {*model.sources}
     return {name: _advice(name, settings) for name in settings.backends if name not in reached}
 
 
@@ -177,21 +173,23 @@ def model_pool(name: str) -> str:
 
 def needs_pool(settings: Settings, model: ModelSettings) -> bool:
     """Whether calls of a model are placed: one backend with one address is asked as it is."""
-    return model.backend is None or bool(model.fallback) or settings.backends[model.backend].has_several_servers
+    return model.backend is None or settings.backends[model.backend].has_several_servers
 
 
 def pool_specs(settings: Settings) -> dict[str, PoolSpec]:
-    """Every pool, by name: those of models and backends that need one, and those that others fall back on."""
-    specs: dict[str, PoolSpec] = {}
-    plain = dict(_plain_models(settings))
-    wanted = [model_pool(name) for name, model in plain.items() if needs_pool(settings, model)]
-    wanted += [name for name, backend in settings.backends.items() if backend.has_several_servers]
-    while wanted:
-        name = wanted.pop(0)
-        if name not in specs:
-            specs[name] = _spec(settings, name, plain)
-            wanted += specs[name].fallback
-    return specs
+    """The pools of the models and backends that need one, by name. A backend's is asked for its own model, or else the
+    client's.
+    """
+    models = {
+        model_pool(name): _spec(settings, name, model)
+        for name, model in settings.models.items()
+        if isinstance(model, ModelSettings) and needs_pool(settings, model)
+    }
+    return models | {
+        name: PoolSpec(name, (PoolTarget(name, backend.model),), DEFAULT_POLICY)
+        for name, backend in settings.backends.items()
+        if backend.has_several_servers
+    }
 
 
 def open_fleet(settings: Settings, backends: Mapping[str, object]) -> Fleet | None:
@@ -207,34 +205,10 @@ def open_fleet(settings: Settings, backends: Mapping[str, object]) -> Fleet | No
     return Fleet(specs, upstreams, built, settings.fleet)
 
 
-def fallback_cycle(settings: Settings) -> list[str] | None:
-    """The names of models that fall back on one another in a circle, the first one twice; None if there is none."""
-    plain = dict(_plain_models(settings))
-
-    def walk(name: str, path: list[str]) -> list[str] | None:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        following = plain[name].fallback if name in plain else ()
-        return next((found for other in following if (found := walk(other, [*path, name]))), None)
-
-    return next((found for name in plain if (found := walk(name, []))), None)
-
-
-def _plain_models(settings: Settings) -> Iterator[tuple[str, ModelSettings]]:
-    return ((name, model) for name, model in settings.models.items() if isinstance(model, ModelSettings))
-
-
-def _spec(settings: Settings, pool: str, plain: dict[str, ModelSettings]) -> PoolSpec:
-    """The pool of a model, or of a backend, which is asked for its own model or else the client's."""
-    models = {model_pool(name): name for name in plain}
-    if pool not in models:
-        return PoolSpec(pool, (PoolTarget(pool, settings.backends[pool].model),), DEFAULT_POLICY)
-    name = models[pool]
-    model = plain[name]
+def _spec(settings: Settings, name: str, model: ModelSettings) -> PoolSpec:
     own = {backend: settings.backends[backend].model for backend in model.sources}
     targets = tuple(PoolTarget(backend, model.upstream_model or known or name) for backend, known in own.items())
-    fallback = tuple(model_pool(other) if other in plain else other for other in model.fallback)
-    return PoolSpec(pool, targets, model.placement, fallback)
+    return PoolSpec(model_pool(name), targets, model.placement)
 
 
 class ModelDirectory:

@@ -10,9 +10,8 @@ from types import TracebackType
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.member import PoolMember
-from agentspec.backends.pool.pool import Placed, Pool
+from agentspec.backends.pool.pool import Pool
 from agentspec.errors import (
-    InvalidRequestError,
     UpstreamError,
     UpstreamIsolationError,
     UpstreamStatusError,
@@ -34,18 +33,16 @@ SAME_SECONDS = 0.2  # before another one at the same server, at most; doubled ea
 class Attempts:
     """The tries of `call`, until one of them ends it:
 
-        async for attempt in Attempts(pool, call, until, fallbacks=True):
+        async for attempt in Attempts(pool, call, until):
             async with attempt:
                 ...  # ask attempt.backend for attempt.model
 
     A try of which nothing came back is followed by another one, if the pool's limits allow it and it can begin before
     `until`, a time of the running loop. Otherwise its error passes. Raises `NoServerError` if no server takes calls.
-    The pool's `fallbacks` are for callers that tell whose answer it is (`Attempt.fallback`).
     """
 
-    def __init__(self, pool: Pool, call: Call, until: float, *, fallbacks: bool) -> None:
+    def __init__(self, pool: Pool, call: Call, until: float) -> None:
         self.pool, self.call, self._until = pool, call, until
-        self._passed_over: set[Pool] = set() if fallbacks else set(pool.fallbacks)
         self._tried: list[PoolMember] = []
         self._delay = 0.0
         self._begun = self._over = False
@@ -63,11 +60,11 @@ class Attempts:
         elif self._delay:
             await asyncio.sleep(self._delay)
             self._delay = 0.0
-        placed = self.pool.place(self.call, self._tried, passed_over=self._passed_over)
+        placed = self.pool.place(self.call, self._tried)
         if placed is None:
             raise self._last or self.pool.no_server()
         self._over = True  # unless it fails
-        return Attempt(self, placed)
+        return Attempt(self, *placed)
 
     def begin(self, member: PoolMember) -> bool:
         """Note that `member` is asked; returns whether this is a trial of its circuit breaker."""
@@ -83,12 +80,6 @@ class Attempts:
         self._delay, self._over, self._last = delay, False, error
         return True
 
-    def pass_over(self, placed: Placed) -> None:
-        """Go on without the fallback of `placed`, which may not get the request: nothing was sent, so it was no try."""
-        self._tried.remove(placed.member)
-        self._passed_over.add(placed.pool)
-        self._over = False
-
     def _next_delay(self) -> float | None:
         """Seconds before the next try; None if there can be none."""
         pool, again = self.pool, len(self._tried)
@@ -96,7 +87,7 @@ class Attempts:
         if again > pool.fleet.max_retries:
             return None
         spread = 2 ** (again - 1) * pool.rng.uniform(0.5, 1.0)
-        elsewhere = pool.can_place(self._tried, self._passed_over)
+        elsewhere = pool.can_place(self._tried)
         if elsewhere is not None:
             delay = spread * (ELSEWHERE_SECONDS if elsewhere else SAME_SECONDS)
         else:
@@ -113,40 +104,29 @@ class Attempt:
     `when_answered` is called once no other try can follow.
     """
 
-    def __init__(self, attempts: Attempts, placed: Placed) -> None:
-        self._attempts, self._placed = attempts, placed
-        self._told = self._again = self._answered = self._broken = self._trial = self._unsuitable = False
+    def __init__(self, attempts: Attempts, member: PoolMember, model: str | None) -> None:
+        self._attempts, self._member = attempts, member
+        self.model = model
+        """The server's name for the model; None if it is the one that the caller knows."""
+        self._told = self._again = self._answered = self._broken = self._trial = False
         self.when_answered: Callable[[], None] = lambda: None
 
     @property
     def backend(self) -> OpenAIBackend:
-        return self._placed.member.backend
+        return self._member.backend
 
     @property
     def member(self) -> str:
         """The server's name, which only operators may see."""
-        return self._placed.member.name
+        return self._member.name
 
     @property
     def group(self) -> str:
         """The name of the server's backend."""
-        return self._placed.member.group
-
-    @property
-    def model(self) -> str | None:
-        """The server's name for the model; None if it is the one that the caller knows."""
-        return self._placed.model
-
-    @property
-    def fallback(self) -> str | None:
-        """The name of the pool that answers in place of the one that was asked; None if it is that one, or the request
-        is none for it.
-        """
-        own = self._placed.pool is self._attempts.pool
-        return None if own or self._unsuitable else self._placed.pool.name
+        return self._member.group
 
     async def __aenter__(self) -> Attempt:
-        self._trial = self._attempts.begin(self._placed.member)
+        self._trial = self._attempts.begin(self._member)
         return self
 
     async def __aexit__(
@@ -158,17 +138,14 @@ class Attempt:
             self._failed(error)
         elif isinstance(error, UpstreamError) and self._answered:
             self.broke()
-        self._placed.member.end(told=self._told, trial=self._trial)
-        if isinstance(error, InvalidRequestError) and self.fallback and not self._answered:
-            self._again = self._unsuitable = True
-            self._attempts.pass_over(self._placed)
+        self._member.end(told=self._told, trial=self._trial)
         return self._again
 
     def broke(self) -> None:
         """Note that an answer broke off, or ended with an error of the server's."""
         if not self._broken:
             self._broken = True
-            self._placed.member.failed(self._attempts.pool.clock(), erring=True)
+            self._member.failed(self._attempts.pool.clock(), erring=True)
 
     def answered(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
         """Note that the head of an answer has come, or an error with its `body`. Unless this raises, the answer is the
@@ -189,13 +166,13 @@ class Attempt:
 
     def _succeeded(self) -> None:
         self._told = True
-        self._placed.member.succeeded(trial=self._trial)
+        self._member.succeeded(trial=self._trial)
 
     def _failed(self, error: UpstreamError) -> None:
         if isinstance(error, UpstreamIsolationError):  # a rule of ours, before a byte was sent
             self._again = self._attempts.another(error)
             return
-        member, now = self._placed.member, self._attempts.pool.clock()
+        member, now = self._member, self._attempts.pool.clock()
         status = error.status if isinstance(error, UpstreamStatusError) else None
         wait = retry_after(error.headers) if isinstance(error, UpstreamStatusError) else None
         self._told = True

@@ -25,10 +25,7 @@ T = TypeVar("T")
 
 
 class PoolBackend:
-    """Each call is placed anew, and tried again at another server as `Attempts` says.
-
-    Its callers get no fallback's answer, which is another model's: they could not tell it from the model's own.
-    """
+    """Each call is placed by itself, and tried again at another server as `Attempts` says."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -55,7 +52,7 @@ class PoolBackend:
         """
         blocks = prompt_blocks(request.tenant, payload(request, "")[1]) if self.pool.reads_prompts else ()
         call = scoped_call(request.tenant, request.labels.session, blocks)
-        async for attempt in Attempts(self.pool, call, _until(request.deadline_s), fallbacks=False):
+        async for attempt in Attempts(self.pool, call, _until(request.deadline_s)):
             async with attempt:
                 asked = request if attempt.model is None else replace(request, model=attempt.model)
                 async with aclosing(attempt.backend.generate(asked)) as deltas:
@@ -101,23 +98,24 @@ class PoolBackend:
     async def any_server(self) -> tuple[OpenAIBackend, str | None]:
         """A server for what is no call of a client's, and its name for the model. Raises `NoServerError`."""
         await self.pool.prepare()
-        placed = self.pool.place(Call(), passed_over=self.pool.fallbacks)
+        placed = self.pool.place(Call())
         if placed is None:
             raise self.pool.no_server()
-        return placed.member.backend, placed.model
+        member, model = placed
+        return member.backend, model
 
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end."""
-        for member in self.pool.all_members():
+        for member, _ in self.pool.members():
             await member.backend.leave_loop()
 
     async def aclose(self) -> None:
         """Close the connections to all servers. Idempotent."""
-        for member in self.pool.all_members():
+        for member, _ in self.pool.members():
             await member.backend.aclose()
 
     async def _ask(self, ask: Callable[[OpenAIBackend, str | None], Awaitable[T]]) -> T:
-        async for attempt in Attempts(self.pool, Call(), _until(None), fallbacks=False):
+        async for attempt in Attempts(self.pool, Call(), _until(None)):
             async with attempt:
                 return await ask(attempt.backend, attempt.model)
         raise NoServerError("no server of this model answered")  # not reached: the last try raises or returns

@@ -129,32 +129,20 @@ class Fleet:
     ) -> None:
         used = dict.fromkeys(target.backend for spec in specs.values() for target in spec.targets)
         self.servers = {name: Servers(name, backends[name], settings, ready.get(name)) for name in used}
-        self.pools: dict[str, Pool] = {}
-        for name in specs:
-            self._build(name, specs, settings)
+        self.pools = {name: self._build(spec, settings) for name, spec in specs.items()}
         self._first_look: asyncio.Future[list[None]] | None = None
         self._watch = PoolWatch(list(self.servers.values()), monotonic)
 
-    def _build(self, name: str, specs: Mapping[str, PoolSpec], settings: FleetSettings) -> Pool:
-        """The pool `name`, after those that it falls back on. The settings have refused cycles."""
-        if name not in self.pools:
-            spec = specs[name]
-            chain: dict[Pool, None] = {}
-            for other in spec.fallback:
-                pool = self._build(other, specs, settings)
-                chain |= dict.fromkeys((pool, *pool.fallbacks))
-            targets = [(self.servers[target.backend], target.model) for target in spec.targets]
-            policy = POLICIES[spec.placement]()
-            pool = Pool(name, targets, policy, settings, fallbacks=tuple(chain))
-            pool.prepare = self.begin
-            self.pools[name] = pool
-        return self.pools[name]
+    def _build(self, spec: PoolSpec, settings: FleetSettings) -> Pool:
+        targets = [(self.servers[target.backend], target.model) for target in spec.targets]
+        pool = Pool(spec.name, targets, POLICIES[spec.placement](), settings)
+        pool.prepare = self.begin
+        return pool
 
     @property
     def backends(self) -> dict[str, PoolBackend]:
-        """The pools as backends; without those of one server that others only fall back on."""
-        alone = {name for name, servers in self.servers.items() if not servers.settings.has_several_servers}
-        return {name: PoolBackend(pool) for name, pool in self.pools.items() if name not in alone}
+        """The pools as backends."""
+        return {name: PoolBackend(pool) for name, pool in self.pools.items()}
 
     async def begin(self) -> None:
         """Look after the servers from now on, in this loop; returns once all have been looked for a first time."""

@@ -27,9 +27,8 @@ class PoolTarget:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A pool to build: where its calls go, by which policy, and the pools that take those it cannot place."""
+    """A pool to build: where its calls go, and by which policy."""
 
     name: str
     targets: tuple[PoolTarget, ...]
     placement: str
-    fallback: tuple[str, ...] = ()

@@ -223,29 +223,6 @@ def test_a_client_that_leaves_while_its_call_waits_for_a_server_ends_the_call(
     assert (sample.in_flight, sample.calls, sample.state) == (0, 1, "busy")
 
 
-def test_a_fallback_that_may_not_get_a_request_is_passed_over(gateway: Any, upstream: Any) -> None:
-    """The client is told what the model that it asked said, and not what another one would refuse: also once no server
-    of the model takes calls. Another fallback may take what the first one may not get.
-    """
-    failing, other, last = upstream(broken), upstream(working), upstream(working)
-    upstreams = backends(failing.url, allow_fields=["api_base", "api_type"])
-    upstreams |= {"other": backends(other.url)["s0"], "last": backends(last.url, allow_fields=["api_type"])["s0"]}
-    models = {"m": ModelSettings(backend="s0", fallback=("other", "last"))}
-    running = gateway({}, Settings(backends=upstreams, models=models, fleet=FleetSettings(failures=2)))
-    for field, status, fallback in [
-        ("api_base", 503, None),  # from the model's own server
-        ("api_type", 200, "last"),
-        ("api_base", 503, None),  # that server's breaker is open
-        ("api_type", 200, "last"),
-        ("user", 200, "other"),
-    ]:
-        response = httpx.post(f"{running.url}{CHAT}", json={**BODY, field: "x"}, verify=TRUST)
-        assert response.status_code == status, response.text
-        assert response.headers.get("x-agentspec-fallback") == fallback
-    assert [len(posts(one)) for one in (failing, other, last)] == [2, 1, 2]
-    assert [one.state for one in running.runtime.fleet.samples()] == ["open", "ready", "ready"]
-
-
 def test_a_large_prompt_is_read_for_its_placement_off_the_loop(
     gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,18 +231,6 @@ def test_u10_requests_that_a_server_cannot_compute_close_it_to_nobody(gateway: A
     assert [post(running).status_code for _ in range(4)] == [200] * 4
 
 
-def test_a_fallback_answers_when_no_server_of_the_model_can_and_the_answer_says_so(gateway: Any, upstream: Any) -> None:
-    failing, other = upstream(refuses(503)), upstream(says("from another model"))
-    backends = {
-        "s0": OpenAISettings(base_url=failing.url, **QUIET),  # type: ignore[arg-type]
-        "other": OpenAISettings(base_url=other.url, model="small-1", **QUIET),  # type: ignore[arg-type]
-    }
-    models = {"m": ModelSettings(backend="s0", fallback=("small",)), "small": ModelSettings(backend="other")}
-    response = post(gateway({}, Settings(backends=backends, models=models)))
-    assert response.status_code == 200 and response.headers["x-agentspec-fallback"] == "small"
-    assert other.requests[0].json["model"] == "small-1" and len(failing.requests) == 1
-
-
 def test_who_answers_is_told_to_operators_only(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "secret-key")
     working = upstream(says("hello"))

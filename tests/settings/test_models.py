@@ -40,17 +40,6 @@ def load(tmp_path: Path, text: str) -> Settings:
         ('[models.m]\nbackends = ["a", "a"]\n', "models.m: backends names 'a' twice"),
         ('[models.m]\nbackends = ["a", "bb"]\n', "models.m.backends = 'bb' names no backend"),
         ('[models.m]\nbackends = ["a", "here"]\n', "models.m.backends = 'here': only backends of kind openai"),
-        ('[models.m]\nbackend = "here"\nfallback = ["a"]\n', "models.m.backend = 'here': only backends of kind openai"),
-        (
-            '[models.m]\nbackend = "a"\nfallback = ["c"]\n',
-            "models.m.fallback = 'c' names no plain model and no backend",
-        ),
-        ('[models.m]\nbackend = "a"\nfallback = ["here"]\n', "models.m.fallback = 'here' names no plain model"),
-        ('[models.m]\nbackend = "a"\nfallback = ["m"]\n', "models.m.fallback leads back to itself: m -> m"),
-        (
-            '[models.m]\nbackend = "a"\nfallback = ["n"]\n[models.n]\nbackend = "b"\nfallback = ["m"]\n',
-            "models.m.fallback leads back to itself: m -> n -> m",
-        ),
         ('[models.m]\nbackends = ["a"]\nplacement = "round_robbin"\n', "did you mean 'round_robin'?"),
         ('[backends.c]\nkind = "openai"\nbase_urls = []\n', "backends.c.base_urls"),
         ('[backends.c]\nkind = "openai"\nbase_urls = ["http://x/v1", "http://x/v1"]\n', "names x:80/v1 twice"),
@@ -71,16 +60,12 @@ def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, text: str, messa
 
 
 def test_a_pool_asks_each_backend_for_its_own_name_of_the_model(tmp_path: Path) -> None:
-    settings = load(tmp_path, '[models.m]\nbackends = ["a", "b"]\nplacement = "round_robin"\nfallback = ["plain"]\n'
+    settings = load(tmp_path, '[models.m]\nbackends = ["a", "b"]\nplacement = "round_robin"\n'
                               '[models.plain]\nbackend = "a"\nupstream_model = "small"\n')  # fmt: skip
     specs = pool_specs(settings)
-    assert specs["models.m"] == PoolSpec(
-        "models.m", (PoolTarget("a", "m"), PoolTarget("b", "served")), "round_robin", ("models.plain",)
-    )
-    assert specs["models.plain"].targets == (PoolTarget("a", "small"),)
+    assert specs["models.m"] == PoolSpec("models.m", (PoolTarget("a", "m"), PoolTarget("b", "served")), "round_robin")
     assert specs["b"] == PoolSpec("b", (PoolTarget("b", "served"),), DEFAULT_POLICY)
     assert model_names(settings)["m"][0] == "models.m"
-    # A model that others only fall back on is asked as it is when a client names it.
     assert model_names(settings)["plain"] == ("a", "small")
     assert named_model(settings, "b") == ("b", "served")
     assert list(unreachable(settings)) == ["here"]

@@ -60,7 +60,6 @@ def make(
     policy: PlacementPolicy | None = None,
     kind: str = "other",
     probe: bool = False,
-    fallbacks: tuple[Pool, ...] = (),
     **fleet: Any,
 ) -> Made:
     """A pool of these servers, to be made and used in one loop, by whose clock it goes."""
@@ -71,7 +70,7 @@ def make(
         targets.append(Servers(server.name, own, settings, backend))
     clock = asyncio.get_running_loop().time
     wired = [(one, None) for one in targets]
-    pool = Pool("m", wired, policy or RoundRobin(), settings, fallbacks=fallbacks, clock=clock, rng=random.Random(1))
+    pool = Pool("m", wired, policy or RoundRobin(), settings, clock=clock, rng=random.Random(1))
     return Made(pool, targets)
 
 

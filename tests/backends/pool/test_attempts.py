@@ -62,36 +62,6 @@ def test_another_server_comes_first_after_a_short_random_time(
     in_virtual_time(work())
 
 
-@pytest.mark.parametrize("late", [httpx.ReadTimeout("late"), httpx.ReadError("reset behind some bytes")])
-def test_what_the_server_may_be_computing_is_not_sent_again(
-    in_virtual_time: Any, make_pool: Any, server: Any, late: Exception
-) -> None:
-    async def work() -> None:
-        slow, other = server("a", error=late), server("b")
-        with pytest.raises(UpstreamError):
-            await ask(make_pool(slow, other).pool)
-        assert len(slow.times()) == 1 and not other.times()
-
-    in_virtual_time(work())
-
-
-@pytest.mark.parametrize(("status", "late"), [(504, None), (200, httpx.ReadTimeout("late"))])
-def test_long_requests_are_computed_once_and_close_a_server_to_nobody(
-    in_virtual_time: Any, make_pool: Any, server: Any, status: int, late: Exception | None
-) -> None:
-    async def work() -> None:
-        servers = [server(name, status, error=late) for name in "ab"]
-        made = make_pool(*servers, failures=2)
-        members, now = [one.members[0] for one in made.servers], asyncio.get_running_loop().time
-        for _ in range(8):
-            with pytest.raises(UpstreamError):
-                await ask(made.pool)
-        assert [len(one.times()) for one in servers] == [4, 4]
-        assert [(one.state(now()), one.failures) for one in members] == [("erring", 4)] * 2
-
-    in_virtual_time(work())
-
-
 PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "h"}}]}\n\n'
 
 
@@ -138,11 +108,9 @@ def test_a_server_that_fails_does_not_attract_calls(
 def test_requests_that_every_server_errs_at_close_a_model_to_nobody(
     in_virtual_time: Any, make_pool: Any, server: Any
 ) -> None:
-    """Nor do they send others to a fallback, which is another model."""
-
     async def work() -> None:
-        servers, fallback = [server(name, 500) for name in "abc"], server("other")
-        made = make_pool(*servers, fallbacks=(make_pool(fallback).pool,))
+        servers = [server(name, 500) for name in "abc"]
+        made = make_pool(*servers)
         for _ in range(40):
             with suppress(UpstreamError):
                 await ask(made.pool)
@@ -150,22 +118,7 @@ def test_requests_that_every_server_errs_at_close_a_model_to_nobody(
         for one in servers:
             one.status = 200
         assert [await ask(made.pool) for _ in range(9)] == ["hi"] * 9
-        assert [len(one.times()) for one in servers] == [16, 16, 17] and not fallback.seen
-
-    in_virtual_time(work())
-
-
-def test_an_answer_that_is_no_json_was_an_answer(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        odd, other = server("a"), server("b")
-
-        async def answer() -> httpx.Response:
-            return httpx.Response(200, content=b"<html>")
-
-        odd.paths["/v1/chat/completions"] = answer
-        with pytest.raises(UpstreamError, match="not JSON"):
-            await ask(make_pool(odd, other).pool)
-        assert not other.times()
+        assert [len(one.times()) for one in servers] == [16, 16, 17]
 
     in_virtual_time(work())
 
@@ -229,30 +182,6 @@ def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, m
     in_virtual_time(work())
 
 
-def test_a_call_from_before_that_is_cancelled_makes_no_room_for_a_second_trial(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
-    async def work() -> None:
-        one = server("a", delay=100.0)
-        made = make_pool(one, failures=1, max_retries=0)
-        before = asyncio.create_task(ask(made.pool))
-        await asyncio.sleep(1)
-        one.status, one.delay = 503, 0.0
-        with suppress(UpstreamStatusError):
-            await ask(made.pool)
-        await asyncio.sleep(10)
-        one.status, one.delay = 200, 5.0
-        trial = asyncio.create_task(ask(made.pool))
-        await asyncio.sleep(1)
-        before.cancel()
-        await asyncio.gather(before, return_exceptions=True)
-        with pytest.raises(NoServerError):
-            await ask(made.pool)
-        assert await trial == "hi"
-
-    in_virtual_time(work())
-
-
 def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
     in_virtual_time: Any, make_pool: Any, server: Any
 ) -> None:
@@ -261,7 +190,7 @@ def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
     async def work() -> None:
         made = make_pool(server("a"), server("b"), failures=1)
         tried = []
-        async for attempt in Attempts(made.pool, Call(), 60.0, fallbacks=True):
+        async for attempt in Attempts(made.pool, Call(), 60.0):
             async with attempt:
                 tried.append(attempt.member)
                 if len(tried) == 1:
@@ -269,37 +198,6 @@ def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
         assert tried == ["a", "b"]
         assert [one.members[0].state(0.0) for one in made.servers] == ["ready", "ready"]
         assert made.servers[0].members[0].failures == 0
-
-    in_virtual_time(work())
-
-
-def test_a_fallback_is_asked_before_the_same_server_again(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        fallback = make_pool(server("other")).pool
-        tried = []
-        async for attempt in Attempts(make_pool(server("a"), fallbacks=(fallback,)).pool, Call(), 60.0, fallbacks=True):
-            async with attempt:
-                tried.append((attempt.member, attempt.fallback))
-                attempt.answered(200 if attempt.fallback else 503, {})
-        assert tried == [("a", None), ("other", "m")]
-
-    in_virtual_time(work())
-
-
-def test_who_cannot_tell_whose_answer_it_is_gets_no_fallback(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    """Strategies and callers in this process, whether the model's own servers fail or take no calls at all."""
-
-    async def work() -> None:
-        other = server("other")
-        backend = PoolBackend(make_pool(server("a", 503), fallbacks=(make_pool(other).pool,), failures=1).pool)
-        for expected in (UpstreamStatusError, NoServerError):
-            with pytest.raises(expected):
-                await ask(backend.pool)
-        with pytest.raises(NoServerError):
-            await backend.embed(["text"], "m")
-        with pytest.raises(NoServerError):
-            await backend.any_server()
-        assert not other.seen
 
     in_virtual_time(work())
 
@@ -349,7 +247,7 @@ def test_a_policy_is_asked_once_a_try_with_names_of_the_tenant(
         pool = make_pool(*(server(name) for name in "abc"), policy=policy).pool
         for tenant in ("t", "u"):
             call = scoped_call(tenant, "s")
-            async for attempt in Attempts(pool, call, 60.0, fallbacks=True):
+            async for attempt in Attempts(pool, call, 60.0):
                 async with attempt:
                     attempt.answered(200, {})
         first, second = policy.calls
