@@ -6,21 +6,15 @@ written out once more in plain numpy and integers. It shares no code with the en
 
 from __future__ import annotations
 
-import ast
 import copy
 import functools
-import importlib
-import inspect
 import math
 import os
-import pkgutil
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -63,6 +57,7 @@ from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, RequestStats
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
+from tests.mutation import Mutate, apply_mutation
 
 Allowed = Callable[[Sequence[int]], Collection[int]]  # from an answer to the tokens that may follow it
 
@@ -545,50 +540,10 @@ def ask_of() -> type[Ask]:
     return Ask
 
 
-Mutate = Callable[[str, str, str], None]
-
-
-@functools.cache
-def functions() -> dict[str, list[FunctionType]]:
-    """The engine's functions and methods by their qualified names, each a list of one where the name is unique."""
-    found = defaultdict[str, dict[FunctionType, None]](dict)
-    for module in pkgutil.walk_packages(agentspec.backends.torch.__path__, "agentspec.backends.torch."):
-        if module.name.endswith("_triton"):  # kernels are no functions, and Triton may be missing
-            continue
-        names = vars(importlib.import_module(module.name))
-        classes = [thing for thing in names.values() if isinstance(thing, type)]
-        for thing in [*names.values(), *(member for owner in classes for member in vars(owner).values())]:
-            function = inspect.unwrap(getattr(thing, "fget", thing))
-            if isinstance(function, FunctionType) and function.__module__ == module.name:
-                found[function.__qualname__][function] = None
-    return {name: list(alike) for name, alike in found.items()}
-
-
-def mutant_of(function: FunctionType, old: str, new: str) -> CodeType:
-    """The code of a function with one expression or statement changed, both written as `ast.unparse` writes them."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    definition.decorator_list = []  # type: ignore[attr-defined]
-    source = ast.unparse(definition)
-    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {function.__qualname__}:\n{source}"
-    free = function.__code__.co_freevars  # such as the class that super() looks for
-    outer = f"def outer({', '.join(free)}):\n" + textwrap.indent(source.replace(old, new), "    ")
-    code = compile(outer, inspect.getfile(function), "exec")
-    for _ in range(2):
-        (code,) = [part for part in code.co_consts if isinstance(part, CodeType)]
-    assert code.co_freevars == free
-    return code
-
-
 @pytest.fixture
 def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
-    """Changes a function or method, found by its qualified name wherever it lives, for the duration of a test."""
-
-    def change(symbol: str, old: str, new: str) -> None:
-        found = functions().get(symbol, [])
-        assert len(found) == 1, f"{len(found)} functions are called {symbol}: {found}"
-        monkeypatch.setattr(found[0], "__code__", mutant_of(found[0], old, new))
-
-    return change
+    """Changes a function or method of the engine, found by its qualified name, for the duration of a test."""
+    return lambda *change: apply_mutation(monkeypatch, agentspec.backends.torch, *change)
 
 
 plain_linear = functional.linear
