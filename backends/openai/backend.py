@@ -1,4 +1,4 @@
-"""The backend of an OpenAI-compatible endpoint: generates answers as deltas, or forwards requests unchanged."""
+"""The backend of an OpenAI-compatible endpoint, which generates answers as deltas."""
 
 from __future__ import annotations
 
@@ -6,39 +6,27 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import replace
-from types import NoneType
 from typing import Any
-from urllib.parse import quote
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
-from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Endpoint, Room, Transport, UpstreamResponse
+from agentspec.backends.base import EMBEDDINGS, Capabilities
+from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Room, Transport, UpstreamResponse
 from agentspec.backends.http.response import decode_json, status_error
 from agentspec.backends.openai.fields import (
     GOAL,
     PRIORITY,
-    SESSION,
-    goal_fields,
-    label_fields,
-    labels_in,
-    prediction_fields,
-    priority_fields,
-    session_fields,
-    switch_fields,
-    takes_switches,
     token_id_fields,
 )
-from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
+from agentspec.backends.openai.upstream import Upstream
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
+from agentspec.errors import UpstreamError
 from agentspec.protocol.deltas import CallNumbers, merged, to_delta
-from agentspec.protocol.headers import label_headers, policy_of, read_labels, switched_off
+from agentspec.protocol.headers import label_headers, policy_of, switched_off
 from agentspec.protocol.wire import SseDecoder
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
@@ -46,16 +34,11 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
-_SAID = ("prediction", GOAL, PRIORITY)  # fields of requests that some servers are sent in another form
-_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
-class OpenAIBackend:
-    """An OpenAI-compatible endpoint. Stateless apart from its connections; safe to use from several event loops.
-
-    Errors call the endpoint `name`; without a name, by its address. The API key comes from the settings or a key file
-    and appears in no `repr`, message or log. `address` is the one to connect to, if the URL's host has several.
-    Raises `ConfigurationError` when the key file cannot be read.
+class OpenAIBackend(Upstream):
+    """An OpenAI-compatible endpoint that also answers requests of this process. Stateless apart from its connections;
+    safe to use from several event loops.
     """
 
     def __init__(
@@ -66,10 +49,7 @@ class OpenAIBackend:
         transport: Transport | None = None,
         address: str | None = None,
     ) -> None:
-        self.settings = settings
-        self._endpoint = Endpoint(settings, name=name, transport=transport, address=address)
-        self._detector = ServerDetector(self._endpoint, settings)
-        self._isolation: TenantIsolation | None = None
+        super().__init__(settings, name=name, transport=transport, address=address)
         self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
@@ -81,11 +61,6 @@ class OpenAIBackend:
     def capabilities(self) -> Capabilities:
         """Assumed abilities until `probe` has found out the upstream's real ones."""
         return self._capabilities
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The way to the server."""
-        return self._endpoint
 
     @property
     def tokenization(self) -> ServerTokenization | None:
@@ -149,121 +124,9 @@ class OpenAIBackend:
             raise UpstreamError(f"upstream {self._endpoint.name} ended the answer before it was finished")
         yield last
 
-    def forward(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        query: str = "",
-        tenant: str = DEFAULT_TENANT,
-        above: bool = False,
-    ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Forward a request byte for byte to `path` below the base URL, or, `above`, beside its /v1; the caller
-        allow-lists paths.
-
-        With several tenants, request ids and the names of sessions and workflows in `headers` (lower case) are made the
-        tenant's own. Error answers are returned like others, with status and body. Leaving the block cancels the
-        upstream's work. Raises `UpstreamError` if nothing answers, and for redirects.
-        """
-        labels = self._own_labels(tenant, read_labels(headers))
-        told = self._session_headers(labels)
-        if self._isolation is not None and self._isolation.required:
-            headers = self._isolation.headers(tenant, headers) | label_headers(labels)
-        return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told, above=above)
-
     def limit(self, max_tokens: int) -> None:
         """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
         self._most_tokens = max_tokens
-
-    def isolate(self, isolation: TenantIsolation) -> None:
-        """Keep tenants apart from now on, unless the settings let them share this upstream."""
-        self._isolation = isolation
-
-    async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the upstream could not keep several tenants apart, and may not be shared.
-
-        One that does not answer now is asked again by each request.
-        """
-        kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
-        if kind is None:
-            logger.warning(
-                "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name
-            )
-        if kind == "other":
-            raise ConfigurationError(
-                f"upstream {self._endpoint.name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
-                ' tenants apart: set shared_upstream = true for it if they may share them, or server_kind = "vllm" or'
-                ' "sglang" if it is one that hides it'
-            )
-
-    async def body_fields(
-        self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any], off: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """The fields to set in a body for `path`, which already has the fields `given`.
-
-        A vLLM server is sent the labels and the tokens of a prediction, one with our drafter the latency goal, one that
-        knows sessions the session's name, one that schedules by priority the client's on its own scale, if the settings
-        allow it; vLLM and SGLang what is switched `off`, and with several tenants a salt for each, while names of
-        sessions and workflows are made the tenant's own. May wait until the upstream is recognised. Raises
-        `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt or goal that is none.
-        """
-        salts = await self._salts(tenant, given)
-        if path not in _LABELLED:
-            return salts
-        sent = labels
-        if self._apart:
-            own = labels_in(given)
-            named = Labels(labels.session or own.session, labels.workflow or own.workflow, labels.step)
-            sent = self._apart.labels(tenant, named)
-            if not isinstance(given.get(SESSION), (str, NoneType)):
-                raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
-        if not (off or sent != Labels() or any(given.get(name) is not None for name in _SAID)):
-            return salts
-        kind = await self._detector.kind()
-        fields = salts | (await self._vllm_fields(sent, given) if kind == "vllm" else {})
-        session = self._own_labels(tenant, labels).session
-        if given.get(SESSION) and not self._apart:
-            session = None  # the client's own stays
-        fields |= session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
-        return fields | (switch_fields(kind, path, off, {**given, **fields}) if off else {})
-
-    async def _vllm_fields(self, sent: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields for our drafter in a vLLM server: the labels, the prediction and the latency goal."""
-        fields = label_fields(sent, given)
-        if given.get("prediction") is not None:
-            model = self.settings.model or str(given.get("model"))
-            fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
-        if given.get(GOAL) is not None and await self._detector.keeps_latency():
-            fields |= goal_fields({**given, **fields})
-        return fields
-
-    @property
-    def needs_salt(self) -> bool:
-        """Whether requests must carry a salt, which only chats, completions, responses and embeddings can."""
-        return self._apart is not None
-
-    async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:
-        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
-        route cannot carry; nor one of the switches `off` that vLLM or SGLang could be told at another one.
-        """
-        kind = await self._detector.kind() if off else None
-        if takes_switches(kind, CHAT) and not takes_switches(kind, path):
-            return False
-        return (self._apart is None or path in _LABELLED) and await self._detector.has_route(path, headers)
-
-    async def server_kind(self) -> ServerKind | None:
-        """What the upstream is; None if it has never answered."""
-        return await self._detector.kind()
-
-    async def keeps_latency(self, path: str) -> bool:
-        """Whether the upstream's drafts serve latency goals first: it runs our drafter, and can be told them there."""
-        return path in _LABELLED and await self._detector.keeps_latency()
-
-    def tokenizer_of(self, model: str) -> ServerTokenization:
-        """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
-        return ServerTokenization(self._endpoint, model)
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The upstream's own model list; `headers` may carry a client's key. Raises as `generate` does."""
@@ -303,53 +166,11 @@ class OpenAIBackend:
         except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 
-    async def aclose(self) -> None:
-        await self._endpoint.aclose()
-
-    async def leave_loop(self) -> None:
-        """Close the connections of the running loop, which is about to end; connections of other loops stay."""
-        await self._endpoint.leave_loop()
-
     def _limited(self, request: GenerateRequest) -> GenerateRequest:
         asked, most = request.sampling.max_tokens, self._most_tokens
         if asked is None or most is None or asked <= most:
             return request
         return replace(request, sampling=replace(request.sampling, max_tokens=most))
-
-    @property
-    def _apart(self) -> TenantIsolation | None:
-        """How to keep tenants apart here; None if there is no need to."""
-        isolation = self._isolation
-        return isolation if isolation and isolation.required and not self.settings.shared_upstream else None
-
-    def _own_labels(self, tenant: str, labels: Labels) -> Labels:
-        return self._apart.labels(tenant, labels) if self._apart else labels
-
-    def _session_headers(self, labels: Labels) -> dict[str, str]:
-        """The header by which SGLang's router holds the session in `labels`, which are the tenant's, on one server."""
-        if labels.session is None or self._detector.known != "sglang":
-            return {}
-        return {"x-smg-routing-key": quote(labels.session, safe=" !#$&'()*+,/:;=?@[]")}
-
-    async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        if self._isolation is None or not (self._apart or given.get(SALT)):
-            return {}
-        kind = await self._detector.kind()
-        if kind not in ("vllm", "sglang"):
-            if self._apart:
-                raise UpstreamIsolationError(
-                    f"upstream {self._endpoint.name} is not known to be vLLM or SGLang now, so it cannot keep the"
-                    " caches of several tenants apart; try again later, or let the operator set shared_upstream for it"
-                )
-            return {}
-        names = (SALT, SGLANG_KEY) if kind == "sglang" and self._apart else (SALT,)
-        chosen = [chosen_salt(given, name) for name in names]
-        if not self._apart and (chosen[0] is None or is_harmless(chosen[0])):
-            return {}
-        salted: dict[str, Any] = {SALT: self._isolation.salt(tenant, *chosen)}
-        if chosen[1:] not in ([], [None]):
-            salted[SGLANG_KEY] = None  # it is part of the salt now
-        return salted
 
     async def _chunks(self, response: UpstreamResponse, room: Room | None) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
