@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from weakref import WeakSet
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from agentspec.errors import AgentSpecError, OverloadedError, RequestTimeoutError, ShuttingDownError
@@ -221,31 +222,24 @@ class Deadline:
             self._active = None
 
 
-@dataclass(slots=True)
-class Watch:
-    """Whether the client left, which ended the block that watched it."""
-
-    left: bool = False
-
-
 @asynccontextmanager
-async def until_disconnect(receive: Receive) -> AsyncIterator[Watch]:
-    """A context that is cancelled when the client disconnects; `left` of its value is then true.
+async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """A context that is cancelled when the client disconnects, and then raises `ClientDisconnect`.
 
     The body must have been read, so that `receive` can only report the disconnect.
     """
-    watch, ended = Watch(), asyncio.timeout(None)
+    ended = asyncio.timeout(None)
     try:
         async with ended:
             watching = asyncio.create_task(_end_with(receive, ended))
             try:
-                yield watch
+                yield
             finally:
                 watching.cancel()
     except TimeoutError:
         if not ended.expired():
             raise
-        watch.left = True
+        raise ClientDisconnect from None
 
 
 async def _end_with(receive: Receive, block: asyncio.Timeout) -> None:

@@ -22,7 +22,7 @@ from agentspec.protocol.completions import CompletionWriter, parse_completion
 from agentspec.protocol.headers import STRATEGY_HEADER
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import ChatWriter, ResponseWriter
-from agentspec.proxy.admission import Deadline, Deadlines, Slots, Watch, until_disconnect
+from agentspec.proxy.admission import Deadline, Deadlines, Slots, until_disconnect
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget
@@ -112,7 +112,7 @@ class GenerationEndpoint:
         headers = dict(reversed(Headers(scope=arrival.scope).items()))  # the first line of a name counts
         caller = read_caller(headers, record.tenant, cached=self.runtime.settings.cache.store)
         async with (
-            until_disconnect(receive) as client,
+            until_disconnect(receive),
             self.limiter.enter(record.tenant, caller.policy.deadline_s) as record.slot,
         ):
             fields = await self.budget.run(record.tenant, len(body), parse_object, body)
@@ -127,7 +127,6 @@ class GenerationEndpoint:
                     await self._try(exchange, route.backend.pool)
                 else:
                     await self._respond(exchange)
-        note_disconnect(client, record)
 
     def _route(self, fields: Mapping[str, Any], caller: Caller, record: RequestRecord) -> Route:
         """The way to the model that is asked for, whose name `record` gets."""
@@ -251,12 +250,6 @@ class GenerationEndpoint:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
-
-
-def note_disconnect(client: Watch, record: RequestRecord) -> None:
-    """Note in the record that its client left before it had its whole answer."""
-    if client.left and not record.body_ended:
-        record.outcome = "cancelled"
 
 
 def _strategy_upstreams(backend: Backend) -> list[OpenAIBackend]:

@@ -84,7 +84,8 @@ class GatewayMiddleware:
             record.identity = (self.authenticator.find if is_open else self.authenticator.identify)(headers)
             await self.routes(scope, receive, send)
         except ClientDisconnect:
-            record.outcome = "cancelled"
+            if not record.body_ended:
+                record.outcome = "cancelled"
         except asyncio.CancelledError:
             record.outcome = "cancelled"
             raise

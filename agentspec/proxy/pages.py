@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import anyio
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from agentspec.backends.base import is_local
@@ -114,7 +114,6 @@ class Pages:
             async with until_disconnect(request.receive), self._limiter.enter(record.tenant):
                 async with asyncio.timeout(MODELS_SECONDS):
                     return await backend.models(headers)
-            raise ClientDisconnect
         except TimeoutError:
             raise UpstreamTimeoutError("the upstream did not list its models in time") from None
         except UpstreamStatusError as error:

@@ -8,6 +8,7 @@ files are copied and committed.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 from urllib.parse import urlsplit
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
@@ -54,14 +54,14 @@ def _default_backends() -> dict[str, BackendSettings]:
     return {"local": TorchSettings()}
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings. Build them with `load_settings`; `Settings()` has the defaults.
 
     If no backend is configured, the backend `local` runs the default model. If no model is configured, clients reach
     each backend's model under its own name. Only `load_settings` reads the environment, and applies the priorities.
     """
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX, env_nested_delimiter="__")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     server: ServerSettings = Field(default_factory=ServerSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
@@ -89,17 +89,6 @@ class Settings(BaseSettings):
     def names_models(self) -> bool:
         """Whether a file, a variable or a flag says anything of backends or models."""
         return any(key[0] in ("backends", "models") for key in self._origins)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
 
     @model_validator(mode="after")
     def _tenants_are_kept_apart(self) -> Self:
@@ -250,20 +239,26 @@ def tables(layer: Mapping[str, Any], section: str) -> Iterator[tuple[str, Mappin
 def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
     """`AGENTSPEC_SECTION__KEY` variables as nested tables. Names match those in `file` without case and punctuation."""
     # Only names with a double underscore are settings: AGENTSPEC_MODELS, the store's folder, is not the `models` table.
-    names = [name for name in os.environ if _is_setting(name)]
     merged: dict[str, Any] = {}
-    for name in names:
-        source = EnvSettingsSource(Settings)
-        source.env_vars = {_unaliased(name).lower(): os.environ[name]}
-        try:
-            _overlay(merged, source(), {}, "env", name)
-        except ValueError:
-            raise ConfigurationError(f"{name}: not valid; lists are written as JSON, [...]") from None
+    for name in filter(_is_setting, os.environ):
+        layer: Any = _value(name)
+        for key in reversed(_unaliased(name)[len(PREFIX) :].lower().split("__")):
+            layer = {key: layer}
+        _overlay(merged, layer, {}, "env", name)
     for section in ("backends", "models", "knowledge"):
         written = {env_key(name): name for name, _ in tables(file, section)}
         if section in merged:
             merged[section] = {written.get(name, name): table for name, table in merged[section].items()}
     return merged
+
+
+def _value(name: str) -> Any:
+    """What the variable says: a list or a table as JSON, anything else as it is."""
+    text = os.environ[name].strip()
+    try:
+        return json.loads(text) if text.startswith(("[", "{")) else os.environ[name]
+    except ValueError:
+        raise ConfigurationError(f"{name}: not valid; lists are written as JSON, [...]") from None
 
 
 def _unaliased(name: str) -> str:

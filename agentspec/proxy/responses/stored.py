@@ -23,7 +23,7 @@ from agentspec.protocol.validation import shown_name
 from agentspec.protocol.wire import encode
 from agentspec.proxy.admission import Deadline, until_disconnect
 from agentspec.proxy.body.upstream_fields import check_head
-from agentspec.proxy.endpoint import GenerationEndpoint, note_disconnect
+from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.forwarding import Arrival, pass_through, request_headers
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
@@ -154,10 +154,9 @@ class StoredRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with until_disconnect(receive) as client, self.endpoint.limiter.enter(record.tenant):
+        async with until_disconnect(receive), self.endpoint.limiter.enter(record.tenant):
             deadline = self.endpoint.deadlines.start(self.endpoint.settings.request_timeout)
             await self._admitted(Request(scope), record, send, deadline)
-        note_disconnect(client, record)
 
     async def _admitted(self, request: Request, record: RequestRecord, send: Send, deadline: Deadline) -> None:
         id = request.path_params["id"]

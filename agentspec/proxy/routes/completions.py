@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.errors import InvalidRequestError, OverloadedError
+from agentspec.errors import InvalidRequestError
 from agentspec.protocol.completions import CompletionWriter
 from agentspec.protocol.speculation import summed
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
@@ -20,7 +20,6 @@ from agentspec.types import MAX_CHOICES, Delta, Speculation, Usage
 
 AT_ONCE = 4  # prompts of one request that are generated together: others' requests keep their turns
 HELD = 64  # deltas that wait to be sent
-PLACE_SECONDS = 0.05  # between two attempts of an answer to find a place in its engine
 
 Answer = Callable[[], AsyncGenerator[Delta]]
 
@@ -66,8 +65,7 @@ def _several(prompt: Any) -> list[Any] | None:
 async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[Delta]:
     """The deltas of all answers as they come, with the indices of their choices in all; the last carries the totals.
 
-    Raises what the first answer that fails raises; the others are then cancelled, as on closing. The request has one
-    place in its engine, so that further answers wait where that is full.
+    Raises what the first answer that fails raises; the others are then cancelled, as on closing.
     """
     work = _Work(iter(enumerate(answers)), per_prompt)
     workers = [asyncio.create_task(work.run()) for _ in range(min(AT_ONCE, len(answers)))]
@@ -93,43 +91,22 @@ async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[D
 
 @dataclass(slots=True)
 class _Work:
-    """The answers of one request that are left, each with its number, and the deltas of those that run.
-
-    `running` of them were not refused by their engine; `begun`: one of all had a place in it.
-    """
+    """The answers of one request that are left, each with its number, and the deltas of those that run."""
 
     left: Iterator[tuple[int, Answer]]
     per_prompt: int
     queue: asyncio.Queue[Delta | Exception | None] = field(default_factory=lambda: asyncio.Queue(HELD))
-    running: int = 0
-    begun: bool = False
 
     async def run(self) -> None:
         """Generate one answer after the other. None on the queue says that none is left."""
         try:
             for number, answer in self.left:
-                while not await self._generate(number, answer):
-                    await asyncio.sleep(PLACE_SECONDS)
+                async with aclosing(answer()) as deltas:
+                    async for delta in deltas:
+                        await self.queue.put(replace(delta, index=number * self.per_prompt + delta.index))
             await self.queue.put(None)
         except Exception as error:
             await self.queue.put(error)
-
-    async def _generate(self, number: int, answer: Answer) -> bool:
-        """Generate one answer. False: its engine is full while others of the request run, or have run."""
-        self.running += 1
-        first = True
-        try:
-            async with aclosing(answer()) as deltas:
-                async for delta in deltas:
-                    first, self.begun = False, True
-                    await self.queue.put(replace(delta, index=number * self.per_prompt + delta.index))
-        except OverloadedError:
-            if not first or not (self.running > 1 or self.begun):
-                raise
-            return False
-        finally:
-            self.running -= 1
-        return True
 
 
 @dataclass(slots=True)

@@ -99,21 +99,6 @@ def test_the_local_engine_answers_each_prompt_as_alone(tiny_model: Any, gateway:
     assert [choice.text for choice in both.choices] == [alone[0], alone[0], alone[1], alone[1]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_prompts_wait_for_each_other_where_the_engine_is_full(gateway: Any, stream: bool) -> None:
-    """A request has one place, which an engine with few of them takes at once: its prompts come one after the other."""
-    backend = FakeBackend(script, latency=0.01, max_active=1)
-    running = gateway({"m": backend})
-    prompts = [f"p{number}" for number in range(6)]
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        answer: Any = client.completions.create(model="m", prompt=prompts, stream=stream)
-        texts = dict.fromkeys(range(6), "")
-        for chunk in answer if stream else [answer]:
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
-    assert [*texts.values()] == [f"{prompt} said" for prompt in prompts]
-
-
 def test_prompts_that_find_no_place_at_all_are_refused(gateway: Any) -> None:
     running = gateway({"m": FakeBackend(max_active=0)})
     answer = httpx.post(f"{running.url}/v1/completions", json={"model": "m", "prompt": ["a", "b", "c"]})
