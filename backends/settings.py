@@ -64,7 +64,7 @@ class OpenAISettings(SettingsModel):
     kind: Literal["openai"] = "openai"
     base_url: HttpUrl | None = Field(default=None, description="The endpoint's root, usually ending in /v1")
     base_urls: tuple[ServerRoot, ...] | None = Field(
-        default=None, min_length=1, description="In place of base_url: the roots of several servers of the same model"
+        default=None, min_length=1, description="Instead of base_url: the roots of several servers of the same model"
     )
     resolve: Literal["off", "a"] = Field(
         default="off",

@@ -62,7 +62,7 @@ class CacheSettings(SettingsModel):
 
     path: Location | None = Field(
         default=None,
-        description="Folder for the sequence database, or `postgresql://user@host/name`; unset keeps all in memory",
+        description="Folder for the sequence database, or `postgresql://user@host/name`; unset: memory only",
     )
     password_file: Path | None = Field(
         default=None, description="File holding the password of the database's user; unset: as libpq finds it"
@@ -77,13 +77,13 @@ class CacheSettings(SettingsModel):
     )
     store: bool = Field(
         default=True,
-        description="Keep prompts, outputs and their key/value rows; false keeps nothing once a request ends",
+        description="Store prompts, outputs and their key/value rows; false stores nothing after a request ends",
     )
     retention: Seconds | None = Field(
-        default=None, ge=0, description='Forget what is older: seconds, or text such as `"30d"`; unset keeps all'
+        default=None, ge=0, description='Forget what is older: seconds, or text such as `"30d"`; unset: nothing'
     )
     refuse_patterns: tuple[str, ...] = Field(
-        default=(), description="Regular expressions; an output whose text matches one is neither stored nor shared"
+        default=(), description="Regular expressions; an output with text that matches one is neither stored nor shared"
     )
     responses_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),

@@ -62,10 +62,10 @@ class DelegationSettings(StrategySettings):
     small: str = Field(description="The small model, likewise")
     think_start: str = Field(default="<think>\n", description="Opens the thinking, unless the prompt ends with it")
     think_end: str = Field(default="</think>", description="The mark with which a model closes its thinking")
-    answer_by: Literal["base", "small"] = Field(default="base", description="Who writes the answer after the thinking")
+    answer_by: Literal["base", "small"] = Field(default="base", description="The model that answers after the thinking")
     answer_marks: Words = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
-    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that are kept")
+    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that stay")
     spend_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -102,7 +102,7 @@ class SpecReasonSettings(DelegationSettings):
     strategy: Literal["specreason"] = "specreason"
     answer_marks: Words = ("boxed", "Answer:", "ANSWER:")
     budget_tokens: int = Field(default=8192, ge=1)
-    judge: str | None = Field(default=None, description="Who scores the steps; unset: the base model")
+    judge: str | None = Field(default=None, description="The model that scores the steps; unset: the base model")
     threshold: float = Field(default=7.0, ge=0, description="Score from 0 to 9 that accepts a step; above 9: none")
     score: Literal["greedy", "average"] = Field(
         default="greedy", description="The likeliest digit, or the mean of all digits by their probability"
@@ -130,7 +130,7 @@ class SpeculativeThinkingSettings(DelegationSettings):
     overload: int = Field(default=15, ge=1, description="Doubts after which the base model checks the whole")
     rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check")
     choose_large: bool = Field(
-        default=True, description="Keep the base model's words always; false: only where the two models' moods differ"
+        default=True, description="Use the base model's words always; false: only where the two models' moods differ"
     )
 
     @property
@@ -144,9 +144,9 @@ class LookaheadSettings(DelegationSettings):
     algorithm = "agentspec.reasoning.delegation.lookahead"
     strategy: Literal["lookahead"] = "lookahead"
     step_tokens: int = Field(default=100, ge=1)
-    judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
+    judge: str | None = Field(default=None, description="The model that compares steps; unset: the base model")
     compare: Literal["judge", "equal"] = Field(default="judge", description="By a model's word, or by the letter")
-    depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that was kept")
+    depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that stayed")
 
     @model_validator(mode="after")
     def _says_how_it_compares(self) -> Self:
@@ -224,7 +224,7 @@ class LossyAcceptanceSettings(StrategySettings):
     implementation = "agentspec.reasoning.lossy_acceptance:LossyAcceptanceBackend"
     strategy: Literal["lossy_acceptance"] = "lossy_acceptance"
     tenants: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        min_length=1, description='Tenants whose answers may be lossy; all others get exact answers. ["*"] means all'
+        min_length=1, description='Tenants that may get lossy answers; all others get exact ones. ["*"] means all'
     )
     rule: Literal["typical", "judge"] = Field(
         default="typical", description="Accept likely tokens, or those that the layer in judge_head finds right"
@@ -287,8 +287,8 @@ KnowledgeSettings = Annotated[IndexSettings | RemoteSettings, Field(discriminato
 class TraceSettings(SettingsModel):
     """`[traces]`: where the decisions of strategies are recorded, one trace for each answer."""
 
-    path: Path | None = Field(default=None, description="Folder for traces, which hold prompts; unset keeps none")
-    keep: int = Field(default=200, ge=1, description="The newest so many are kept")
+    path: Path | None = Field(default=None, description="Folder for traces, which hold prompts; unset: no traces")
+    keep: int = Field(default=200, ge=1, description="How many traces stay; the oldest are deleted")
 
 
 STRATEGIES: dict[str, type[StrategySettings]] = {

@@ -25,7 +25,7 @@ class ModelSettings(SettingsModel):
     backend: str | None = Field(default=None, description="Name of a [backends.NAME] table")
     upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")
     backends: tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="In place of backend: several, of kind openai, that serve the model"
+        default=None, min_length=1, description="Instead of backend: several, of kind openai, that serve the model"
     )
     placement: str = Field(
         default=DEFAULT_POLICY, description=f"Which of several servers takes a call: {', '.join(POLICIES)}"

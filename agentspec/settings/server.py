@@ -36,7 +36,7 @@ class RateLimits(SettingsModel):
 class ApiKey(RateLimits):
     """One `[[server.api_keys]]` entry: the key's tenant and limits, and the variable or file that holds the key."""
 
-    tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Whose cached tokens the key reaches")
+    tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Tenant that the key belongs to")
     role: Role = Field(default="tenant", description="`operator`: reads `/metrics` instead of using models")
     key_env: str | None = Field(default=None, description="Environment variable holding the key")
     key_file: Path | None = Field(default=None, description="File holding the key")
@@ -124,7 +124,7 @@ class ServerSettings(SettingsModel):
         default=ByteSize(256 << 20),
         gt=0,
         description="Memory for all running requests' bodies and, up to half of it, for answers above 64 KiB that are"
-        " kept to be sent or stored whole; half of either for one tenant. A body beyond it gets 429; an answer waits,"
+        " sent or stored whole; half of either for one tenant. A body beyond it gets 429; an answer waits,"
         " then gets 503",
     )
     max_output_tokens: int = Field(
@@ -152,7 +152,7 @@ class ServerSettings(SettingsModel):
         default=None,
         description="Secret of the salts that keep tenants apart in upstreams, 32 characters or more; set it from the"
         " environment or secret_file only. Unset makes a new one at each start, and upstreams' prefix caches begin"
-        " anew; gateways with the same secret share them",
+        " empty; gateways with the same secret share them",
     )
     secret_file: Path | None = Field(default=None, description="File holding the secret")
     extra_routes: tuple[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){1,8}$")], ...] = Field(
