@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
-from agentspec.protocol.openai_responses.tools import InputReader
+from agentspec.protocol.openai_responses.tools import input_of
 from agentspec.protocol.responses import ToolCalls, speculation_object, whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 
@@ -104,25 +104,24 @@ class CallItem:
 
 @dataclass(slots=True)
 class CustomCallItem(CallItem):
-    """A call of one of the client's custom tools, whose input is text."""
+    """A call of one of the client's custom tools. Its input, a text inside of JSON, comes whole at the end."""
 
     id: str = field(default_factory=lambda: new_id("ctc"))
-    _reader: InputReader = field(default_factory=InputReader)
+    _arguments: list[str] = field(default_factory=list)
 
     def add(self, arguments: str) -> Iterator[Event]:
-        yield from self._add(self._reader.feed(arguments))
+        self._arguments.append(arguments)
+        yield from ()
 
     def end(self, status: str) -> Iterator[Event]:
-        yield from self._add(self._reader.finish())
-        yield {"type": "response.custom_tool_call_input.done", "input": "".join(self.text)}
+        written = input_of("".join(self._arguments))
+        self.text.append(written)
+        if written:
+            yield {"type": "response.custom_tool_call_input.delta", "delta": written}
+        yield {"type": "response.custom_tool_call_input.done", "input": written}
 
     def item(self, status: str) -> Item:
         return self._item("custom_tool_call", status, "input")
-
-    def _add(self, text: str) -> Iterator[Event]:
-        if text:
-            self.text.append(text)
-            yield {"type": "response.custom_tool_call_input.delta", "delta": text}
 
 
 OutputItem = MessageItem | ThoughtItem | CallItem
