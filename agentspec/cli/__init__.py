@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, fleet, kb, model, serve, verify
-from agentspec.cli.bench import engines
-from agentspec.cli.bench.placement import placement
+from agentspec.cli import bench, cache, config, demo, kb, model, serve, verify
 from agentspec.cli.common import ErrorGroup
 
 app = typer.Typer(
@@ -44,14 +42,10 @@ def main(
 
 app.command()(serve.serve)
 app.command()(demo.demo)
-bench.app.command()(engines.gpu)
-bench.app.command()(engines.vllm)
-bench.app.command()(placement)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config")
-app.add_typer(fleet.app, name="fleet")
 app.add_typer(kb.app, name="kb")
 app.add_typer(kb.knn, name="knn")
 app.command()(config.doctor)

@@ -1,7 +1,12 @@
-"""Teacher-forced replay: drafts recorded calls step by step and compares with what the model wrote, without a model.
+"""Recorded calls as token arrays, and their teacher-forced replay: drafts step by step, compared with what was written.
 
 A step is one verification: the target accepts the path of the draft that agrees with the recorded text and adds one
 token of its own. Tokens per step is thus the speed-up that verification alone allows, if everything else were free.
+
+A line of a trace is one call: `{"session", "messages_delta": [{"role", "content"}], "response"}`. The delta holds the
+messages added since the session's previous call, except that call's answer; `"reset": true` starts from an empty
+history. Prompts are rendered as `<|im_start|>role\\ncontent<|im_end|>\\n` and end with `<|im_start|>assistant\\n`; a
+response ends with `<|im_end|>`, which the model writes too.
 """
 
 from __future__ import annotations
@@ -10,6 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +27,95 @@ from rich.table import Table
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
-from agentspec.recordings.traces import EncodedCall
-from agentspec.types import Draft
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.protocol.validation import NOT_TEXT, is_text
+from agentspec.recordings.calls import BadLineError, RecordedCall
+from agentspec.recordings.formats import Format, read
+from agentspec.types import Draft, Message
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+Encode = Callable[[str], Sequence[int]]
+"""Encodes a text as token ids and adds no special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedCall:
+    """One recorded call: the tokens of the prompt, and of the response with its end of turn."""
+
+    session: str
+    prompt: Tokens
+    response: Tokens
+
+
+def load_encoder(folder: Path) -> Encode:
+    """An encoder from the `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` if it is missing.
+
+    The encoder raises `InvalidRequestError` for half a surrogate pair.
+    """
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigurationError(f"there is no tokenizer.json in {str(folder)!r}")
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def encode(text: str) -> Sequence[int]:
+        if not is_text(text):
+            raise InvalidRequestError(f"the text{NOT_TEXT}")
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return encode
+
+
+def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[EncodedCall]:
+    """The first `limit` calls of a trace. Raises `ConfigurationError` for a bad line, and what `chatml` raises."""
+    return list(map(chatml(encode), islice(read(path, Format.trace), limit)))
+
+
+def chatml(encode: Encode) -> Callable[[RecordedCall], EncodedCall]:
+    """A function that turns recorded calls into token arrays, for models with a ChatML template.
+
+    It encodes each distinct message once. The result equals the encoding of the whole prompt, because the tokenizer
+    splits at its special tokens first. Raises `ConfigurationError` if `<|im_start|>` or `<|im_end|>` is not a single
+    token, and for messages that are not text.
+    """
+    for mark in (START, END):
+        if len(encode(mark)) != 1:
+            raise ConfigurationError(f"the tokenizer has no special token {mark}; use one with a ChatML template")
+
+    @cache
+    def tokens(text: str) -> Tokens:
+        return np.asarray(encode(text), dtype=np.int32)
+
+    generation = tokens(f"{START}assistant\n")
+
+    def call(recorded: RecordedCall) -> EncodedCall:
+        if recorded.prompt is not None:
+            prompt = tokens(recorded.prompt)
+        else:
+            rendered = (_rendered(message, recorded) for message in recorded.messages)
+            prompt = np.concatenate([*(tokens(text) for text in rendered), generation])
+        end = END if recorded.finished else ""
+        answer = tokens(_text(recorded.answer, recorded) + end)
+        if not len(answer):
+            raise BadLineError(recorded.place, "the answer holds no tokens")
+        return EncodedCall(recorded.labels.session or "", prompt, answer)
+
+    return call
+
+
+def _rendered(message: Message, recorded: RecordedCall) -> str:
+    return f"{START}{message['role']}\n{_text(message, recorded)}{END}\n"
+
+
+def _text(message: Message, recorded: RecordedCall) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise BadLineError(
+            recorded.place, "a message is not text; replay with --model reads it by the model's template"
+        )
+    return content
 
 
 class OpenRequest(Protocol):

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.recordings.calls import RecordedCall
-from agentspec.recordings.replay import replay_cache
-from agentspec.recordings.traces import EncodedCall
+from agentspec.recordings.replay import EncodedCall, replay_cache
 from agentspec.tools.history import ToolCall, ToolHistory
 from agentspec.tools.model import AT_ONCE, PER_TURN, TURN, CallForecast, CallModel, OpenForecasts, worthwhile
 from agentspec.tools.policy import ToolPolicy

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache.tokens import Tokens
-from agentspec.recordings.replay import Replay, replay
-from agentspec.recordings.traces import EncodedCall
+from agentspec.recordings.replay import EncodedCall, Replay, replay
 from agentspec.types import Draft
 
 PEER = "arctic_inference.suffix_decoding"

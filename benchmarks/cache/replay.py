@@ -14,8 +14,7 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
 from agentspec.benchmarks.report import Figure, Progress, names_of
-from agentspec.recordings.replay import Replay, geometric_mean, replay_cache
-from agentspec.recordings.traces import Encode, read_calls
+from agentspec.recordings.replay import Encode, Replay, geometric_mean, read_calls, replay_cache
 
 
 def run_cache(

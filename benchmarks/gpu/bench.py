@@ -35,7 +35,7 @@ from agentspec.benchmarks.gpu.random_model import ON, ForcedEngine, build, byte_
 from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress, Ratio, paired_ratio
 from agentspec.benchmarks.runs import OFF, RunTable
 from agentspec.cache import SuffixCache
-from agentspec.recordings.traces import load_encoder, read_calls
+from agentspec.recordings.replay import load_encoder, read_calls
 from agentspec.types import SamplingParams
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

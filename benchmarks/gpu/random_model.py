@@ -25,7 +25,7 @@ from agentspec.backends.torch.model.target import TargetModel
 from agentspec.benchmarks.report import rotated
 from agentspec.benchmarks.runs import OFF, Run, RunTable, ask
 from agentspec.cache import SuffixCache
-from agentspec.recordings.traces import EncodedCall
+from agentspec.recordings.replay import EncodedCall
 from agentspec.types import Labels, SamplingParams, Speculation
 
 ON = "on"

@@ -37,7 +37,7 @@ from agentspec.benchmarks.vllm.shapes import (
     scripted_model,
 )
 from agentspec.errors import ConfigurationError, install_advice
-from agentspec.recordings.traces import EncodedCall, load_encoder, read_calls
+from agentspec.recordings.replay import EncodedCall, load_encoder, read_calls
 
 WORKER = "agentspec.benchmarks.vllm.worker"
 CONTEXTS = (1500, 7000)

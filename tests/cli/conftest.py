@@ -13,10 +13,10 @@ Program = Callable[..., Result]
 @pytest.fixture(scope="package", autouse=True)
 def shared_tokenizers() -> Iterator[None]:
     """One tokenizer for all commands that read the same folder: to make it takes half a second."""
-    from agentspec.backends.torch.text import tokenizer
+    from agentspec.backends.torch import loader
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "read_tokenizer", functools.cache(tokenizer.read_tokenizer))
+        patch.setattr(loader, "read_tokenizer", functools.cache(loader.read_tokenizer))
         yield
 
 

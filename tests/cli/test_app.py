@@ -40,4 +40,4 @@ def test_names_that_no_encoding_holds_are_printed(program, monkeypatch):
 def test_wrong_usage_exits_with_2(program):
     assert program("nonsense").exit_code == 2
     assert program("serve", "--port", "x").exit_code == 2
-    assert program("fleet", "drain").exit_code == 2
+    assert program("config", "nonsense").exit_code == 2

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
-from agentspec.recordings.replay import accepted_nodes, measure, print_savings, replay, replay_cache
-from agentspec.recordings.traces import EncodedCall
+from agentspec.recordings.replay import EncodedCall, accepted_nodes, measure, print_savings, replay, replay_cache
 from agentspec.types import Draft
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.recordings.traces import END, START, load_encoder, read_calls
+from agentspec.recordings.replay import END, START, load_encoder, read_calls
 
 MARKS = {START: 1, END: 2}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from enum import StrEnum
@@ -12,15 +14,52 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.bench.publish import TORCH, publish
-from agentspec.cli.common import ModelOption, plural, require_writable
+from agentspec.cli.common import FAILED, ModelOption, plural, require_writable
+from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found, recorded_calls
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.benchmarks.report import Progress
+    from agentspec.benchmarks.report import BenchmarkReport, Progress
 
+TORCH = ("torch", "transformers")  # packages whose versions go into the JSON file of what runs them
+REPORT_WIDTH = 150  # columns of a table that goes to a file
+R = TypeVar("R", bound="BenchmarkReport")
 T = TypeVar("T")
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file")]
+TracesOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="Recorded calls, FILE.jsonl.gz, to force as answers", exists=True, dir_okay=False),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(help="Folder with a ChatML tokenizer.json, for --traces", exists=True, file_okay=False)
+]
+LearnedOption = Annotated[
+    int, typer.Option(help="Calls of each file, at most half, that our caches learn before others are timed", min=0)
+]
+
+
+def publish(
+    measure: Callable[..., R],
+    json: Path | None,
+    *,
+    packages: Sequence[str] = (),
+    wide: bool = True,
+    subject: Mapping[str, str] | None = None,
+) -> R:
+    """Call `measure(progress=...)`, print its report, and write the requested files, with `conditions` in the JSON."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.report import conditions, print_report, write_json
+
+    require_writable(json)
+    console = Console(width=REPORT_WIDTH if wide and not sys.stdout.isatty() else None)
+    with console.status("starting") as status:
+        report = measure(progress=status.update)
+    print_report(report, console)
+    if json:
+        write_json(report, json, conditions(*packages, **(subject or {})))
+    return report
 
 
 class Prompts(StrEnum):
@@ -52,7 +91,7 @@ def decode(
     limit: Annotated[
         int | None, typer.Option(help="Only the first so many prompts of each set (at least 7)", min=7)
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write every run and ratio to this file")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run."""
     from agentspec.benchmarks.decode import run_decode
@@ -69,7 +108,7 @@ def agent(
     kept: Annotated[
         bool, typer.Option("--kept", help="Time transformers with key/value rows kept between turns too")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
     from agentspec.benchmarks.agent import run_agent
@@ -83,7 +122,7 @@ def tools(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
     read_only: Annotated[list[str] | None, typer.Option(help="Patterns of tools that may run early")] = None,
     share: Annotated[float, typer.Option(help="The share of the time that tools take", min=0.01, max=0.99)] = 0.5,
-    json: Annotated[Path | None, typer.Option(help="Write every file's figures to this file")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Predict the tool calls of recorded sessions, and compute what early starts would save."""
     from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
@@ -103,12 +142,12 @@ def cache(
     budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
     costs: Annotated[bool, typer.Option(help="Measure times and sizes on synthetic text too")] = True,
     open_tokens: Annotated[int, typer.Option(help="Size of the cache on disk that is opened", min=1000)] = 1_000_000,
-    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
     from agentspec.benchmarks.cache.costs import measure_costs
     from agentspec.benchmarks.cache.replay import run_cache
-    from agentspec.recordings.traces import load_encoder
+    from agentspec.recordings.replay import load_encoder
 
     run = partial(
         run_cache,
@@ -134,7 +173,7 @@ def gateway(
     connections: Annotated[str | None, typer.Option(help="Numbers of connections [default: 16,64]")] = None,
     streams: Annotated[int | None, typer.Option(help="Streams at once [default: 1000]", min=1, max=20_000)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes where none are given: half a minute")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Put load on a gateway before a scripted upstream: added latency, calls per second, processor time, overload."""
     from agentspec.benchmarks.gateway.bench import QUICK, connections_of, run_gateway
@@ -176,7 +215,7 @@ def retrieval(
     count: Annotated[int, typer.Option(help="Questions of each case (at least 7)", min=1)] = 7,
     max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 32,
     synthetic: Annotated[int, typer.Option(help="Vectors of the large exact index; 0: left out", min=0)] = 1_000_000,
-    json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Answer questions by sequential and by speculative retrieval over fast and slow knowledge bases, interleaved."""
     from agentspec.benchmarks.report import MIN_PAIRS
@@ -203,3 +242,123 @@ def _enough(asked: list[T], file: Path, least: int) -> list[T]:
     if len(asked) < least:
         raise ConfigurationError(f"{file} holds {plural(len(asked), 'line')}, and at least {least} are needed")
     return asked
+
+
+class ModelShape(StrEnum):
+    tiny = "tiny"
+    small = "1b"
+    medium = "3b"
+    large = "8b"
+
+
+class DeviceKind(StrEnum):
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+@app.command()
+def vllm(
+    python: Annotated[
+        Path | None, typer.Option(help="Interpreter that has vLLM and agentspec [default: that of .venv-vllm]")
+    ] = None,
+    device: Annotated[DeviceKind, typer.Option(help="What that vLLM runs on")] = DeviceKind.cuda,
+    shape: Annotated[ModelShape, typer.Option(help="Sizes of the random model")] = ModelShape.medium,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Drafters beside off, as agentspec or ngram_gpu; all if not given")
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option(help="answers or calls; both if not given")] = None,
+    traces: TracesOption = None,
+    tokenizer: TokenizerOption = None,
+    learned: LearnedOption = 0,
+    seconds: Annotated[float, typer.Option(help="No call begins after so much time", min=1)] = 570.0,
+    start: Annotated[float, typer.Option(help="Seconds within which the engines must be ready", min=1)] = 300.0,
+    json: JsonFile = None,
+) -> None:
+    """Time recorded calls on vLLM with each drafter, with random weights; exit code 1 where an answer is not equal."""
+    from agentspec.benchmarks.vllm.bench import ForcedPart, ForcedPlan, run_forced
+    from agentspec.benchmarks.vllm.engine import find_environment
+
+    try:
+        parts = tuple(ForcedPart(name) for name in part or ForcedPart)
+    except ValueError:
+        raise typer.BadParameter(f"must be one of {', '.join(ForcedPart)}", param_hint="--part") from None
+    if bool(traces) != (tokenizer is not None) or (ForcedPart.calls in parts and not traces):
+        raise typer.BadParameter("--traces and --tokenizer go together; without both only --part answers can run")
+    found = python or ((folder := find_environment()) and folder / "bin" / "python")
+    if found is None:
+        raise typer.BadParameter("no vLLM found: run .ci/vllm-env, or name an interpreter", param_hint="--python")
+    plan = ForcedPlan(
+        found, device.value, shape.value, tuple(variant or ()), parts,
+        tuple(traces or ()), tokenizer, learned, seconds, start,
+    )  # fmt: skip
+    if not publish(partial(run_forced, plan), json, subject={"interpreter": str(found)}).sound:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def gpu(
+    shape: Annotated[ModelShape, typer.Option(help="Sizes of the random model")] = ModelShape.large,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    seconds: Annotated[float, typer.Option(help="What does not fit in so much time is left out", min=1)] = 570.0,
+    traces: TracesOption = None,
+    tokenizer: TokenizerOption = None,
+    questions: Annotated[int, typer.Option(help="Answers of each check", min=1)] = 50,
+    learned: LearnedOption = 0,
+    json: JsonFile = None,
+) -> None:
+    """Check and time the local engine on a device with random weights; exit code 1 where a check fails."""
+    from agentspec.benchmarks.gpu.bench import GpuPlan, run_gpu
+
+    if bool(traces) != (tokenizer is not None):
+        raise typer.BadParameter("--traces and --tokenizer go together")
+    plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions, learned)
+    if not publish(partial(run_gpu, plan), json, packages=TORCH).sound:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def placement(
+    files: Files,
+    policy: Annotated[str, typer.Option(help="Policies, separated by commas")] = "round_robin,least_loaded,workflow",
+    order: Annotated[
+        str, typer.Option(help="Orders of waiting calls, separated by commas: arrival, deadline")
+    ] = "arrival",
+    engines: Annotated[int, typer.Option(help="Engines", min=1)] = 10,
+    sessions: Annotated[int, typer.Option(help="Sessions that arrive, drawn from the recorded ones", min=1)] = 5000,
+    rate: Annotated[float, typer.Option(help="Sessions that arrive in a second", min=0.0001)] = 1.0,
+    seeds: Annotated[int, typer.Option(help="Runs of each, with other arrivals", min=1)] = 5,
+    scenario: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            exists=True,
+            dir_okay=False,
+            help="Any other parameter, and what a step costs",
+        ),
+    ] = None,
+    format_: FormatOption = None,
+    skip_bad: SkipOption = False,
+    json: JsonFile = None,
+) -> None:
+    """Replay recorded sessions on simulated engines, and compare where their calls go and which is next."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.placement.report import print_comparison, write_json
+    from agentspec.benchmarks.placement.scenario import Scenario
+    from agentspec.benchmarks.placement.simulate import compare, require_room
+    from agentspec.benchmarks.placement.workload import shapes
+
+    require_writable(json)
+    errors = Console(stderr=True)
+    named = [{"policy": one, "order": other} for one in policy.split(",") for other in order.split(",")]
+    tried = [Scenario.read(scenario, engines=engines, sessions=sessions, rate=rate, **one) for one in named]
+    on_bad, _ = choose(skip_bad, errors)
+    recorded = shapes({str(file): recorded_calls(file, format_, on_bad) for file in found(files, errors)})
+    require_room(tried[0], recorded)
+    with errors.status("starting") as status:
+        tell = status.update if errors.is_terminal else errors.print  # in a log a status shows nothing, for minutes
+        comparison = compare(tried[0], recorded, [(one.policy, one.order) for one in tried], seeds, tell)
+    print_comparison(comparison, Console(width=None if sys.stdout.isatty() else REPORT_WIDTH))
+    if json is not None:
+        write_json(comparison, json)
