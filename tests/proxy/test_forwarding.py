@@ -13,7 +13,6 @@ import pytest
 
 from agentspec.backends.base import CHAT, COMPLETIONS
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy import forwarding
 from agentspec.proxy.forwarding import StreamInspector, expected_choices, read_answer
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
@@ -106,15 +105,6 @@ def test_counts_and_errors_are_read() -> None:
 def test_what_makes_no_sense_is_passed_over(data: bytes) -> None:
     inspector = read(b"data: " + data + b"\n\n", chunk(usage={"prompt_tokens": 1}))
     assert inspector.counts.usage == Usage(1) and not inspector.done
-
-
-def test_events_that_tell_nothing_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[Any] = []
-    monkeypatch.setattr(forwarding, "object_in", lambda data: parsed.append(data) or {})
-    read(chunk("hello", usage=None), chunk('"usage": {'), b": ping\n\n", chunk(index=3))
-    assert not parsed
-    read(chunk("x") + chunk("", "stop") + chunk("y"))
-    assert len(parsed) == 1
 
 
 @pytest.mark.parametrize("long", [False, True])

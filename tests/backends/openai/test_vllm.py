@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.base import CHAT, EMBEDDINGS
+from agentspec.backends.base import CHAT
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, server_kind
 from agentspec.backends.openai.metrics import parse_metrics
@@ -143,32 +143,12 @@ async def test_what_an_upstream_is_holds_for_a_while(monkeypatch: pytest.MonkeyP
     assert await upstream.body_fields(CHAT, "default", LABELS, {}) == {}
 
 
-async def test_nothing_to_tell_asks_nothing() -> None:
-    server = VllmServer()
-    assert await backend(server).body_fields(CHAT, "default", Labels(), {"vllm_xargs": {"a": 1}}) == {}
-    assert server.requests == []
-
-
 GOAL = {"vllm_xargs": {"agentspec_latency_ms_per_token": 20.0}}
 
 
 async def goal_told(upstream: OpenAIBackend, **given: Any) -> dict[str, Any]:
     asked = {"latency_target_ms_per_token": 20, **given}
     return await upstream.body_fields(CHAT, "default", Labels(), asked)
-
-
-async def test_our_drafter_is_told_the_latency_goal() -> None:
-    server = VllmServer()
-    assert await goal_told(backend(server)) == GOAL
-    assert not await backend(server).keeps_latency(EMBEDDINGS)  # which has no place for it
-    own = {"vllm_xargs": {"agentspec_latency_ms_per_token": 5, "x": 1}}
-    assert await goal_told(backend(server), **own) == {}  # the client's own stays
-    assert await goal_told(backend(server), vllm_xargs={"x": 1}) == {"vllm_xargs": {"x": 1, **GOAL["vllm_xargs"]}}
-    await collect(backend(server), latency_target_ms_per_token=20)
-    assert server.body["vllm_xargs"] == {**OURS, **GOAL["vllm_xargs"]}
-    assert "latency_target_ms_per_token" not in server.body
-    await collect(backend(server))
-    assert server.body["vllm_xargs"] == OURS
 
 
 @pytest.mark.parametrize(

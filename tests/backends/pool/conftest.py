@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from agentspec.backends.pool.servers import Servers
 from agentspec.backends.pool.settings import FleetSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.placement import PlacementPolicy, RoundRobin
+from tests.conftest import JumpingLoop
 
 ANSWER = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
 
@@ -82,3 +84,13 @@ def make_pool() -> Callable[..., Made]:
 @pytest.fixture
 def server() -> type[Server]:
     return Server
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run asynchronous tests in virtual time."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True

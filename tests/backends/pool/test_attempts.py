@@ -30,36 +30,28 @@ async def ask(pool: Any, request: GenerateRequest = REQUEST) -> str:
         return "".join([delta.text async for delta in deltas])
 
 
-def test_a_quota_of_one_caller_does_not_keep_a_server_from_all_others_for_a_day(
-    in_virtual_time: Any, make_pool: Any, server: Any
+async def test_a_quota_of_one_caller_does_not_keep_a_server_from_all_others_for_a_day(
+    make_pool: Any, server: Any
 ) -> None:
-    async def work() -> None:
-        limited, other = server("a", 429, {"retry-after": "86400"}), server("b")
-        made = make_pool(limited, other)
-        for _ in range(10):
-            await ask(made.pool)
-        assert len(limited.times()) == 1
-        await asyncio.sleep(600)
-        limited.status = 200
-        for _ in range(10):
-            await ask(made.pool)
-        assert len(limited.times()) == 6
-
-    in_virtual_time(work())
+    limited, other = server("a", 429, {"retry-after": "86400"}), server("b")
+    made = make_pool(limited, other)
+    for _ in range(10):
+        await ask(made.pool)
+    assert len(limited.times()) == 1
+    await asyncio.sleep(600)
+    limited.status = 200
+    for _ in range(10):
+        await ask(made.pool)
+    assert len(limited.times()) == 6
 
 
-def test_another_server_comes_first_after_a_short_random_time(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
-    async def work() -> None:
-        down, up = server("a", error=REFUSED), server("b")
-        made = make_pool(down, up)
-        assert await ask(made.pool) == "hi"
-        assert 0.012 <= up.times()[0] <= 0.025
-        member = made.servers[1].members[0]
-        assert (member.calls, member.retries, member.in_flight) == (1, 1, 0)
-
-    in_virtual_time(work())
+async def test_another_server_comes_first_after_a_short_random_time(make_pool: Any, server: Any) -> None:
+    down, up = server("a", error=REFUSED), server("b")
+    made = make_pool(down, up)
+    assert await ask(made.pool) == "hi"
+    assert 0.012 <= up.times()[0] <= 0.025
+    member = made.servers[1].members[0]
+    assert (member.calls, member.retries, member.in_flight) == (1, 1, 0)
 
 
 PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "h"}}]}\n\n'
@@ -67,156 +59,127 @@ PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "h"}}]}\n\n'
 
 @pytest.mark.parametrize("fails", ["at once", "behind a second", "every third", "cuts streams"])
 @pytest.mark.parametrize("others", [1.0, 10.0])
-def test_a_server_that_fails_does_not_attract_calls(
-    in_virtual_time: Any, make_pool: Any, server: Any, fails: str, others: float
+async def test_a_server_that_fails_does_not_attract_calls(
+    make_pool: Any, server: Any, fails: str, others: float
 ) -> None:
     """Although it always has the fewest calls under way. Of sixteen clients a minute, those that lose a call ask again
     at once.
     """
 
-    async def work() -> None:
-        failing, well = server("a", 500), server("b", delay=others)
-        failing.delay = 1.0 if fails == "behind a second" else 0.01
-        lost = 0
+    failing, well = server("a", 500), server("b", delay=others)
+    failing.delay = 1.0 if fails == "behind a second" else 0.01
+    lost = 0
 
-        async def alternate() -> httpx.Response:
-            await asyncio.sleep(0.01)
-            third = len(failing.seen) % 3 == 0
-            return httpx.Response(500 if third else 200, content=json.dumps(ANSWER))
+    async def alternate() -> httpx.Response:
+        await asyncio.sleep(0.01)
+        third = len(failing.seen) % 3 == 0
+        return httpx.Response(500 if third else 200, content=json.dumps(ANSWER))
 
-        async def cut() -> httpx.Response:
-            return httpx.Response(200, content=PIECE, headers={"content-type": "text/event-stream"})
+    async def cut() -> httpx.Response:
+        return httpx.Response(200, content=PIECE, headers={"content-type": "text/event-stream"})
 
-        if fails in ("every third", "cuts streams"):
-            failing.paths["/v1/chat/completions"] = alternate if fails == "every third" else cut
-        pool = make_pool(failing, well, policy=LeastLoaded()).pool
+    if fails in ("every third", "cuts streams"):
+        failing.paths["/v1/chat/completions"] = alternate if fails == "every third" else cut
+    pool = make_pool(failing, well, policy=LeastLoaded()).pool
 
-        async def client() -> None:
-            nonlocal lost
-            while asyncio.get_running_loop().time() < 60:
-                try:
-                    await ask(pool)
-                except UpstreamError:
-                    lost += 1
+    async def client() -> None:
+        nonlocal lost
+        while asyncio.get_running_loop().time() < 60:
+            try:
+                await ask(pool)
+            except UpstreamError:
+                lost += 1
 
-        await asyncio.gather(*(client() for _ in range(16)))
-        assert lost <= 40
-
-    in_virtual_time(work())
+    await asyncio.gather(*(client() for _ in range(16)))
+    assert lost <= 40
 
 
-def test_requests_that_every_server_errs_at_close_a_model_to_nobody(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
-    async def work() -> None:
-        servers = [server(name, 500) for name in "abc"]
-        made = make_pool(*servers)
-        for _ in range(40):
-            with suppress(UpstreamError):
-                await ask(made.pool)
-        assert {one.members[0].state(0.0) for one in made.servers} == {"erring"}
-        for one in servers:
-            one.status = 200
-        assert [await ask(made.pool) for _ in range(9)] == ["hi"] * 9
-        assert [len(one.times()) for one in servers] == [16, 16, 17]
-
-    in_virtual_time(work())
+async def test_requests_that_every_server_errs_at_close_a_model_to_nobody(make_pool: Any, server: Any) -> None:
+    servers = [server(name, 500) for name in "abc"]
+    made = make_pool(*servers)
+    for _ in range(40):
+        with suppress(UpstreamError):
+            await ask(made.pool)
+    assert {one.members[0].state(0.0) for one in made.servers} == {"erring"}
+    for one in servers:
+        one.status = 200
+    assert [await ask(made.pool) for _ in range(9)] == ["hi"] * 9
+    assert [len(one.times()) for one in servers] == [16, 16, 17]
 
 
-def test_a_call_that_is_cancelled_tells_nothing_about_the_server(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
+async def test_a_call_that_is_cancelled_tells_nothing_about_the_server(make_pool: Any, server: Any) -> None:
     """The trial of a half-open breaker included: another call becomes the trial."""
 
-    async def work() -> None:
-        slow = server("a", 503)
-        made = make_pool(slow, failures=1, max_retries=0)
-        with suppress(UpstreamStatusError):
-            await ask(made.pool)
-        [member] = made.servers[0].members
-        with pytest.raises(NoServerError) as caught:
-            await ask(made.pool)
-        assert caught.value.retry_after == 10.0
-        await asyncio.sleep(10)
-        slow.status, slow.delay = 200, 5.0
-        task = asyncio.create_task(ask(made.pool))
-        await asyncio.sleep(1)
-        assert member.in_flight == 1 and member.state(asyncio.get_running_loop().time()) == "open"
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert member.in_flight == 0
-        assert await ask(made.pool) == "hi" and member.state(asyncio.get_running_loop().time()) == "ready"
-
-    in_virtual_time(work())
+    slow = server("a", 503)
+    made = make_pool(slow, failures=1, max_retries=0)
+    with suppress(UpstreamStatusError):
+        await ask(made.pool)
+    [member] = made.servers[0].members
+    with pytest.raises(NoServerError) as caught:
+        await ask(made.pool)
+    assert caught.value.retry_after == 10.0
+    await asyncio.sleep(10)
+    slow.status, slow.delay = 200, 5.0
+    task = asyncio.create_task(ask(made.pool))
+    await asyncio.sleep(1)
+    assert member.in_flight == 1 and member.state(asyncio.get_running_loop().time()) == "open"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert member.in_flight == 0
+    assert await ask(made.pool) == "hi" and member.state(asyncio.get_running_loop().time()) == "ready"
 
 
-def test_half_open_there_is_one_trial_at_a_time(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        failing = server("a", 503)
-        made = make_pool(failing, failures=1, max_retries=0)
-        with suppress(UpstreamStatusError):
-            await ask(made.pool)
-        await asyncio.sleep(10)
-        failing.status, failing.delay = 200, 1.0
-        results = await asyncio.gather(*(ask(made.pool) for _ in range(20)), return_exceptions=True)
-        assert results[0] == "hi" and all(isinstance(one, NoServerError) for one in results[1:])
-        assert len(failing.times()) == 2
-
-    in_virtual_time(work())
+async def test_half_open_there_is_one_trial_at_a_time(make_pool: Any, server: Any) -> None:
+    failing = server("a", 503)
+    made = make_pool(failing, failures=1, max_retries=0)
+    with suppress(UpstreamStatusError):
+        await ask(made.pool)
+    await asyncio.sleep(10)
+    failing.status, failing.delay = 200, 1.0
+    results = await asyncio.gather(*(ask(made.pool) for _ in range(20)), return_exceptions=True)
+    assert results[0] == "hi" and all(isinstance(one, NoServerError) for one in results[1:])
+    assert len(failing.times()) == 2
 
 
-def test_a_trial_that_is_told_to_wait_closes_the_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+async def test_a_trial_that_is_told_to_wait_closes_the_breaker(make_pool: Any, server: Any) -> None:
     """Whoever answers 429 is there; no trial is left open."""
 
-    async def work() -> None:
-        one = server("a", 503)
-        made = make_pool(one, failures=1, max_retries=0)
-        for status, pause in ((503, 10.0), (429, 0.0)):
-            one.status = status
-            with suppress(UpstreamStatusError):
-                await ask(made.pool)
-            await asyncio.sleep(pause)
-        one.status = 200
-        assert await ask(made.pool) == "hi" and len(one.times()) == 3
-
-    in_virtual_time(work())
+    one = server("a", 503)
+    made = make_pool(one, failures=1, max_retries=0)
+    for status, pause in ((503, 10.0), (429, 0.0)):
+        one.status = status
+        with suppress(UpstreamStatusError):
+            await ask(made.pool)
+        await asyncio.sleep(pause)
+    one.status = 200
+    assert await ask(made.pool) == "hi" and len(one.times()) == 3
 
 
-def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
+async def test_a_server_whose_tenants_cannot_be_kept_apart_has_not_failed(make_pool: Any, server: Any) -> None:
     """Nothing was sent to it. Another server may be asked."""
 
-    async def work() -> None:
-        made = make_pool(server("a"), server("b"), failures=1)
-        tried = []
-        async for attempt in Attempts(made.pool, Call(), 60.0):
-            async with attempt:
-                tried.append(attempt.member)
-                if len(tried) == 1:
-                    raise UpstreamIsolationError("it cannot be recognised")
-        assert tried == ["a", "b"]
-        assert [one.members[0].state(0.0) for one in made.servers] == ["ready", "ready"]
-        assert made.servers[0].members[0].failures == 0
-
-    in_virtual_time(work())
+    made = make_pool(server("a"), server("b"), failures=1)
+    tried = []
+    async for attempt in Attempts(made.pool, Call(), 60.0):
+        async with attempt:
+            tried.append(attempt.member)
+            if len(tried) == 1:
+                raise UpstreamIsolationError("it cannot be recognised")
+    assert tried == ["a", "b"]
+    assert [one.members[0].state(0.0) for one in made.servers] == ["ready", "ready"]
+    assert made.servers[0].members[0].failures == 0
 
 
-def test_a_server_that_only_seems_to_fail_is_asked_if_there_is_no_other(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
-    async def work() -> None:
-        made = make_pool(server("a"), server("b"), failures=1)
-        seeming, gone = (servers.members[0] for servers in made.servers)
-        for _ in range(2):
-            seeming.probed(0.0, alive=False)
-        gone.failed(0.0)
-        assert seeming.state(0.0) == "unhealthy" and await ask(made.pool) == "hi" and seeming.calls == 1
-        seeming.failed(0.0)
-        with pytest.raises(NoServerError):
-            await ask(made.pool)
-
-    in_virtual_time(work())
+async def test_a_server_that_only_seems_to_fail_is_asked_if_there_is_no_other(make_pool: Any, server: Any) -> None:
+    made = make_pool(server("a"), server("b"), failures=1)
+    seeming, gone = (servers.members[0] for servers in made.servers)
+    for _ in range(2):
+        seeming.probed(0.0, alive=False)
+    gone.failed(0.0)
+    assert seeming.state(0.0) == "unhealthy" and await ask(made.pool) == "hi" and seeming.calls == 1
+    seeming.failed(0.0)
+    with pytest.raises(NoServerError):
+        await ask(made.pool)
 
 
 class Counting(RoundRobin):
@@ -239,22 +202,17 @@ class Counting(RoundRobin):
         self.counts["removed"] += 1
 
 
-def test_a_policy_is_asked_once_a_try_with_names_of_the_tenant(
-    in_virtual_time: Any, make_pool: Any, server: Any
-) -> None:
-    async def work() -> None:
-        policy = Counting()
-        pool = make_pool(*(server(name) for name in "abc"), policy=policy).pool
-        for tenant in ("t", "u"):
-            call = scoped_call(tenant, "s")
-            async for attempt in Attempts(pool, call, 60.0):
-                async with attempt:
-                    attempt.answered(200, {})
-        first, second = policy.calls
-        assert policy.counts == {"choose": 2, "placed": 2}
-        assert first.session != second.session
-
-    in_virtual_time(work())
+async def test_a_policy_is_asked_once_a_try_with_names_of_the_tenant(make_pool: Any, server: Any) -> None:
+    policy = Counting()
+    pool = make_pool(*(server(name) for name in "abc"), policy=policy).pool
+    for tenant in ("t", "u"):
+        call = scoped_call(tenant, "s")
+        async for attempt in Attempts(pool, call, 60.0):
+            async with attempt:
+                attempt.answered(200, {})
+    first, second = policy.calls
+    assert policy.counts == {"choose": 2, "placed": 2}
+    assert first.session != second.session
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -32,88 +32,73 @@ def watching(made: Any) -> PoolWatch:
     return PoolWatch(made.servers, asyncio.get_running_loop().time)
 
 
-def test_health_and_load_are_looked_at_once_a_second(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        one = server("a", paths={"/metrics": lambda: answering(METRICS)})
-        made = make_pool(one, kind="vllm", probe=True)
-        watch = watching(made)
-        watch.ensure()
-        watch.ensure()  # it runs already
-        await asyncio.sleep(20.1)
-        await watch.aclose()
-        health, metrics = one.times("/health"), one.times("/metrics")
-        assert len(health) == len(metrics) == 21
-        assert min(later - sooner for sooner, later in pairwise(metrics)) >= 1
-        [member] = made.servers[0].members
-        assert member.load == ServerLoad(3, 2, 0.5) and member.seen().waiting == 2 and member.seen().kv_use == 0.5
-        assert member.seen().others == 5  # no call of its own is under way
-        before = len(one.seen)
-        await asyncio.sleep(20)
-        assert len(one.seen) == before
-
-    in_virtual_time(work())
+async def test_health_and_load_are_looked_at_once_a_second(make_pool: Any, server: Any) -> None:
+    one = server("a", paths={"/metrics": lambda: answering(METRICS)})
+    made = make_pool(one, kind="vllm", probe=True)
+    watch = watching(made)
+    watch.ensure()
+    watch.ensure()  # it runs already
+    await asyncio.sleep(20.1)
+    await watch.aclose()
+    health, metrics = one.times("/health"), one.times("/metrics")
+    assert len(health) == len(metrics) == 21
+    assert min(later - sooner for sooner, later in pairwise(metrics)) >= 1
+    [member] = made.servers[0].members
+    assert member.load == ServerLoad(3, 2, 0.5) and member.seen().waiting == 2 and member.seen().kv_use == 0.5
+    assert member.seen().others == 5  # no call of its own is under way
+    before = len(one.seen)
+    await asyncio.sleep(20)
+    assert len(one.seen) == before
 
 
-def test_calls_of_its_own_are_not_taken_for_those_of_others(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        [member] = make_pool(server("a")).servers[0].members
-        for _ in range(4):
-            member.begin(0.0, retry=False)
-        member.measured(ServerLoad(3, 2, 0.5))
-        assert (member.seen().in_flight, member.seen().others) == (4, 1)
-        member.end(told=True)
-        assert (member.seen().in_flight, member.seen().others) == (3, 1)
-        member.measured(ServerLoad(1, 0, 0.5))  # two are on their way to it, or from it
-        assert member.seen().others == 0
-        member.measured(None)
-        assert member.seen().others == 0
-
-    in_virtual_time(work())
+async def test_calls_of_its_own_are_not_taken_for_those_of_others(make_pool: Any, server: Any) -> None:
+    [member] = make_pool(server("a")).servers[0].members
+    for _ in range(4):
+        member.begin(0.0, retry=False)
+    member.measured(ServerLoad(3, 2, 0.5))
+    assert (member.seen().in_flight, member.seen().others) == (4, 1)
+    member.end(told=True)
+    assert (member.seen().in_flight, member.seen().others) == (3, 1)
+    member.measured(ServerLoad(1, 0, 0.5))  # two are on their way to it, or from it
+    assert member.seen().others == 0
+    member.measured(None)
+    assert member.seen().others == 0
 
 
-def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_once(
-    in_virtual_time: Any, make_pool: Any, server: Any
+async def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_once(
+    make_pool: Any, server: Any
 ) -> None:
-    async def work() -> None:
-        async def hanging() -> httpx.Response:
-            await asyncio.sleep(1000)
-            return httpx.Response(200)
+    async def hanging() -> httpx.Response:
+        await asyncio.sleep(1000)
+        return httpx.Response(200)
 
-        one = server("a", paths={"/metrics": hanging})
-        made = make_pool(one, kind="vllm", probe=True)
-        watch = watching(made)
-        watch.ensure()
-        await asyncio.sleep(30)
-        assert 10 <= len(one.times("/metrics")) <= 15  # each takes its two seconds
-        [member] = made.servers[0].members
-        assert member.load is None and member.state(30.0) == "ready"
-        await watch.aclose()
-
-    in_virtual_time(work())
+    one = server("a", paths={"/metrics": hanging})
+    made = make_pool(one, kind="vllm", probe=True)
+    watch = watching(made)
+    watch.ensure()
+    await asyncio.sleep(30)
+    assert 10 <= len(one.times("/metrics")) <= 15  # each takes its two seconds
+    [member] = made.servers[0].members
+    assert member.load is None and member.state(30.0) == "ready"
+    await watch.aclose()
 
 
-def test_a_server_without_metrics_is_seldom_asked_for_them(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        one = server("a", paths={"/metrics": lambda: answering(b"", 404)})
-        watch = watching(make_pool(one, kind="vllm", probe=True))
-        watch.ensure()
-        await asyncio.sleep(59)
-        assert len(one.times("/metrics")) == 1
-        await watch.aclose()
-
-    in_virtual_time(work())
+async def test_a_server_without_metrics_is_seldom_asked_for_them(make_pool: Any, server: Any) -> None:
+    one = server("a", paths={"/metrics": lambda: answering(b"", 404)})
+    watch = watching(make_pool(one, kind="vllm", probe=True))
+    watch.ensure()
+    await asyncio.sleep(59)
+    assert len(one.times("/metrics")) == 1
+    await watch.aclose()
 
 
-def test_hosted_apis_are_left_alone(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
-    async def work() -> None:
-        one = server("a")
-        watch = watching(make_pool(one, kind="vllm", probe=False))
-        watch.ensure()
-        await asyncio.sleep(30)
-        assert one.seen == []
-        await watch.aclose()
-
-    in_virtual_time(work())
+async def test_hosted_apis_are_left_alone(make_pool: Any, server: Any) -> None:
+    one = server("a")
+    watch = watching(make_pool(one, kind="vllm", probe=False))
+    watch.ensure()
+    await asyncio.sleep(30)
+    assert one.seen == []
+    await watch.aclose()
 
 
 def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
@@ -144,21 +129,18 @@ def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
     assert told == ["a does not answer /health", "a answers /health again"]  # once each, and not at each look
 
 
-def test_a_server_that_is_back_need_not_wait_for_its_breaker(in_virtual_time: Any, make_pool: Any, server: Any) -> None:
+async def test_a_server_that_is_back_need_not_wait_for_its_breaker(make_pool: Any, server: Any) -> None:
     """If it could not be reached; one that answers with errors has to."""
 
-    async def work() -> None:
-        made = make_pool(server("a"), server("b"), probe=True, failures=1)
-        unreachable, erring = (one.members[0] for one in made.servers)
-        unreachable.failed(0.0, unreachable=True)
-        erring.failed(0.0)
-        watch = watching(made)
-        watch.ensure()
-        await asyncio.sleep(0.5)
-        assert (unreachable.state(0.5), erring.state(0.5)) == ("half_open", "open")
-        await watch.aclose()
-
-    in_virtual_time(work())
+    made = make_pool(server("a"), server("b"), probe=True, failures=1)
+    unreachable, erring = (one.members[0] for one in made.servers)
+    unreachable.failed(0.0, unreachable=True)
+    erring.failed(0.0)
+    watch = watching(made)
+    watch.ensure()
+    await asyncio.sleep(0.5)
+    assert (unreachable.state(0.5), erring.state(0.5)) == ("half_open", "open")
+    await watch.aclose()
 
 
 class MemberMachine(RuleBasedStateMachine):
