@@ -11,7 +11,6 @@ from agentspec.speculation.stride import (
     MOST,
     SEQUENTIAL,
     StrideGovernor,
-    StrideMeasurements,
     StridePlan,
     asynchronous_seconds,
     one_by_one,
@@ -50,10 +49,6 @@ def governor(generation: float, retrieval: float, *, asynchronous: bool = True) 
     return made
 
 
-def test_nothing_is_guessed_before_anything_was_measured() -> None:
-    assert StrideGovernor().choose() == SEQUENTIAL
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_fast_knowledge_base_is_asked_round_after_round(asynchronous: bool) -> None:
     made = governor(1.0, 0.01, asynchronous=asynchronous)
@@ -68,13 +63,6 @@ def test_a_slow_one_is_guessed_ahead_of() -> None:
     assert waited.choose() == StridePlan(os3(1.0, 8.0, 0.6))
 
 
-def test_an_empty_window_keeps_the_stride() -> None:
-    made = governor(1.0, 40.0, asynchronous=False)
-    assert made.optimal() == 1
-    made.verified(2, wrong=True)
-    assert made.optimal() == 6
-
-
 def test_wrong_guesses_end_the_guessing_and_right_ones_bring_it_back() -> None:
     made = governor(1.0, 1.5)
     for _ in range(30):
@@ -83,10 +71,6 @@ def test_wrong_guesses_end_the_guessing_and_right_ones_bring_it_back() -> None:
     for _ in range(30):
         made.verified(1, wrong=False)
     assert made.choose().stride
-
-
-def test_a_fixed_stride_is_kept() -> None:
-    assert StrideGovernor(stride=3, asynchronous=False).choose() == StridePlan(3)
 
 
 @pytest.mark.parametrize("seconds", [4.9, 6.0])
@@ -99,12 +83,3 @@ def test_what_brings_next_to_nothing_is_tried_ever_less_often(seconds: float) ->
             tried += 1
             made.measured.kept(False, seconds)
     assert made.measured.pause == LONGEST_PAUSE and tried < 60
-
-
-def test_what_pays_is_never_paused() -> None:
-    measured = StrideMeasurements()
-    measured.generated(1.0, changed=True, alone=True)
-    measured.retrieved(4.0, alone=True)
-    for _ in range(100):
-        measured.kept(False, 2.0)
-    assert measured.skip == measured.pause == 0 and measured.spent < measured.plain

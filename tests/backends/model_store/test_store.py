@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,17 +20,8 @@ from agentspec.backends.model_store.store import (
     locked,
     run,
     scratch,
-    store_folder,
 )
 from agentspec.errors import ModelUnavailableError
-
-
-def test_the_environment_chooses_the_folder(store, monkeypatch):
-    assert store_folder() == store
-    monkeypatch.setenv("AGENTSPEC_MODELS", "~/models")
-    assert store_folder() == Path.home() / "models"
-    monkeypatch.delenv("AGENTSPEC_MODELS")
-    assert store_folder().name == "models"
 
 
 def test_a_hash_is_remembered_until_the_file_changes(store, tmp_path):
@@ -44,15 +34,6 @@ def test_a_hash_is_remembered_until_the_file_changes(store, tmp_path):
     assert file_sha256(path) == first
     path.write_bytes(b"three")
     assert file_sha256(path) == hashlib.sha256(b"three").hexdigest()
-
-
-def test_a_damaged_note_is_no_obstacle(store, tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"one")
-    first = file_sha256(path)
-    for note in (store / "hashes").iterdir():
-        note.write_text("{")
-    assert file_sha256(path) == first
 
 
 def test_a_store_that_cannot_be_written_still_hashes(tmp_path, monkeypatch):

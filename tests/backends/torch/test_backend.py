@@ -6,15 +6,11 @@ import asyncio
 import contextlib
 import re
 import threading
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
-import torch
 
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
@@ -26,7 +22,6 @@ from agentspec.errors import (
     AgentSpecError,
     ContextLengthError,
     InvalidRequestError,
-    ModelUnavailableError,
     ShuttingDownError,
 )
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs
@@ -73,22 +68,6 @@ async def test_the_same_prompt_in_three_forms(backend_of: Any, lab: Any) -> None
     plain = await answer(backend, ask(text="hello"))
     assert plain[0] == lab.oracle(backend.encode("hello"), GREEDY, max_tokens=12)
     assert backend.decode(backend.encode("hello")) == "hello"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-async def test_the_cache_learns_beside_the_forwards_of_a_device_that_computes_by_itself(
-    backend_of: Any, lab: Any, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    with SuffixCache.open() as cache:
-        backend = backend_of(cache)
-        monkeypatch.setattr(lab.target, "device", torch.device(device))
-        memory = backend._open_session(backend.prepare_all(ask())[0][0])
-        memory.draft(3)
-        memory.extend([5, 6])
-        assert cache.stats().steps == (device == "cpu")
-        memory.flush_to_cache()
-        assert cache.stats().steps == 1
-        memory.close(clean=False)
 
 
 async def test_an_assistant_message_can_be_continued(backend_of: Any, lab: Any) -> None:
@@ -191,14 +170,6 @@ async def test_the_answer_ends_with_the_context(backend_of: Any, lab: Any) -> No
     assert tokens == lab.oracle([7] * 490, sampling, max_tokens=22)
 
 
-async def test_default_length_of_an_answer(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = SamplingParams(temperature=0, logit_bias={256: -100.0})
-    backend = backend_of()
-    monkeypatch.setattr("agentspec.backends.torch.backend.DEFAULT_MAX_TOKENS", 9)
-    assert len((await answer(backend, ask(sampling)))[0]) == 9
-    assert len((await answer(backend, ask(replace(sampling, min_tokens=12))))[0]) == 12
-
-
 async def test_closing_the_iterator_frees_the_place(backend_of: Any) -> None:
     backend = backend_of(max_active=1)
     endless = SamplingParams(temperature=0, max_tokens=480, logit_bias={256: -100.0})
@@ -211,31 +182,8 @@ async def test_closing_the_iterator_frees_the_place(backend_of: Any) -> None:
     assert backend.stats().tokens < 5 * 480
 
 
-async def test_a_cancelled_task_frees_the_place(backend_of: Any) -> None:
-    backend = backend_of(max_active=1)
-    task = asyncio.create_task(answer(backend, ask(SamplingParams(temperature=0, max_tokens=480))))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    with anyio.fail_after(60):
-        while backend.stats().active:
-            await asyncio.sleep(0.005)
-
-
 async def drained(stream: AsyncIterator[Delta]) -> list[int]:
     return [token async for delta in stream for token in delta.token_ids]
-
-
-async def test_the_event_loop_is_never_blocked(backend_of: Any) -> None:
-    backend = backend_of()
-    task = asyncio.create_task(answer(backend, ask(SamplingParams(temperature=0, max_tokens=150))))
-    turns, end = 0, time.monotonic() + 60
-    while not task.done() and time.monotonic() < end:
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns > 50
-    await task
 
 
 async def test_a_form_that_fails_on_the_way_ends_its_answer_alone(
@@ -306,15 +254,6 @@ async def test_closing_fails_what_runs(lab: Any) -> None:
     with pytest.raises(ShuttingDownError):
         await answer(backend, ask())
     await backend.aclose()
-
-
-async def test_loading_a_folder(tmp_path: Path, saved_model: Path) -> None:
-    backend = TorchBackend.load(TorchSettings(model=str(saved_model)))
-    tokens, _, _ = await answer(backend, ask())
-    assert 0 < len(tokens) <= 12
-    await backend.aclose()
-    with pytest.raises(ModelUnavailableError):
-        TorchBackend.load(TorchSettings(model=str(tmp_path)))
 
 
 async def test_what_a_pattern_refuses_is_answered_and_not_shared(backend_of: Any) -> None:

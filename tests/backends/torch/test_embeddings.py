@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.model_store import resolve
 from agentspec.backends.torch.embeddings import BATCH, SentenceEncoder
 from agentspec.errors import ModelUnavailableError, ShuttingDownError
 
@@ -82,16 +81,6 @@ async def test_a_closed_encoder_says_so_and_what_waits_is_given_up(folder):
         await waiting
     with pytest.raises(ShuttingDownError):
         await encoder.encode("cat")
-
-
-async def test_a_failure_is_that_texts_alone(encoder):
-    with pytest.raises((AttributeError, TypeError, ValueError)):
-        await encoder.encode(None)  # type: ignore[arg-type]
-    assert (await encoder.encode("cat")).shape == (32,)
-
-
-def test_the_fingerprint_is_that_of_the_weights_and_what_is_read_of_a_text(folder, encoder):
-    assert encoder.fingerprint == f"{resolve(str(folder)).fingerprint}:mean:40"
 
 
 def test_a_folder_without_a_usable_model_is_an_error(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import sequence
-from agentspec.backends.torch.exactness import COLD, TOGETHER, WARM, ExactnessCase, TokenDivergence, check_exactness
+from agentspec.backends.torch.exactness import COLD, TOGETHER, WARM, ExactnessCase, check_exactness
 from agentspec.cache import SuffixCache
 from agentspec.types import SamplingParams
 
@@ -68,14 +68,6 @@ async def test_drafts_taken_on_trust_are_found(backend: TorchBackend, monkeypatc
         assert (off[worst.position], on[worst.position]) == (worst.off, worst.on)
         assert worst.gap_apart == pytest.approx(worst.gap_together, abs=1e-4)
         assert worst.gap_apart > 0, "without drafts the better token was taken"
-
-
-@pytest.mark.parametrize(
-    ("apart", "together", "tie"),
-    [(2e-4, -3e-4, True), (0.1, 0.1, False), (0.1, 5e-4, True), (float("inf"), 0.2, False)],
-)
-def test_what_a_near_tie_is(apart: float, together: float, tie: bool) -> None:
-    assert TokenDivergence(COLD, 0, 3, 1, 2, apart, together, 1e-3).is_tie == tie
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])

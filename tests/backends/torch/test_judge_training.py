@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -19,7 +18,7 @@ from agentspec.backends.model_store import resolve
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
-from agentspec.benchmarks.judge_training import JudgePair, labelled_states, main, read_pairs, train_judge
+from agentspec.benchmarks.judge_training import JudgePair, labelled_states, main, train_judge
 from agentspec.errors import ConfigurationError
 from agentspec.types import LossyAcceptance, Source
 
@@ -60,32 +59,12 @@ async def test_it_learns_a_planted_rule(backend: TorchBackend, tmp_path: Path) -
     assert sum(taken[: len(right)]) > 0.8 * len(right) and sum(taken[len(right) :]) < 0.2 * len(wrong)
 
 
-async def test_what_both_answers_begin_with_is_right(backend: TorchBackend) -> None:
-    states, labels = await labelled_states(backend, JudgePair("q", "same right", "same wrong"))
-    assert labels.tolist() == [1.0] * len("same right") + [0.0] * len("wrong")
-    prompt = backend.encode_chat([{"role": "user", "content": "q"}])
-    (wrong,) = await backend.hidden_states([[*prompt, *await backend.tokenize("same wrong")]])
-    assert np.allclose(states[-5:].numpy(), wrong[-5:], atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "pairs", [planted(4, seed=4), [JudgePair("q", "and so on", "and so")] * 6], ids=["few", "nothing wrong"]
 )
 async def test_pairs_that_teach_nothing_are_refused(backend: TorchBackend, pairs: list[JudgePair]) -> None:
     with pytest.raises(ConfigurationError, match="pairs"):
         await train_judge(backend, pairs)
-
-
-@pytest.mark.parametrize(
-    "line", ["{", "[]", '{"prompt": "a", "accepted": "b"}', '{"prompt": "a", "accepted": "b", "rejected": "b"}',
-             '{"prompt": 1, "accepted": "b", "rejected": "c"}'],
-)  # fmt: skip
-def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
-    good = json.dumps({"prompt": "a", "accepted": "b", "rejected": "c"})
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(f"{good}\n\n{line}\n", "utf-8")
-    with pytest.raises(ConfigurationError, match=r"pairs.jsonl:3"):
-        read_pairs(path)
 
 
 def test_a_head_of_another_model_or_no_head_is_refused(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_model_that_differs_from_itself_is_refused(tiny_model: Any, byte_token
 def test_low_precision_has_its_head_in_float32(tiny_model: Any, byte_tokens: Any) -> None:
     loaded = prepare(tiny_model("llama").to(torch.bfloat16), byte_tokens, name="m", fingerprint="f")
     logits = loaded.target.forward(loaded.target.new_cache(1), [1, 2, 3])
-    assert loaded.target.dtype == torch.bfloat16 and loaded.packed == 0
+    assert loaded.target.dtype == torch.bfloat16
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.to(torch.bfloat16).float())
 
@@ -44,11 +44,6 @@ def test_the_namespace_tells_models_tokenizers_and_templates_apart(tiny_model: A
     )
     assert one.tenant == "t" and one.model_fingerprint == "f"
     assert one.tokenizer_hash == other.tokenizer_hash and one.template_hash != other.template_hash
-
-
-def test_a_saved_model_is_loaded(saved_model: Path) -> None:
-    loaded = load(TorchSettings(model=str(saved_model), device="cpu"))
-    assert loaded.fingerprint
 
 
 def test_damaged_files_are_a_model_error(saved_model: Path, tmp_path: Path) -> None:
@@ -65,14 +60,6 @@ def test_missing_weights_are_an_error_and_not_random_numbers(saved_model: Path, 
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelUnavailableError, match=r"lacks 1 weights.*layers.1.mlp.up_proj"):
-        load(TorchSettings(model=str(tmp_path / "m"), device="cpu"))
-
-
-def test_weights_that_end_early_are_a_model_error(saved_model: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved_model, tmp_path / "m")
-    file = tmp_path / "m" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(ModelUnavailableError, match="cannot read the model"):
         load(TorchSettings(model=str(tmp_path / "m"), device="cpu"))
 
 

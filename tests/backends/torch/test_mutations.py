@@ -30,7 +30,6 @@ SAMPLINGS = (
 Mutations = dict[str, tuple[str, str, str]]
 MUTATIONS: Mutations = {
     "siblings see each other": ("tree_layout", "sees[row] = sees[above]", "pass"),
-    "positions are columns": ("tree_layout", "depths[row] = depths[above] + 1", "depths[row] = row"),
     "window one wider": ("attention_mask", "<= positions[:, None] - window", "< positions[:, None] - window"),
     "window between columns": (
         "attention_mask",
@@ -39,17 +38,14 @@ MUTATIONS: Mutations = {
     ),
     "no compaction": ("SequenceCache.commit", "self._gather(", "("),
     "rejected rows kept": ("SequenceCache.commit", "start + len(path)", "start + len(path) + 1"),
-    "accepted rows forgotten": ("SequenceCache.commit", "start + len(path)", "start"),
     "noise by call, not by position": ("Sampler.observe", "self._position += 1", "pass"),
     "history not kept": ("Sampler.observe", "self._counts[token] += 1", "pass"),
-    "noise by path alone": ("Sampler._draw", "self._position + len(path)) for", "len(path)) for"),
     "seed ignored": ("Sampler._draw", "position_key(self.seed, self._choice,", "position_key(0, self._choice,"),
     "child of any parent": (
         "accept_path",
         "drafted.get(token)",
         "next((n for one in children.values() for t, n in one.items() if t == token), None)",
     ),
-    "first child always": ("accept_path", "drafted.get(token)", "next(iter(drafted.values()), None)"),
     "goes on past the end": ("accept_path", "if emit(token, row) or", "if (emit(token, row) and False) or"),
     "row of the parent": ("accept_path", "token = choose(row)", "token = choose(max(node, 0))"),
     "illegal ids pass": ("usable", "0 <= token < vocab_size", "True"),
@@ -60,40 +56,17 @@ BATCH_MUTATIONS: Mutations = {
         "past + layout.depths",
         "pasts[0] + layout.depths",
     ),
-    "one sequence's window for all": (
-        "_view",
-        "firsts = [first_visible(past, window) for past in pasts]",
-        "firsts = [first_visible(min(pasts), window) for past in pasts]",
-    ),
-    "a window's last row is cut off": ("first_visible", "past - window + 1", "past - window + 2"),
-    "two tokens without a mask": ("_view", "len(layout) == 1", "len(layout) <= 2"),
-    "logits of the row before": (
-        "logit_rows",
-        "np.arange(end - item.outputs, end)",
-        "np.arange(end - item.outputs, end) - 1",
-    ),
     "all rows in the first sequence": (
         "PackedCache.update",
         "all_keys, all_values = cache.update(",
         "all_keys, all_values = self._caches[0].update(",
     ),
-    "one sequence's values for all": (
-        "Ragged.attend",
-        "zip(queries, self.keys, self.values,",
-        "zip(queries, self.keys, [self.values[0]] * len(self.keys),",
-    ),
-    "queries out of order": ("Ragged.attend", "torch.cat(parts, dim=1)", "torch.cat(parts[::-1], dim=1)"),
     "rows lost in growing": ("_room", "room[:, :, :length] = rows[:, :, :length]", "pass"),
     "a prompt's chunk draws": ("Schedule.of", "draws=tokens == uncomputed", "draws=True"),
     "logits of another sequence": (
         "run_forward",
         "zip(scheduled, target.forward_batch(items), strict=True)",
         "zip(scheduled, target.forward_batch(items)[::-1], strict=True)",
-    ),
-    "rows of a chunk kept twice": (
-        "Sequence.commit_chunk",
-        "self.kv_cache.commit(count, ())",
-        "self.kv_cache.commit(count + 1, ())",
     ),
 }
 # The same for what a request's rules bar.
@@ -138,25 +111,12 @@ AHEAD_MUTATIONS: Mutations = {
         "places = [row * size + token for row, path in enumerate(paths) for token in path]",
         "places = []",
     ),
-    "ancestors counted in another row": (
-        "Sampler._counts_along",
-        "row * size + token",
-        "(len(paths) - 1 - row) * size + token",
-    ),
     "paths end at the parent": ("ancestor_tokens", "(*paths[parent + 1], token)", "paths[parent + 1]"),
-    "paths from the node before": ("ancestor_tokens", "paths[parent + 1]", "paths[-1]"),
     "tokens of another answer": ("fetch", "list(islice(tokens, len(pending)))", "list(tokens)"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mutation",
-    [*MUTATIONS.values(), *BATCH_MUTATIONS.values(), *RULE_MUTATIONS.values(), *AHEAD_MUTATIONS.values()],
-    ids="-".join,
-)
-def test_every_mutation_finds_its_place(mutation: tuple[str, str, str], mutate: Any) -> None:
-    mutate(*mutation)
+ALL = {"alone": MUTATIONS, "batch": BATCH_MUTATIONS, "rules": RULE_MUTATIONS, "ahead": AHEAD_MUTATIONS}
 
 
 @pytest.fixture(scope="module")
@@ -223,66 +183,6 @@ def scripts(want: list[int], tree_of: Any, prompt: list[int] = PROMPT) -> list[A
     return [winding, wrong, illegal, shifted, next_one]
 
 
-@pytest.mark.mutants
-def test_the_battery_passes_without_a_mutation(labs: list[Any], tree_of: Any) -> None:
-    battery(labs, tree_of)
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_broken_guard_is_caught(labs: list[Any], tree_of: Any, name: str, mutate: Any) -> None:
-    mutate(*MUTATIONS[name])
-    with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
-        battery(labs, tree_of)
-
-
-@pytest.fixture
-def ahead(labs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for lab in labs:
-        monkeypatch.setattr(lab, "draws_ahead", True)
-
-
-@pytest.mark.mutants
-@pytest.mark.usefixtures("ahead")
-def test_the_batteries_pass_drawing_ahead(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
-    battery(labs, tree_of)
-    batch_battery(labs, ask_of, tree_of, governor)
-
-
-@pytest.mark.usefixtures("ahead")
-@pytest.mark.mutants
-@pytest.mark.parametrize("name", AHEAD_MUTATIONS)
-def test_a_broken_guard_of_drawing_ahead_is_caught(
-    labs: list[Any], ask_of: Any, tree_of: Any, governor: Any, name: str, mutate: Any
-) -> None:
-    mutate(*AHEAD_MUTATIONS[name])
-    with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
-        battery(labs, tree_of)
-        batch_battery(labs, ask_of, tree_of, governor)
-
-
-@pytest.fixture
-def governor(eager_governor: Any) -> Any:
-    """Verifies everything and reads prompts in small pieces."""
-    chosen = eager_governor()
-    chosen.chunk = lambda *step: 7
-    return chosen
-
-
-def test_the_batch_battery_passes_without_a_mutation(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
-    batch_battery(labs, ask_of, tree_of, governor)
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("name", BATCH_MUTATIONS)
-def test_a_broken_guard_of_batching_is_caught(
-    labs: list[Any], ask_of: Any, tree_of: Any, governor: Any, name: str, mutate: Any
-) -> None:
-    mutate(*BATCH_MUTATIONS[name])
-    with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
-        batch_battery(labs, ask_of, tree_of, governor)
-
-
 def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
     """A short version of the tests with rules: a grammar, a bad word, a shortest length, a second choice."""
     words = grammars.compile("start: /[a-c]{12,30}/", param="p")
@@ -309,13 +209,36 @@ def grammars(byte_tokens: Any) -> Any:
     return GrammarCompiler(byte_tokens, 259, [END])
 
 
-def test_the_battery_of_rules_passes_without_a_mutation(lab: Any, tree_of: Any, grammars: Any) -> None:
-    rule_battery(lab, tree_of, grammars)
+@pytest.fixture
+def play(labs: list[Any], lab: Any, ask_of: Any, tree_of: Any, eager_governor: Any, grammars: Any) -> Any:
+    """Runs the batteries that a kind of mutation concerns; raises when an answer is wrong."""
+    governor = eager_governor()  # verifies everything and reads prompts in small pieces
+    governor.chunk = lambda *step: 7
+
+    def run(kind: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for one in labs if kind == "ahead" else ():
+                patch.setattr(one, "draws_ahead", True)
+            if kind in ("alone", "ahead"):
+                battery(labs, tree_of)
+            if kind in ("batch", "ahead"):
+                batch_battery(labs, ask_of, tree_of, governor)
+            if kind == "rules":
+                rule_battery(lab, tree_of, grammars)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "kind", ["batch", "rules", *(pytest.param(kind, marks=pytest.mark.mutants) for kind in ("alone", "ahead"))]
+)
+def test_the_batteries_pass_without_a_mutation(play: Any, kind: str) -> None:
+    play(kind)
 
 
 @pytest.mark.mutants
-@pytest.mark.parametrize("name", RULE_MUTATIONS)
-def test_a_broken_rule_is_caught(lab: Any, tree_of: Any, grammars: Any, name: str, mutate: Any) -> None:
-    mutate(*RULE_MUTATIONS[name])
-    with pytest.raises((AssertionError, EngineError, InvalidRequestError)):
-        rule_battery(lab, tree_of, grammars)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in ALL.items() for name in table])
+def test_a_broken_guard_is_caught(play: Any, mutate: Any, kind: str, name: str) -> None:
+    mutate(*ALL[kind][name])
+    with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError, EngineError, InvalidRequestError)):
+        play(kind)

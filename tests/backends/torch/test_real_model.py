@@ -109,18 +109,6 @@ async def test_the_model_is_packed_and_knows_its_end(backend: TorchBackend) -> N
     assert "Paris" in text and last.finish_reason == "stop"
 
 
-async def test_a_conversation_reuses_its_rows(backend: TorchBackend) -> None:
-    messages = [{"role": "user", "content": "Say hello."}]
-    sampling = SamplingParams(temperature=0, max_tokens=4)
-    _, text, _ = await answer(backend, GenerateRequest("m", messages=messages, sampling=sampling))
-    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Again."}]
-    request = GenerateRequest("m", messages=messages, sampling=sampling)
-    again, _, last = await answer(backend, request)
-    assert last.usage.cached_tokens > 0.5 * last.usage.prompt_tokens
-    fresh = await answer(backend, GenerateRequest("m", messages=messages, sampling=sampling, tenant="fresh"))
-    assert fresh[2].usage.cached_tokens == 0 and fresh[0] == again
-
-
 PERSON = {
     "type": "object",
     "properties": {

@@ -16,7 +16,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.hidden_states import forward_with_states, states_batch
 from agentspec.backends.torch.stepwise import StepOutput, TorchSteps
-from agentspec.errors import ContextLengthError, EngineError, InvalidRequestError, ShuttingDownError
+from agentspec.errors import InvalidRequestError, ShuttingDownError
 from agentspec.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -61,13 +61,6 @@ async def test_hidden_states_are_those_of_the_model(backend: TorchBackend, saved
     assert await backend.hidden_states([]) == []
 
 
-async def test_texts_that_do_not_fit_are_refused(backend: TorchBackend) -> None:
-    with pytest.raises(ContextLengthError):
-        await backend.hidden_states([[1] * (backend.context_length + 1)])
-    with pytest.raises(InvalidRequestError):
-        await backend.hidden_states([[10**6]])
-
-
 def drawn(steps: TorchSteps) -> tuple[int, bool, StepOutput]:
     state = steps.advance()
     token = steps.draw(state.logits)
@@ -108,40 +101,11 @@ async def test_what_is_rewound_comes_again_bit_for_bit(backend: TorchBackend) ->
         assert one.logits.tobytes() == other.logits.tobytes() and one.hidden.tobytes() == other.hidden.tobytes()
 
 
-async def test_tokens_added_again_are_not_computed_again(
-    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await backend.open_steps(asked(max_tokens=40))
-    begun = await session.run(lambda steps: len(steps.tokens))
-    tokens = [(await session.run(drawn))[0] for _ in range(6)]
-    forwards = list[int]()
-    run = backend.target.run
-    monkeypatch.setattr(
-        backend.target, "run", lambda items, wanted: (forwards.append(len(items[0])), run(items, wanted))[1]
-    )
-
-    def verify(steps: TorchSteps) -> None:
-        steps.rewind(begun)
-        for token in tokens:
-            steps.add(token)
-        steps.advance()
-
-    await session.run(verify)
-    assert forwards == [1]
-
-
 async def test_stop_strings_and_ends_cut_what_is_told(backend: TorchBackend) -> None:
     session = await backend.open_steps(asked(stop=("lo",)))
     delta = session.tell(backend.encode("Hello world"))
     assert (delta.text, delta.finish_reason) == ("Hel", "stop")
     assert backend.decode(delta.token_ids) == "Hello"
-
-
-async def test_failures_are_the_callers_alone(backend: TorchBackend) -> None:
-    session = await backend.open_steps(asked())
-    with pytest.raises(EngineError):
-        await session.run(lambda steps: 1 // 0)
-    assert (await session.run(drawn))[0] >= 0
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"logprobs": True}, {"prompt_logprobs": 0}])

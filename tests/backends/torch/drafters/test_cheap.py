@@ -18,7 +18,6 @@ from agentspec.backends.torch.drafters.cheap import (
     MergedDrafter,
     NgramDrafter,
     PredictionDrafter,
-    SuffixDrafter,
     longest_match,
     merge,
 )
@@ -87,27 +86,6 @@ def test_merging_asks_everyone_and_skips_silence() -> None:
     assert both.source.tolist() == [Source.PREDICTION, Source.PREDICTION, Source.SHARED]
 
 
-def test_closing_reaches_all() -> None:
-    drafters = [Fixed(None), Fixed(None)]
-    MergedDrafter(drafters).close()
-    assert all(drafter.closed for drafter in drafters)
-
-
-class Request:
-    def __init__(self, fixed: Draft) -> None:
-        self.fixed, self.asked = fixed, []
-
-    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
-        self.asked.append(max_tokens)
-        return self.fixed
-
-
-def test_the_suffix_drafter_asks_the_cache() -> None:
-    request = Request(chain_draft([1], 0.5, Source.SHARED))
-    assert SuffixDrafter(request).propose([1, 2], 7) is request.fixed
-    assert request.asked == [7]
-
-
 PROMPT = [900, 901]
 PREDICTION = list(range(100, 130))
 
@@ -123,19 +101,6 @@ def test_a_prediction_begins_at_its_beginning_and_is_followed() -> None:
     assert proposed(drafter, PREDICTION[:7]) == PREDICTION[7:12]
     assert proposed(drafter, PREDICTION) == []
     assert (drafter.accepted, drafter.rejected) == (30, 0)
-
-
-def test_of_several_places_the_nearest_ahead_is_taken() -> None:
-    prediction = [1, 2, 50, 1, 2, 60, 1, 2, 70]
-    drafter = PredictionDrafter(prediction, 0)
-    assert drafter.propose([1, 2, 50, 9, 1, 2], 1).tokens.tolist() == [60]
-    assert drafter.propose([1, 2, 50, 9, 1, 2, 9, 9, 1, 2], 1).tokens.tolist() == [60]
-    assert PredictionDrafter(prediction, 0).propose([9, 9, 1, 2], 1).tokens.tolist() == [50]
-
-
-def test_the_prompt_is_no_answer() -> None:
-    drafter = PredictionDrafter([1, 2, 3, 4], 4)
-    assert drafter.propose([1, 2, 3, 9], 2).tokens.tolist() == [1, 2]
 
 
 @given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=30), st.integers(1, 9))
@@ -183,29 +148,6 @@ def test_a_draft_continues_the_match_and_its_own_copy(rounds: list[list[int]], b
         assert draft is not None and 0 < len(draft) <= budget
         assert draft.tokens.tolist() == whole[len(context) :][: len(draft)]
         assert (np.diff(draft.probabilities) <= 0).all() and set(draft.source.tolist()) == {Source.NGRAM}
-
-
-def test_confidence_follows_what_happens_per_match_length() -> None:
-    """Matches of two tokens are always wrong here, and longer ones never tried."""
-    drafter, context = NgramDrafter(), [1, 2, 0]
-    first = last = 0.0
-    for token in range(3, 30):
-        context += [1, 2]
-        draft = drafter.propose(context, 1)
-        assert draft is not None
-        first, last = first or float(draft.probabilities[0]), float(draft.probabilities[0])
-        context.append(token)
-    assert first == pytest.approx(0.5) and last < 0.1
-
-
-def test_a_long_text_is_kept_whole() -> None:
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, 50_000, 5000).tolist()
-    drafter = NgramDrafter()
-    for end in (10, 900, 1030, 4990):
-        assert drafter.propose(text[:end], 4) is None or end > 1030
-    draft = drafter.propose([*text, *text[3:13]], 4)
-    assert draft is not None and draft.tokens.tolist() == text[13:17]
 
 
 @pytest.fixture(scope="module")

@@ -74,15 +74,6 @@ def test_what_is_drafted_is_what_the_target_would_write() -> None:
     assert drafted > len(whole)
 
 
-def test_the_last_token_is_held_back_and_chances_fall() -> None:
-    whole = OWN.encode(TEXT)
-    draft = bridge(TEXT, count=6).propose(whole[:1], 20)
-    said = OTHER.decode(OTHER.encode(TEXT)[len(OTHER.encode(OWN.decode(whole[:1]))) :][:6])
-    assert draft is not None and len(draft) == len(OWN.encode(said)) - 1
-    chances = draft.probabilities.tolist()
-    assert chances == sorted(chances, reverse=True) and 0.9**6 <= chances[-1] <= 0.9
-
-
 def test_no_special_token_is_drafted() -> None:
     text = "area<|end|>radius<|user|> pi"
     draft = bridge(text).propose(OWN.encode("area"), 12)
@@ -126,9 +117,3 @@ def test_a_transcript_says_the_same_text(seed: int) -> None:
         if translated is not None:
             assert OTHER.decode(translated) == OWN.decode(ids[:end])
     assert len(transcript._open) <= OPEN
-
-
-def test_closing_closes_the_model() -> None:
-    inner = Knowing("")
-    CrossTokenizerDrafter(inner, OWN, OTHER).close()  # type: ignore[arg-type]
-    assert inner.closed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.draft_model import BEHIND, CHUNK, ModelDrafter, SharedNoiseSampler
+from agentspec.backends.torch.drafters.draft_model import ModelDrafter, SharedNoiseSampler
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import SamplingParams, Source
 
@@ -34,12 +34,6 @@ def test_equal_logits_give_the_targets_own_draw(sampling: SamplingParams) -> Non
         tokens, shares = SharedNoiseSampler(sampling, 9).rank(logits, position, 3)
         assert tokens[0] == target.choose(0)
         assert shares == sorted(shares, reverse=True) and len(set(tokens)) == len(tokens) <= 3
-
-
-def test_greedy_chances_are_the_models_own() -> None:
-    logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
-    tokens, shares = SharedNoiseSampler(SamplingParams(temperature=0), 0).rank(logits, 5, 2)
-    assert tokens == [1, 2] and shares == pytest.approx(logits.softmax(0)[[1, 2]].tolist())
 
 
 def test_the_same_noise_recovers_acceptance_that_other_noise_loses() -> None:
@@ -98,13 +92,6 @@ def test_rows_are_rewound_to_what_was_committed(lab: Any) -> None:
         assert drafter._cache.length == len(drafter._known)
 
 
-def test_another_text_is_read_anew(lab: Any) -> None:
-    drafter = ModelDrafter(lab.target, GREEDY, never)
-    drafter.propose([1, 2, 3, 4], 5)
-    other = drafter.propose([1, 9, 9], 5)
-    assert other.tokens.tolist() == ModelDrafter(lab.target, GREEDY, never).propose([1, 9, 9], 5).tokens.tolist()
-
-
 def test_a_trunk_ends_where_another_token_is_not_worth_its_time(lab: Any) -> None:
     alone = ModelDrafter(lab.target, GREEDY, lambda seconds, context: 2.0, width=1).propose(PROMPT, 9)
     assert len(alone) == 1
@@ -120,29 +107,6 @@ def test_a_trunk_ends_where_another_token_is_not_worth_its_time(lab: Any) -> Non
     assert all(seconds > 0 for seconds, _ in asked)
 
 
-@pytest.mark.parametrize("budget", range(1, 8))
-def test_a_draft_keeps_to_its_budget(lab: Any, budget: int) -> None:
-    assert 1 <= len(ModelDrafter(lab.target, GREEDY, never).propose(PROMPT, budget)) <= budget
-
-
-def test_a_long_prompt_is_read_in_chunks_without_a_draft(lab: Any) -> None:
-    text = [i % 200 for i in range(CHUNK + BEHIND + 1)]
-    drafter = ModelDrafter(lab.target, GREEDY, never)
-    assert drafter.propose(text, 4) is None and drafter._cache.length == CHUNK
-    assert drafter.propose(text, 4) is None and drafter._cache.length == len(text)
-    draft = drafter.propose([*text, 7], 4)
-    want = ModelDrafter(lab.target, GREEDY, never)
-    while (fresh := want.propose([*text, 7], 4)) is None:
-        pass
-    assert draft.tokens.tolist() == fresh.tokens.tolist()
-
-
-def test_beyond_its_context_or_budget_nothing_is_drafted(lab: Any) -> None:
-    drafter = ModelDrafter(lab.target, GREEDY, never)
-    assert drafter.propose([1] * (lab.target.context_length - 3), 4) is None
-    assert drafter.propose(PROMPT, 0) is None
-
-
 def test_a_token_behind_its_own_table_ends_its_drafts(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of one tokenizer may have tables of different length; on a GPU a missing row would end the process."""
     drafter = ModelDrafter(lab.target, GREEDY, never)
@@ -150,22 +114,6 @@ def test_a_token_behind_its_own_table_ends_its_drafts(lab: Any, monkeypatch: pyt
     assert drafter.propose([*PROMPT, 200], 5) is None
     assert drafter.propose([*PROMPT, 200, 65], 5) is None
     assert drafter.propose([*PROMPT, 199], 5) is not None
-
-
-def test_closing_frees_the_rows(lab: Any) -> None:
-    drafter = ModelDrafter(lab.target, GREEDY, never)
-    drafter.propose(PROMPT, 4)
-    assert drafter._cache.nbytes > 0
-    drafter.close()
-    drafter.close()
-    assert drafter._cache.nbytes == 0
-
-
-def test_logits_that_are_no_numbers_end(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = ModelDrafter(lab.target, GREEDY, never)
-    monkeypatch.setattr(lab.target, "forward_batch", lambda items: [torch.full((1, 259), float("nan"))])
-    monkeypatch.setattr(drafter._cache, "commit", lambda chain, path: None)
-    assert len(drafter.propose(PROMPT, 6)) <= 6
 
 
 def test_no_more_slots_are_kept_than_there_is_room_for(lab: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentspec.backends.torch.drafters.cheap import DrafterFactory
-from agentspec.backends.torch.drafters.draft_model import DraftModel, ModelDrafter
+from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.cost import CostModel
 from agentspec.types import SamplingParams
@@ -167,13 +167,3 @@ def test_a_draft_model_that_computes_nonsense_changes_nothing(
     drafting = DrafterFactory(("model", "ngram"), small_models["close"])
     got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafters=drafting, governor=slow)
     lab.require_same(PROMPT, sampling, got.tokens, lab.oracle(PROMPT, sampling, max_tokens=20, stop_ids=()))
-
-
-def test_the_end_of_an_answer_frees_the_draft_models_rows(
-    lab: Any, small_models: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[ModelDrafter] = []
-    monkeypatch.setattr(ModelDrafter, "close", lambda self: closed.append(self))
-    outcome = lab.run(PROMPT, SAMPLINGS[0], max_tokens=5, drafters=DrafterFactory(("model",), small_models["close"]))
-    outcome.sequence.close(clean=True)
-    assert len(closed) == 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from agentspec.backends.torch.drafters import base
-from agentspec.backends.torch.drafters.base import Drafter, DraftForward, Drafting, chain_draft, timed
+from agentspec.backends.torch.drafters.base import Drafter, Drafting, chain_draft
 from agentspec.backends.torch.drafters.draft_model import LONGEST_WAIT, GatedDrafter
 from agentspec.types import Draft, Source, path_length
 
@@ -74,12 +74,6 @@ def test_a_model_that_does_not_pay_is_asked_ever_less(
     assert before >= 6, "it is tried again"
 
 
-def test_a_model_that_adds_nothing_to_the_others_is_asked_ever_less() -> None:
-    costly = Scripted(right)
-    play(GatedDrafter(Scripted(right), costly, lambda rows: 1e-9), 4 * LONGEST_WAIT)
-    assert costly.asked < 40
-
-
 def test_where_the_others_expect_much_and_where_little_is_learned_apart() -> None:
     """They are right at every second place and know nothing at the others, where the model does."""
 
@@ -97,14 +91,6 @@ def test_where_the_others_expect_much_and_where_little_is_learned_apart() -> Non
             asked.append(length)
         context.append(length)
     assert sum(length % 2 == 0 for length in asked) == 100 and sum(length % 2 for length in asked) < 50
-
-
-def test_trees_are_merged_and_silence_is_passed_on() -> None:
-    poor = Scripted(lambda context: chain_draft([7], 0.1, Source.SHARED))
-    both = GatedDrafter(poor, Scripted(right), lambda rows: 1.0).propose([0, 1], 8)
-    assert both is not None and both.tokens.tolist() == [7, 2, 3, 4]
-    silent = GatedDrafter(Scripted(lambda context: None), Scripted(lambda context: None), lambda rows: 1.0)
-    assert silent.propose([0], 8) is None
 
 
 def test_a_model_that_reads_the_prompt_is_not_judged_by_it() -> None:
@@ -125,19 +111,3 @@ def test_a_model_that_fails_is_dropped_with_a_word(caplog: pytest.LogCaptureFixt
     assert costly.asked == 1 and costly.closed and caplog.text.count("without the draft model") == 1
     drafter.close()
     assert cheap.closed
-
-
-def test_a_failed_forward_reaches_the_drafter_that_asked_for_it() -> None:
-    def drafter() -> Drafting[str]:
-        try:
-            yield DraftForward(None, None)  # type: ignore[arg-type]
-        except MemoryError:
-            return "without it"
-        return "with it"
-
-    drafting = timed(timed(drafter()))
-    next(drafting)
-    with pytest.raises(StopIteration) as end:
-        drafting.throw(MemoryError())
-    (text, _), _ = end.value.value
-    assert text == "without it"

@@ -122,11 +122,6 @@ def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(
         lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want if whole else want[: len(outcome.tokens)])
 
 
-def test_the_real_governor_changes_no_answer_in_a_batch(family: Any, ask_of: Any, tree_of: Any) -> None:
-    asks, wants = asks_of(family, ask_of, tree_of, 6, request={"latency_target_ms_per_token": 0.01})
-    require_all(family, asks, family.run_batch(asks, governor=Governor()), wants)
-
-
 def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> None:
     """A slow machine: prompts are read in the smallest chunks, and the answer that runs gains a token in every step."""
     governor = Governor()

@@ -39,21 +39,6 @@ def drafted(memory: CacheSession, start: list[int]) -> list[int]:
     return [] if draft is None else draft.tokens.tolist()
 
 
-def test_a_clean_end_is_shared(cache: SuffixCache) -> None:
-    memory = opened(cache)
-    memory.extend(ANSWER)
-    memory.close(clean=True)
-    assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6])[:2] == ANSWER[6:8]
-
-
-@pytest.mark.parametrize(("store", "clean"), [(False, True), (True, False)])
-def test_what_is_not_to_be_stored_or_was_cut_is_not_shared(cache: SuffixCache, store: bool, clean: bool) -> None:
-    memory = opened(cache, store=store)
-    memory.extend(ANSWER)
-    memory.close(clean=clean)
-    assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6]) == []
-
-
 def test_a_part_of_an_answer_is_its_sessions_and_the_whole_is_shared(cache: SuffixCache) -> None:
     for at in range(0, len(ANSWER), 4):
         prompt = PROMPT + ANSWER[:at]
@@ -97,16 +82,6 @@ def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCapture
     assert closing.calls == ["close" if clean else "abandon"]
     assert (extending.calls, drafting.calls) == (["extend", "abandon"], ["draft", "abandon"])
     assert caplog.text.count("the disk is gone") == 5
-
-
-def test_an_error_of_learning_late_is_logged_once_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
-    request = Failing()
-    memory = CacheSession(request, late=True)  # type: ignore[arg-type]
-    for _ in range(3):
-        memory.extend([1])
-        memory.flush_to_cache()
-        assert memory.draft(3) is None
-    assert request.calls == ["extend", "abandon"] and caplog.text.count("going on without the token cache") == 1
 
 
 @pytest.mark.parametrize("clean", [True, False])

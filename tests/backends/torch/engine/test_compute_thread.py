@@ -5,23 +5,11 @@ import threading
 import time
 import weakref
 
-import pytest
 import torch
 
-from agentspec.backends.torch.engine.compute_thread import ComputeThread, Tasks, compute_thread, on_own_thread
+from agentspec.backends.torch.engine.compute_thread import ComputeThread, Tasks
 
 WAIT = 10.0
-
-
-def test_the_result_comes_back_and_the_thread_is_gone() -> None:
-    thread = on_own_thread(threading.current_thread)
-    assert thread is not threading.current_thread()
-    assert not thread.is_alive()
-
-
-def test_what_it_raises_is_raised_here() -> None:
-    with pytest.raises(KeyError, match="lost"):
-        on_own_thread(lambda: {}["lost"])
 
 
 class Counting:
@@ -74,35 +62,6 @@ def wait_until_over(name: str) -> None:
     while any(thread.name == name for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "the thread never ended"
         time.sleep(0.002)
-
-
-def test_workers_take_turns_in_one_thread_that_ends_with_the_last_of_them() -> None:
-    home, log = ComputeThread("turns"), list[str]()
-    one, two = Counting(home, "a", log, 0), Counting(home, "b", log, 0)
-    home.add(one)
-    home.add(two)
-    with home._changed:  # both are ready before either begins
-        one.left = two.left = 3
-    home.wake()
-    deadline = time.monotonic() + WAIT
-    while len(log) < 6:
-        assert time.monotonic() < deadline
-    assert sorted(log) == ["a"] * 3 + ["b"] * 3 and log[:2] in (["a", "b"], ["b", "a"])
-    one.leave()
-    two.left = 1
-    home.wake()
-    two.leave()
-    assert one.threads == two.threads and not home.current
-    wait_until_over("turns")
-    three = Counting(home, "c", log, 1)
-    home.add(three)
-    three.leave()
-    wait_until_over("turns")
-
-
-def test_models_on_one_device_share_a_thread() -> None:
-    assert compute_thread(torch.device("cpu")) is compute_thread(torch.device("cpu"))
-    assert compute_thread(torch.device("cpu")) is not compute_thread(torch.device("meta"))
 
 
 class Held:

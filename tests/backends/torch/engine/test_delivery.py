@@ -122,12 +122,6 @@ def test_text_ends_in_front_of_its_first_stop_string(text: str, stop: str) -> No
     assert (shown, finish) == (text.partition(stop)[0], "stop")
 
 
-def test_a_stop_string_inside_the_shortest_length_does_not_count() -> None:
-    assert streamed(b"xaya", stop=("a",), min_tokens=3)[:2] == ("xay", "stop")
-    assert streamed(b"xaya", stop=("a",), min_tokens=4)[:2] == ("xaya", None)
-    assert streamed(b"xaya", stop=("ya",), min_tokens=3)[:2] == ("xa", "stop")
-
-
 def test_what_was_held_back_is_told_at_the_end() -> None:
     assert streamed([*b"go ST", END], stop=("STOP",))[0] == "go ST"
     assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"

@@ -100,16 +100,6 @@ class Broken(CacheSession):
         raise self.error
 
 
-def test_twenty_requests_at_once_get_their_own_answers(lab: Any, engine_of: Any) -> None:
-    engine = engine_of(max_active=4)
-    prompts = [[*PROMPT[: 5 + n % 7], n] for n in range(20)]
-    clients = [Client(engine, prompt, seed=n).submit() for n, prompt in enumerate(prompts)]
-    for n, client in enumerate(clients):
-        want = lab.oracle(prompts[n], SamplingParams(temperature=1.0, seed=n), max_tokens=8, stop_ids=())
-        assert client.result()[0] == want
-    assert (engine.context.counters.requests, len(engine.scheduler.active), engine.scheduler.num_waiting) == (20, 0, 0)
-
-
 def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) -> None:
     gate = Gate()
     engine = engine_of(lambda request: gate, max_active=1)
@@ -170,21 +160,6 @@ def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: An
     with pytest.raises(EngineStoppedError, match="the process must be restarted"):
         Client(engine).submit()
     assert isinstance(engine.failure, EngineStoppedError)
-
-
-def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
-    calls: list[EngineRequest] = []
-
-    def open_session(request: EngineRequest) -> CacheSession:
-        calls.append(request)
-        if len(calls) == 1:
-            raise OSError("disk")
-        return CacheSession(None)
-
-    engine = engine_of(open_session)
-    with pytest.raises(EngineError, match=r"failed on this request$"):
-        Client(engine).submit().result()
-    assert len(Client(engine).submit().result()[0]) == 8
 
 
 def test_answers_are_the_same_where_the_cache_learns_beside_the_forwards(lab: Any, engine_of: Any) -> None:
@@ -252,18 +227,6 @@ def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of
     with pytest.raises(EngineError):
         client.submit().result()
     assert closed == [False]
-
-
-def test_an_answer_not_to_be_stored_leaves_no_rows(engine_of: Any) -> None:
-    engine = engine_of()
-    Client(engine, store=False).submit().result()
-    assert len(engine.scheduler.prefix_cache) == 0
-
-
-def test_where_no_prefixes_are_kept_there_are_none(engine_of: Any) -> None:
-    engine = engine_of(keeps_prefixes=False)
-    Client(engine).submit().result()
-    assert engine.scheduler.prefix_cache.nbytes == 0
 
 
 ROW_BYTES = 256  # of the tiny model

@@ -127,16 +127,6 @@ def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_fou
     assert store.nbytes == len(store) == 0 and not store._roots
 
 
-def test_what_was_being_read_for_a_request_that_has_come_is_not_kept_either(stepped: Any) -> None:
-    one, prompt = stepped(), [place % 200 for place in range(300)]
-    one.engine.prefill("default", prompt)
-    assert one.turn() and one.reader._job is not None
-    answer = one.ask([*prompt, 7], 2)
-    one.engine.forget(reach(tenant="default"))
-    one.run()
-    assert answer.last and one.scheduler.prefix_cache.nbytes == 0
-
-
 @pytest.fixture
 def caches(tmp_path: Path) -> Iterator[list[SuffixCache]]:
     with SuffixCache.open(tmp_path) as first, SuffixCache.open(tmp_path, mode="follower") as second:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentspec.backends.torch.engine import kv_memory
-from agentspec.backends.torch.engine.kv_budget import AHEAD, ROOM, KVBudget
+from agentspec.backends.torch.engine.kv_budget import ROOM, KVBudget
 from agentspec.backends.torch.engine.kv_memory import DEFAULT_BYTES, available, budget_of, promise, release
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -25,24 +25,11 @@ def begun(lab: Any, ask_of: Any, prompt: int, max_tokens: int, capacity: int = 1
     return ask.begin(shared, SequenceCache(capacity))
 
 
-def test_a_row_is_measured(lab: Any) -> None:
-    assert lab.target.slot_bytes() == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, float32
-    assert budget_of(lab.target, 256 * 20).limit == 20
-    assert budget_of(lab.target, 256 * 20, draft_bytes=64, room=100).slot_bytes == 320
-
-
 def test_what_never_fits_is_refused_with_what_to_change(lab: Any, ask_of: Any) -> None:
     sequence = begun(lab, ask_of, 20, 30)
     KVBudget(20 + 30 + ROOM, 1 << 20).check(sequence.request)
     with pytest.raises(ContextLengthError, match="kv_bytes allows 113: ask for fewer tokens or raise kv_bytes"):
         KVBudget(20 + 30 + ROOM - 1, 1 << 20).check(sequence.request)
-
-
-def test_a_job_begins_with_its_prompt_and_some_room(lab: Any, ask_of: Any) -> None:
-    budget = KVBudget(10_000)
-    assert budget.initial(begun(lab, ask_of, 20, 30).request) == 20 + 30 + ROOM
-    assert budget.initial(begun(lab, ask_of, 20, 5000).request) == 20 + AHEAD
-    assert budget.initial(begun(lab, ask_of, 20, 5000).request, 900) == 900 + AHEAD
 
 
 def test_growing_takes_what_is_free_and_no_more(lab: Any, ask_of: Any) -> None:
@@ -54,16 +41,6 @@ def test_growing_takes_what_is_free_and_no_more(lab: Any, ask_of: Any) -> None:
     two.kv_cache.capacity = 100
     assert not KVBudget(150 + least - 1).grow(two, both)
     assert KVBudget(0).used(both) == one.kv_cache.capacity + two.kv_cache.capacity
-
-
-def test_larger_drafts_have_more_room(lab: Any, ask_of: Any) -> None:
-    """All slots that a step can write are reserved before it."""
-    sequence = begun(lab, ask_of, 40, 5000, 41)
-    budget = KVBudget(10_000, room=300)
-    assert budget.initial(sequence.request) == 40 + AHEAD and budget.most(sequence.request) == 40 + 5000 + 300
-    assert KVBudget(340).grow(sequence, [sequence]) and sequence.kv_cache.capacity == 40 + ROOM
-    assert budget.grow(sequence, [sequence]) and sequence.kv_cache.capacity >= 40 + 300
-    assert budget_of(lab.target, 1 << 20, room=3).room == ROOM
 
 
 def test_what_is_lent_is_not_there_for_answers_until_it_is_given_back(lab: Any, ask_of: Any) -> None:

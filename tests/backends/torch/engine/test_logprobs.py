@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -8,19 +7,6 @@ import pytest
 import torch
 
 from agentspec.backends.torch.engine.logprobs import CHUNK, PromptScorer, token_logprobs
-
-
-def test_token_and_alternatives_have_natural_log_probabilities() -> None:
-    logits = torch.log(torch.tensor([[0.1, 0.6, 0.3]]))
-    (entry,) = token_logprobs(logits, [0], 2, lambda token: f"<{token}>")
-    assert (entry.token_id, entry.text) == (0, "<0>")
-    assert entry.logprob == pytest.approx(math.log(0.1))
-    assert [(other.token_id, other.text) for other in entry.top] == [(1, "<1>"), (2, "<2>")]
-    assert [other.logprob for other in entry.top] == pytest.approx([math.log(0.6), math.log(0.3)])
-
-
-def test_more_alternatives_than_tokens() -> None:
-    assert len(token_logprobs(torch.zeros(1, 3), [1], 20, str)[0].top) == 3
 
 
 @pytest.mark.parametrize("top", [0, 1, 7])

@@ -17,12 +17,10 @@ from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.logprobs import PromptScorer
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.errors import OverloadedError
 from agentspec.types import Delta, GenerateRequest, SamplingParams
-from tests.backends.torch.engine.conftest import tighten
 
 ROW_BYTES = 256  # of the tiny model
 SYSTEM = [n % 200 for n in range(0, 600, 7)]  # 86 tokens
@@ -125,35 +123,6 @@ def test_a_conversation_that_leaves_no_room_for_a_copy_of_itself_is_moved(watche
     _, last = one.ask([*prompt, *answer, 9])()
     assert last.usage.cached_tokens == 305 and one.most <= 500 * ROW_BYTES
     assert one.engine.scheduler.prefix_cache.nbytes == (307 + 5) * ROW_BYTES
-
-
-def test_scoring_a_prompt_needs_no_rows_of_its_own(lab: Any, watched: Any) -> None:
-    prompt = [n % 100 for n in range(150)]
-    one = watched(kv_bytes=ROW_BYTES * 230)
-    plain, _ = one.ask(prompt)()
-    scored = one.ask(prompt, sampling={"prompt_logprobs": 1}, return_prompt=True)
-    assert scored()[0] == plain and one.most <= 230 * ROW_BYTES
-    assert one.engine.context.counters.reused_tokens <= len(prompt)
-
-
-def test_a_preempted_answer_that_scores_its_prompt_goes_on(
-    lab: Any, watched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = watched(kv_bytes=ROW_BYTES * 1000)
-    tighten(one.engine, 440)
-    prompt = [n % 100 for n in range(300)]
-    sampling = {"prompt_logprobs": 1}
-    urgent, step = list[Any](), PromptScorer.step
-
-    def scored(*of: Any) -> None:
-        step(*of)
-        if not urgent:
-            urgent.extend(one.ask([n, *range(30)], 4, priority=0) for n in range(3))
-
-    monkeypatch.setattr(PromptScorer, "step", scored)
-    slow = one.ask(prompt, 20, priority=5, sampling=sampling)
-    assert slow()[0] == lab.oracle(prompt, SamplingParams(temperature=0), max_tokens=20, stop_ids=())
-    assert all(len(result()[0]) == 4 for result in urgent) and one.engine.context.counters.preempted
 
 
 def test_the_slots_of_a_draft_model_are_counted(lab: Any, watched: Any) -> None:

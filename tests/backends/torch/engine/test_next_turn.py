@@ -17,7 +17,6 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import prefill
 from agentspec.backends.torch.engine.prefill import known_prompt
-from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Delta, GenerateRequest, SamplingParams
@@ -180,15 +179,6 @@ async def test_a_tool_that_is_faster_leaves_nothing_to_read(backend_of: Any, mon
     assert waiting(backend)
     async for _ in backend.generate(following(message)):
         pass
-    await settled(backend)
-    assert backend.stats().prefills["launched"] == 0
-
-
-async def test_an_engine_that_is_always_busy_is_left_alone(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = backend_of()
-    monkeypatch.setattr(Scheduler, "idle", False)
-    monkeypatch.setattr(prefill, "WAITS", (0.001, 0.001))
-    await turn(backend, CALLING)
     await settled(backend)
     assert backend.stats().prefills["launched"] == 0
 

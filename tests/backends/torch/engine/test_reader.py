@@ -102,31 +102,6 @@ def test_work_waits_for_the_chunk_that_is_read_and_no_more(stepped: Any, monkeyp
     assert one.reader.queue.counts["tokens"] == len(known)
 
 
-def test_the_expected_request_takes_what_was_read_of_it_so_far(stepped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "CHUNKS", (32,))
-    one, known = stepped(kv_bytes=ROW_BYTES * 1000), long_prompt()
-    one.engine.prefill("default", known)
-    one.turn()
-    answer = one.ask([*known, 9])
-    one.run()
-    assert answer.last.usage.cached_tokens == 32 and not one.reader.queue.jobs
-    assert one.reader.queue.counts["tokens"] == 32
-
-
-def test_what_could_not_be_kept_is_not_read(stepped: Any) -> None:
-    known = long_prompt()
-    for settings_ in ({"kv_bytes": ROW_BYTES * 200}, {"kv_bytes": ROW_BYTES * 900, "keeps_prefixes": False}):
-        one = stepped(**settings_)
-        assert not one.engine.prefill("default", known) and not one.turn()
-    assert not one.engine.prefill("default", known[:7])
-
-
-def test_what_the_model_could_not_answer_is_not_read(stepped: Any, lab: Any) -> None:
-    one, most = stepped(kv_bytes=ROW_BYTES * 2000), lab.target.context_length
-    assert not one.engine.prefill("default", long_prompt(length=most + 1)) and not one.turn()
-    assert one.engine.prefill("default", long_prompt(length=most))  # a token less, so that one can follow
-
-
 def test_a_forward_that_fails_costs_the_job_alone(stepped: Any, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = stepped(kv_bytes=ROW_BYTES * 1000)
     with monkeypatch.context() as patch:

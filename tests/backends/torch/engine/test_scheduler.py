@@ -82,12 +82,6 @@ def test_the_lowest_priority_is_first_and_among_equals_what_came_first(
     assert served == sorted(requests, key=lambda request: request.original.priority)
 
 
-def test_a_request_that_cannot_be_opened_is_not_active(scheduler_of: Any) -> None:
-    scheduler = scheduler_of()
-    scheduler.add(request_of())
-    assert scheduler.schedule(lambda request, preempted: None).scheduled == [] and not scheduler.has_work
-
-
 def test_what_was_cancelled_is_gone_and_what_was_not_is_handed_back_at_the_end(scheduler_of: Any, opened: Any) -> None:
     scheduler = scheduler_of(max_active=1)
     running, waiting, cancelled = request_of(), request_of(), request_of()

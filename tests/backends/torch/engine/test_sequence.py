@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.speculation.governor import Governor
 from agentspec.types import SamplingParams
 
 PROMPT = list(b"Once upon a time")
@@ -79,11 +78,3 @@ def test_an_answer_without_a_seed_can_be_had_again(lab: Any) -> None:
     free = lab.run(PROMPT, SamplingParams(temperature=1.5))
     again = SamplingParams(temperature=1.5, seed=free.sequence.seed)
     assert lab.run(PROMPT, again).tokens == free.tokens == lab.oracle(PROMPT, again)
-
-
-def test_the_real_governor_changes_no_token(family: Any, tree_of: Any) -> None:
-    tokens = family.oracle(PROMPT, PLAIN, max_tokens=30)
-    script = knowing([*PROMPT, *tokens], tree_of, 8)
-    outcome = family.run(PROMPT, PLAIN, script, max_tokens=30, governor=Governor())
-    family.require_same(PROMPT, PLAIN, outcome.tokens, tokens)
-    assert outcome.rounds < 30

@@ -100,28 +100,6 @@ def test_a_drafter_that_fails_costs_the_answer_its_drafts_only(caplog: pytest.Lo
     assert "MemoryError" in caplog.text and "a prompt" not in caplog.text
 
 
-def test_totals_are_counted_by_source() -> None:
-    subject, _, counters = proposer(chain([1, 2, 3], 0.9, source=2))
-    for _ in range(2):
-        subject.observe(draft_alone(subject.proposing([5, 6], 10)), [0, 1], BILL)
-    assert (counters.drafted, counters.accepted, counters.steps) == ({2: 6}, {2: 4}, 2)
-    total = subject.speculation
-    assert (total.drafted, total.accepted, total.steps) == (6, 4, 2)
-    assert 3 < total.estimated_seconds_saved < 4
-
-
-def test_asking_that_takes_long_and_never_pays_is_done_ever_less_often_and_again_when_it_might() -> None:
-    subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
-    slow = StepEstimate(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
-    for _ in range(60):
-        subject.observe(draft_alone(subject.proposing([5, 6], 10)), [], slow)
-    assert drafter.calls < 20
-    before = drafter.calls
-    for _ in range(60):
-        subject.observe(draft := draft_alone(subject.proposing([5, 6], 10)), [0, 1, 2] if draft.tokens else [], BILL)
-    assert drafter.calls > before + 30
-
-
 @given(st.data())
 def test_the_likeliest_path_comes_first(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 12))

@@ -17,7 +17,6 @@ from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import SamplingParams
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
@@ -110,49 +109,3 @@ def test_a_step_waits_once_for_its_draws_and_once_for_an_answers_log_probabiliti
             step.run_step(Schedule.of(sequences, shared), shared)
             assert seen == {"tolist": 1, "cpu": scored}
             assert not any(sequence.finish for sequence in sequences), "ended too early to be counted"
-
-
-def outcomes_of(sequences: Sequence[EngineSequence], shared: step.EngineContext) -> list[list[int] | Exception]:
-    """What each answer came to: its tokens or its error."""
-    told: dict[EngineSequence, list[int] | Exception] = {sequence: [] for sequence in sequences}
-    with torch.inference_mode():
-        while active := [each for each in sequences if each.finish is None and isinstance(told[each], list)]:
-            for sequence, outcome in step.run_step(Schedule.of(active, shared), shared):
-                said = told[sequence]
-                assert isinstance(said, list)
-                if outcome is not None:
-                    told[sequence] = outcome if isinstance(outcome, Exception) else [*said, *outcome.token_ids]
-    return list(told.values())
-
-
-def test_what_goes_wrong_in_one_answers_draw_is_its_own_error(
-    lab: Any, ask_of: Any, eager_governor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asks = [ask_of(PROMPT[:size], NUCLEUS, max_tokens=8) for size in (5, 7, 9)]
-    wants = [lab.run_batch([ask])[0].tokens for ask in asks]
-    sequences, shared = begun(lab, asks, eager_governor)
-    begin = Sampler.begin
-
-    def failing(sampler: Sampler, *args: Any) -> None:
-        if sampler is sequences[1].sampler and sequences[1].num_uncomputed == 1 and len(sequences[1].tokens) > 9:
-            raise RuntimeError("no room to sort")
-        begin(sampler, *args)
-
-    monkeypatch.setattr(Sampler, "begin", failing)
-    first, second, third = outcomes_of(sequences, shared)
-    assert [first, third] == [wants[0], wants[2]]
-    assert isinstance(second, RuntimeError)
-
-
-def test_if_the_draws_cannot_be_fetched_together_each_answer_fetches_its_own(
-    lab: Any, ask_of: Any, eager_governor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asks = [ask_of(PROMPT[:size], NUCLEUS, max_tokens=8) for size in (5, 7, 9)]
-    wants = [lab.run_batch([ask])[0].tokens for ask in asks]
-    sequences, shared = begun(lab, asks, eager_governor)
-
-    def failing(samplers: Sequence[Sampler]) -> None:
-        raise RuntimeError("no room for them side by side")
-
-    monkeypatch.setattr(step, "fetch", failing)
-    assert outcomes_of(sequences, shared) == wants

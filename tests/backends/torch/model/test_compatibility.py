@@ -144,12 +144,3 @@ def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, c
     rows = subject.target.new_cache(1)
     subject.target.prefill(rows, [*prompt, *want])
     assert abs(subject.target.forward(rows, [1])[0].cpu().numpy() - beyond).max() > 0.1
-
-
-def test_fixed_positions_have_no_end_of_their_own() -> None:
-    assert max_exact_context(hf.LlamaConfig(**SHAPE)) is None
-    assert max_exact_context(hf.Gemma3TextConfig(**SHAPE)) is None
-    for kind in ("linear", "dynamic"):
-        scaled = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-        assert max_exact_context(hf.LlamaConfig(**SHAPE, rope_parameters=scaled)) is None
-    assert max_exact_context(hf.GPT2Config()) is None

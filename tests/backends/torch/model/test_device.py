@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
-
 import pytest
 import torch
 
 from agentspec.backends.torch.loader import choose_device, choose_dtype
-from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory, to_device
-from agentspec.backends.torch.model.graphs.recording import WAITS, count_host_syncs
+from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory
 from agentspec.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -45,15 +41,6 @@ def test_formats_that_cannot_be_used_are_configuration_errors(name: str, advice:
     assert caught.value.param == "dtype"
 
 
-def test_copies_to_a_cuda_device_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By way of pinned memory, which is what lets the copy run beside the host."""
-    calls = list[object]()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (calls.append("pinned"), tensor)[1])
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **options: (calls.append(options), tensor)[1])
-    to_device(torch.arange(3), torch.device("cuda"))
-    assert calls == ["pinned", {"non_blocking": True}]
-
-
 @pytest.mark.parametrize(
     ("error", "memory", "device"),
     [
@@ -72,26 +59,3 @@ def test_copies_to_a_cuda_device_do_not_wait(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_errors_of_memory_and_of_the_device_are_told_apart(error: Exception, memory: bool, device: bool) -> None:
     assert (is_out_of_memory(error), is_device_error(error)) == (memory, device)
-
-
-def test_only_the_threads_own_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another engine's waits, in another thread of the process, are not this one's."""
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def wait(times: int) -> None:
-        for _ in range(times):
-            warnings.warn(WAITS, stacklevel=1)
-
-    def work() -> None:
-        other = threading.Thread(target=wait, args=(5,))
-        other.start()
-        wait(3)
-        other.join()
-
-    assert count_host_syncs(work) == 3 and modes == ["warn", "default"]
-    with pytest.warns(UserWarning, match="something else"):
-        assert count_host_syncs(lambda: warnings.warn("something else", stacklevel=1)) == 0
-    with pytest.raises(ZeroDivisionError):
-        count_host_syncs(lambda: 1 // 0)
-    assert modes == ["warn", "default"] * 3

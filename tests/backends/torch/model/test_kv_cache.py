@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,17 +55,6 @@ def test_rows_are_those_of_the_committed_tokens(data: st.DataObject) -> None:
             assert held(cache) == model
 
 
-def test_a_copy_is_independent() -> None:
-    cache = SequenceCache(4)
-    write(cache, [1, 2, 3])
-    cache.commit(3, ())
-    other = cache.copy(2, 10)
-    write(other, [7])
-    other.commit(1, ())
-    assert held(cache) == [1, 2, 3] and held(other) == [1, 2, 7]
-    assert other.capacity == 10
-
-
 def test_an_interrupted_forward_changes_nothing() -> None:
     cache = SequenceCache(2)
     write(cache, [1, 2])
@@ -77,18 +63,3 @@ def test_an_interrupted_forward_changes_nothing() -> None:
     write(cache, [3])
     cache.commit(1, ())
     assert held(cache) == [1, 2, 3]
-
-
-def test_the_places_of_moved_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, made, tensor = SequenceCache(), [0], torch.tensor
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        made[0] += 1
-        return tensor(*args, **kwargs)
-
-    write(cache, [1, 2, 3, 4])
-    monkeypatch.setattr(torch, "tensor", counted)
-    cache.commit(1, [1, 2])
-    assert made == [1]
-    monkeypatch.undo()
-    assert held(cache) == [1, 3, 4]

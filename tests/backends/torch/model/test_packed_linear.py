@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from agentspec.backends.torch.loader import prepare
 from agentspec.backends.torch.model.layers import PackedLinear, can_pack, pack_linears, unpack_linears
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="this build of torch has no packed kernels")
@@ -30,15 +27,6 @@ def test_every_float32_linear_is_replaced_and_no_other_module() -> None:
     assert pack_linears(model) == 2
     assert [type(module) for module in (model[0], model[1][0], model[2])] == [PackedLinear, PackedLinear, nn.Linear]
     assert not list(model[0].parameters())  # the unpacked weight is gone
-
-
-def test_a_tied_embedding_keeps_its_weight(tiny_model: Any, byte_tokens: Any) -> None:
-    loaded = prepare(tiny_model("llama"), byte_tokens, name="tiny", fingerprint="f")
-    module = loaded.target.module
-    assert loaded.packed == 2 * 7 + 1
-    assert isinstance(module.lm_head, PackedLinear)
-    assert isinstance(module.model.layers[0].mlp.up_proj, PackedLinear)
-    assert module.model.embed_tokens.weight.shape == (259, 32)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from transformers import LlamaConfig
-
-from agentspec.backends.torch.model.target import layer_windows
 
 TOLERANCE = 2e-4
 
@@ -28,16 +25,6 @@ def test_prefill_in_chunks_is_prefill_at_once(family: Any) -> None:
             family.target.prefill(rows, ids[start : min(start + size, 39)])
         assert rows.length == 39
         assert np.abs(family.target.forward(rows, ids[39:])[0].cpu().numpy() - family.logits(ids)).max() < TOLERANCE
-
-
-def test_layer_windows_by_kind() -> None:
-    assert layer_windows(LlamaConfig()) == {"full_attention": None}
-    config = LlamaConfig(sliding_window=5)
-    assert layer_windows(config) == {"sliding_attention": 5}
-    config.layer_types = ["full_attention", "sliding_attention"]
-    assert layer_windows(config) == {"full_attention": None, "sliding_attention": 5}
-    config.layer_types = ["full_attention", "linear_attention"]
-    assert layer_windows(config) is None
 
 
 def test_every_family_runs_on_the_fastest_kernel_that_computes_it(family: Any) -> None:

@@ -50,23 +50,6 @@ def test_emits_exactly_the_targets_tokens_whatever_the_tree(
         )
 
 
-def test_rows_belong_to_the_node_just_reached() -> None:
-    rows: list[int] = []
-    answers = {0: 5, 2: 6, 3: 7}
-
-    def choose(row: int) -> int:
-        rows.append(row)
-        return answers[row]
-
-    assert accept_path([4, 5, 6], [-1, -1, 1], choose, lambda token, row: False) == [1, 2]
-    assert rows == [0, 2, 3]
-
-
-def test_nothing_is_drawn_after_the_end() -> None:
-    draws = iter([5])
-    assert accept_path([5, 6], [-1, 0], lambda row: next(draws), lambda token, row: True) == []
-
-
 @pytest.mark.parametrize(
     ("tokens", "parents"), [([], []), ([0], [-1]), ([0, 1], [-1, 0]), ([0, 1, 2, 0], [-1, -1, 0, 1])]
 )

@@ -16,11 +16,6 @@ def left(limits: Constraints, vocab: int = 259) -> set[int]:
     return set(torch.isfinite(limits.apply(torch.zeros(vocab))).nonzero()[:, 0].tolist())
 
 
-def test_nothing_is_barred_without_rules() -> None:
-    limits, row = Constraints(), torch.zeros(4)
-    assert limits.idle and limits.apply(row) is row and limits.allow(3)
-
-
 def test_ends_are_barred_until_enough_was_said() -> None:
     limits = Constraints(min_tokens=2, end_ids={1, 3, 99}, vocab_size=4)
     assert left(limits, 4) == {0, 2} and not limits.allow(3) and not limits.idle

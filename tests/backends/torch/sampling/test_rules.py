@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import regex
 
-from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.types import Draft, SamplingParams
@@ -129,36 +128,6 @@ def test_every_drafter_gives_the_oracles_answer(
     assert not lab.divergences, "tiny float32 models should show no near-ties"
 
 
-def test_what_a_grammar_forces_is_drafted(lab: Any, grammars: GrammarCompiler, byte_tokens: Any) -> None:
-    rules = ConstraintSpec(grammars.compile(LANGUAGES["fixed"][0], param="p"))
-    outcome = lab.run(PROMPT, SAMPLINGS["plain"], lambda text, budget: None, constraints=rules)
-    assert outcome.text == "the only answer" and outcome.rounds <= 3
-    assert outcome.speculation.accepted >= len(outcome.text) - 2
-
-
-def test_the_answer_ends_at_max_tokens_inside_a_form(
-    lab: Any,
-    ask_of: Any,
-    tree_of: Any,
-    grammars: GrammarCompiler,
-    byte_tokens: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Though drafts go on behind it: no draft is cut to the tokens that are left."""
-    monkeypatch.setattr(EngineSequence, "proposing", lambda one: one._speculator.proposing(one.tokens, 16))
-    source, pattern = LANGUAGES["schema"]
-    allowed, params = Language(pattern, byte_tokens), SAMPLINGS["plain"]
-    rules = ConstraintSpec(grammars.compile(source, param="p"))
-    longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
-    asks = [
-        ask_of(PROMPT, params, script, constraints=rules, max_tokens=length)
-        for length in range(1, 16)
-        for script in drafters(longer, allowed, tree_of).values()
-    ]
-    for ask, outcome in zip(asks, lab.run_batch(asks), strict=True):
-        assert outcome.tokens == longer[: ask.max_tokens]
-
-
 @pytest.mark.parametrize("stop", ["ow", "l", '","', "[1", "]}"])
 def test_a_stop_string_inside_a_form_ends_it(
     lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, stop: str
@@ -206,13 +175,3 @@ def test_bad_words_never_appear(lab: Any, tree_of: Any, sampling: str) -> None:
     scripts = [None, *drafters(want, allowed, tree_of).values(), *drafters(free, allowed, tree_of).values()]
     for outcome in lab.run_each(PROMPT, params, scripts, constraints=ConstraintSpec(bad_words=words)):
         assert outcome.tokens == want
-
-
-def test_every_choice_has_noise_of_its_own(lab: Any, tree_of: Any) -> None:
-    params = SAMPLINGS["plain"]
-    answers = [lab.oracle(PROMPT, params, choice=choice) for choice in range(3)]
-    assert len(set(map(tuple, answers))) == 3
-    for choice, want in enumerate(answers):
-        scripts = [None, *drafters(want, lambda answer: range(259), tree_of).values()]
-        for outcome in lab.run_each(PROMPT, params, scripts, constraints=ConstraintSpec(choice=choice)):
-            assert outcome.tokens == want

@@ -225,18 +225,3 @@ def test_a_round_of_many_answers_waits_once_for_the_device(waits: Any) -> None:
         for subject in subjects:
             accept_path(tokens, parents, subject.choose, lambda token, row, s=subject: s.observe(token))
     assert seen == {"tolist": 1}
-
-
-def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
-    logits = np.zeros(1000)
-    first, again, other = ([draw(sampler(1000, prompt=[0] * n, seed=s), logits) for n in range(20)] for s in (7, 7, 8))
-    assert first == again != other
-
-
-def test_without_a_seed_every_answer_gets_its_own() -> None:
-    assert sampler(4).seed != sampler(4).seed
-
-
-def test_bias_is_added_before_everything_else() -> None:
-    counts = frequencies([0.0, 0.0, 0.0], 200, temperature=1.0, logit_bias={2: 100.0})
-    assert counts.tolist() == [0, 0, 200]

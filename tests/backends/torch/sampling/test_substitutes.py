@@ -12,8 +12,6 @@ from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
-from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.hidden_states import forward_with_states
 from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
@@ -97,17 +95,6 @@ def test_a_judge_ends_no_answer() -> None:
     assert substitutes is not None
     substitutes.begin([65, 66], [Source.MODEL] * 2, torch.zeros(3, 2))
     assert substitutes.choose(0, [0]) is None and substitutes.choose(0, [0, 1]) == 1
-
-
-def test_the_states_are_those_behind_each_node(lab: Any) -> None:
-    """Row i + 1 is what the untouched model reads after the path to node i."""
-    cache = lab.target.new_cache(1)
-    ((logits, states),) = forward_with_states(lab.target, [BatchItem(cache, PROMPT, [65, 66, 67], [-1, 0, -1])])
-    assert logits.shape[0] == states.shape[0] == 4
-    for row, path in enumerate(([], [65], [65, 66], [67])):
-        want = lab.reference(torch.tensor([[*PROMPT, *path]]), output_hidden_states=True)
-        assert torch.allclose(states[row].cpu(), want.hidden_states[-1][0, -1], atol=1e-4)
-        assert torch.allclose(logits[row].cpu(), want.logits[0, -1], atol=1e-4)
 
 
 class Listening(Governor):

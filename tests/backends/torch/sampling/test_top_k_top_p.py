@@ -40,21 +40,8 @@ def test_a_nucleus_wider_than_the_first_sort_is_found() -> None:
     assert 4480 <= len(kept(torch.linspace(0, 0.001, 5000), top_p=0.9)) <= 4520
 
 
-def test_min_p_is_relative_to_the_best() -> None:
-    assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.11) == [0, 1, 2]
-
-
-def test_top_p_counts_within_top_k() -> None:
-    assert kept(torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1])), top_k=2, top_p=0.55) == [0]  # 0.4 of 0.7 is enough
-
-
 def test_top_p_counts_all_that_equal_the_last_of_top_k() -> None:
     """0.4 is less than half of what survives top_k: 0.4 and three times 0.2."""
     scores = torch.log(torch.tensor([0.2, 0.4, 0.2, 0.2]))
     assert kept(scores, top_k=2) == [0, 1, 2, 3] == kept(scores, top_k=2, top_p=0.5)
     assert kept(scores, top_k=2, top_p=0.35) == [1]
-
-
-def test_top_k_may_be_more_than_min_p_leaves() -> None:
-    assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.11, top_k=3, top_p=0.95) == [0, 1, 2]
-    assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.4, top_k=3, top_p=0.95) == [0, 1]
