@@ -83,7 +83,8 @@ class Slots:
 
         Raises `ShuttingDownError`, and `OverloadedError` if no slot is free in time.
         """
-        tenant = self._tenants.setdefault(name, _TenantQueue(TenantLimits()))
+        if (tenant := self._tenants.get(name)) is None:
+            tenant = self._tenants[name] = _TenantQueue(TenantLimits())
         if self.closed:
             raise _closed()
         if tenant.waiting or not self._has_room(tenant):

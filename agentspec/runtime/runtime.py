@@ -14,8 +14,9 @@ from agentspec.backends.base import Backend, SharesCaches, is_local
 from agentspec.errors import AgentSpecError, NotReadyError, ShuttingDownError
 from agentspec.protocol.requests import with_deadline, with_extra
 from agentspec.runtime.building import build_backend, build_strategies, keep_tenants_apart
+from agentspec.runtime.model_directory import Aliases, ModelDirectory
 from agentspec.settings.load import Settings
-from agentspec.settings.models import Aliases, ModelDirectory, open_fleet
+from agentspec.settings.models import open_fleet
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from agentspec.backends.pool.settings import PoolSpec, PoolTarget
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import ConfigurationError, InvalidRequestError, ModelNotFoundError, suggestion
+from agentspec.errors import ConfigurationError, suggestion
 from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings_model import SettingsModel
@@ -53,36 +53,6 @@ class ModelSettings(SettingsModel):
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"backends names {twice[0]!r} twice")
         return self
-
-
-class Aliases:
-    """Further names of models: names that clients have built in, and beginnings of such names (`claude-*`).
-
-    Raises `ConfigurationError` for an alias that hides a model's own name, or whose target is none of `models`, unless
-    `any_target` may be one.
-    """
-
-    def __init__(self, given: Mapping[str, str], models: Collection[str], *, any_target: bool) -> None:
-        for alias, target in given.items():
-            if alias in models:
-                raise ConfigurationError(f"model_aliases.{alias} is the name of a model already")
-            if target not in models and not any_target:
-                known = ", ".join(map(repr, models)) or "none"
-                raise ConfigurationError(f"model_aliases.{alias} = {target!r} names no model; configured: {known}")
-        self._models, self._exact = models, {name: to for name, to in given.items() if not name.endswith("*")}
-        beginnings = ((name[:-1], to) for name, to in given.items() if name.endswith("*"))
-        self._beginnings = sorted(beginnings, key=lambda one: -len(one[0]))  # the longest that fits counts
-
-    def __iter__(self) -> Iterator[str]:
-        """The aliases that are whole names."""
-        return iter(self._exact)
-
-    def meant(self, model: str) -> str:
-        """The model that `model` stands for: itself if it is no alias."""
-        if model in self._models:
-            return model
-        begins = (target for beginning, target in self._beginnings if model.startswith(beginning))
-        return self._exact.get(model) or next(begins, model)
 
 
 def model_names(settings: Settings, given: Collection[str] = ()) -> dict[str, tuple[str, str]]:
@@ -209,77 +179,3 @@ def _spec(settings: Settings, name: str, model: ModelSettings) -> PoolSpec:
     own = {backend: settings.backends[backend].model for backend in model.sources}
     targets = tuple(PoolTarget(backend, model.upstream_model or known or name) for backend, known in own.items())
     return PoolSpec(model_pool(name), targets, model.placement)
-
-
-class ModelDirectory:
-    """The model names of the settings and of `given` backends, which are ready ones of these names.
-
-    A model is found as a pair: the name of its backend or pool, and that backend's own name for the model. Raises
-    `ConfigurationError` for names that two backends claim, and for aliases that cannot work.
-    """
-
-    def __init__(self, settings: Settings, given: Collection[str]) -> None:
-        self._settings = settings
-        self._names = model_names(settings, given)
-        self._passthrough = passthrough(settings, given)
-        upstreams = (name for name, backend in settings.backends.items() if isinstance(backend, OpenAISettings))
-        self._upstreams = {*upstreams, *pool_specs(settings)}
-        self.aliases = Aliases(settings.model_aliases, self._names, any_target=self.takes_any_model)
-
-    @property
-    def names(self) -> list[str]:
-        """The names that are known; a sole upstream accepts further ones."""
-        return list(self._names)
-
-    def __contains__(self, model: str) -> bool:
-        return model in self._names
-
-    @property
-    def takes_any_model(self) -> bool:
-        """Whether requests for other names go to the sole upstream."""
-        return self._passthrough is not None
-
-    def find(self, model: str) -> tuple[str, str]:
-        """The backend of a model, which is no alias. Raises `ModelNotFoundError` if it is unknown."""
-        if model in self._names:
-            return self._names[model]
-        if self._passthrough is not None:
-            return self._passthrough, self._settings.backends[self._passthrough].model or model
-        known = ", ".join(repr(name) for name in (*self._names, *self.aliases)) or "none"
-        raise ModelNotFoundError(f"no model {model!r} here; configured: {known}", param="model")
-
-    def base_of(self, model: str) -> tuple[str, str]:
-        """The backend of a plain model; of a strategy, that of its base model. Raises as `find` does."""
-        settings = self._settings.models.get(model)
-        return (
-            named_model(self._settings, settings.base) if isinstance(settings, StrategySettings) else self.find(model)
-        )
-
-    def is_upstream(self, backend: str) -> bool:
-        """Whether a backend, or every member of a pool, is a server that is reached by HTTP."""
-        return backend in self._upstreams
-
-    def with_strategy(self, model: str, strategy: str | None) -> str:
-        """The name of the model that answers for `model`, no alias, by `strategy`: a name, a kind, or "plain" for none.
-
-        `model` itself where its upstream, which may be another gateway, has to decide. Raises `InvalidRequestError` if
-        no model of the settings has this strategy and the base of `model`, `ModelNotFoundError` as `find`.
-        """
-        if strategy is None:
-            return model
-        base = self.base_of(model)
-        kinds = self._kinds_on(base)
-        named = [name for name, kind in kinds.items() if strategy in (name, kind)]
-        if model in named:
-            return model
-        if named:
-            return named[0]
-        if set(kinds.values()) <= {"plain"} and self.is_upstream(base[0]):
-            return model
-        known = ", ".join(sorted({kind if kind == "plain" else f"{kind} ({name})" for name, kind in kinds.items()}))
-        raise InvalidRequestError(f"{model!r} has no strategy {strategy!r} here; there is {known}", param="strategy")
-
-    def _kinds_on(self, base: tuple[str, str]) -> dict[str, str]:
-        """The models that answer by `base`: the kind of each strategy, and "plain", by name."""
-        kinds = strategies_of(self._settings, base)
-        return kinds | {name: "plain" for name, meant in self._names.items() if meant == base and name not in kinds}

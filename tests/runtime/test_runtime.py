@@ -29,9 +29,9 @@ from agentspec.errors import (
 )
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
+from agentspec.runtime.model_directory import ModelDirectory
 from agentspec.runtime.retries import delay_before
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.models import ModelDirectory
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob, Usage
 
