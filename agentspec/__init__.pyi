@@ -114,7 +114,6 @@ from .errors import (
 from .langchain import ChatAgentSpec as ChatAgentSpec
 from .protocol.headers import StepPolicy as StepPolicy
 from .reasoning.retrieval.ralmspec import ralmspec as ralmspec
-from .reasoning.settings import RetrievalSettings as RetrievalSettings
 from .runtime import Runtime as Runtime
 from .settings.load import (
     Settings as Settings,

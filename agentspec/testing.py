@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from bisect import bisect_left
@@ -28,7 +27,6 @@ class Answer:
     `latency` is the delay before each token in seconds, `first_latency` an additional delay before the first token.
     With `error`, the generation raises it after `error_after` deltas (0: before the first). `extra` is sent on a
     separate delta before the end (an upstream's `tool_calls`, say). `usage` replaces the counts that the fake computes.
-    `top` maps alternatives for the first token to their probabilities, for requests that ask for `logprobs`.
     """
 
     text: str = ""
@@ -41,7 +39,6 @@ class Answer:
     usage: Usage | None = None
     speculation: Speculation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    top: Mapping[str, float] = field(default_factory=dict)
 
 
 Script = str | Sequence[int] | Exception | Answer
@@ -164,21 +161,11 @@ class FakeBackend:
             Delta(text=word, token_ids=(token_id,), logprobs=_logprobs(request, token_id, word))
             for token_id, word in zip(token_ids, words, strict=True)
         ]
-        if answer.top and request.sampling.logprobs:
-            deltas[:1] = [replace(delta, logprobs=self._tops(request, answer.top, delta)) for delta in deltas[:1]]
         if answer.extra:
             deltas.append(Delta(extra=answer.extra))
         usage = answer.usage or _usage(request, prompt, token_ids, self.encode)
         speculation = answer.speculation if request.speculation else None
         return [*deltas, Delta(finish_reason=reason, stop_reason=stop, usage=usage, speculation=speculation)]
-
-    def _tops(self, request: GenerateRequest, top: Mapping[str, float], delta: Delta) -> tuple[TokenLogprob, ...]:
-        """The first token with its scripted alternatives; a token without a scripted probability gets 1e-9."""
-        entries = [TokenLogprob(self.encode(word)[0], word, math.log(max(p, 1e-9))) for word, p in top.items()]
-        said = math.log(max(top.get(delta.text, 0.0), 1e-9))
-        chosen = TokenLogprob(delta.token_ids[0], delta.text, said)
-        likeliest = sorted(entries, key=lambda entry: -entry.logprob)[: request.sampling.top_logprobs]
-        return (replace(chosen, top=tuple(likeliest)),)
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
         if request.token_ids is not None:

@@ -14,7 +14,6 @@ from pydantic import AfterValidator, Field, HttpUrl, SecretStr, model_validator
 from agentspec.settings_model import SettingsModel
 from agentspec.types import LossyAcceptance
 
-Words = tuple[Annotated[str, Field(min_length=1)], ...]
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
@@ -57,36 +56,24 @@ class DelegationSettings(StrategySettings):
 
     implementation = "agentspec.reasoning.delegation.backend:DelegationBackend"
     algorithm: ClassVar[str]
-    """The module whose `ALGORITHM` runs the thinking."""
+    """`module:function` that runs the thinking."""
 
     small: str = Field(description="The small model, likewise")
     think_start: str = Field(default="<think>\n", description="Opens the thinking, unless the prompt ends with it")
     think_end: str = Field(default="</think>", description="The mark with which a model closes its thinking")
-    answer_by: Literal["base", "small"] = Field(default="base", description="The model that answers after the thinking")
-    answer_marks: Words = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
     budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that stay")
-    spend_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens of thinking generated, dropped ones too, after which the base model thinks on alone;"
-        " unset: eight times budget_tokens, and for lookahead 3 depth + 2 times where that is more",
-    )
-    temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
-    top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
     call_timeout: float = Field(default=120.0, gt=0, description="Seconds that a step or a verdict of a model may take")
 
+    answer_marks: ClassVar[tuple[str, ...]] = ()
+    """A step that holds one of these is the last."""
     ends_on_repeat: ClassVar[bool] = False
     """Whether two equal steps in a row end the thinking."""
 
     @property
-    def most_spent(self) -> int:
-        """`spend_tokens`, or its default: more than a run spends whose drafts are about as long as what is kept."""
-        return self.spend_factor * self.budget_tokens if self.spend_tokens is None else self.spend_tokens
-
-    @property
-    def spend_factor(self) -> int:
-        return 8  # twice what a step takes at the most: two drafts, a score, and a step of the base model
+    def spend_tokens(self) -> int:
+        """Tokens of thinking generated, dropped ones too, after which the base model thinks on alone."""
+        return 8 * self.budget_tokens  # twice the most of a step: two drafts, a score, and a step of the base model
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:
@@ -97,51 +84,43 @@ class DelegationSettings(StrategySettings):
 class SpecReasonSettings(DelegationSettings):
     """`[models.NAME] strategy = "specreason"`: SpecReason (arXiv 2504.07891)."""
 
-    algorithm = "agentspec.reasoning.delegation.spec_reason"
+    algorithm = "agentspec.reasoning.delegation.spec_reason:spec_reason"
     ends_on_repeat = True
     strategy: Literal["specreason"] = "specreason"
-    answer_marks: Words = ("boxed", "Answer:", "ANSWER:")
+    answer_marks = ("boxed", "Answer:", "ANSWER:")
     budget_tokens: int = Field(default=8192, ge=1)
     judge: str | None = Field(default=None, description="The model that scores the steps; unset: the base model")
     threshold: float = Field(default=7.0, ge=0, description="Score from 0 to 9 that accepts a step; above 9: none")
-    score: Literal["greedy", "average"] = Field(
-        default="greedy", description="The likeliest digit, or the mean of all digits by their probability"
-    )
-    first_steps: int = Field(default=0, ge=0, description="Steps that the base model writes at the beginning")
-    pipelined: bool = Field(default=True, description="Draft the next step while the last one is scored")
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("threshold", "score", "first_steps")}
+        return {"threshold": self.threshold}
 
 
 class SpeculativeThinkingSettings(DelegationSettings):
     """`[models.NAME] strategy = "speculative_thinking"`: Speculative Thinking (arXiv 2504.12329)."""
 
-    algorithm = "agentspec.reasoning.delegation.speculative_thinking"
+    algorithm = "agentspec.reasoning.delegation.speculative_thinking:speculative_thinking"
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
     step_tokens: int = Field(default=1024, ge=1)
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
-    begin_tokens: int = Field(default=100, ge=0, description="Tokens the base model begins with if not small_reasons")
-    peek_tokens: int = Field(
-        default=20, ge=1, description="Tokens after a blank line that are looked at, across blank lines"
-    )
-    verify_tokens: int = Field(default=125, ge=1, description="Tokens the base model writes where words verify")
-    overload: int = Field(default=15, ge=1, description="Doubts after which the base model checks the whole")
-    rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check")
-    choose_large: bool = Field(
-        default=True, description="Use the base model's words always; false: only where the two models' moods differ"
-    )
+
+    # The lengths of the paper's program.
+    begin_tokens: ClassVar[int] = 100  # that the base model begins with unless `small_reasons`
+    peek_tokens: ClassVar[int] = 20  # after a blank line that are looked at, across blank lines
+    verify_tokens: ClassVar[int] = 125  # that the base model writes where words verify
+    overload: ClassVar[int] = 15  # doubts after which the base model checks the whole
+    rescue_tokens: ClassVar[int] = 125  # of that check
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        return {"small_reasons": self.small_reasons, "choose_large": self.choose_large}
+        return {"small_reasons": self.small_reasons}
 
 
 class LookaheadSettings(DelegationSettings):
     """`[models.NAME] strategy = "lookahead"`: Lookahead Reasoning (arXiv 2506.19830)."""
 
-    algorithm = "agentspec.reasoning.delegation.lookahead"
+    algorithm = "agentspec.reasoning.delegation.lookahead:lookahead"
     strategy: Literal["lookahead"] = "lookahead"
     step_tokens: int = Field(default=100, ge=1)
     judge: str | None = Field(default=None, description="The model that compares steps; unset: the base model")
@@ -155,8 +134,9 @@ class LookaheadSettings(DelegationSettings):
         return self
 
     @property
-    def spend_factor(self) -> int:
-        return max(8, 3 * self.depth + 2)  # half as much again as `depth` drafts, a verdict and `depth + 1` own steps
+    def spend_tokens(self) -> int:
+        """Half as much again as `depth` drafts, a verdict and `depth + 1` steps of the base model, if that is more."""
+        return max(8, 3 * self.depth + 2) * self.budget_tokens
 
     @property
     def shown_nothing(self) -> tuple[str, ...]:
@@ -167,30 +147,18 @@ class LookaheadSettings(DelegationSettings):
         return {"compare": self.compare, "depth": self.depth}
 
 
-class RetrievalSettings(SettingsModel):
-    """`document_tokens` determines the answer, with the paper's lengths of a round and a query. `stride` only changes
-    how fast the answer comes.
-    """
-
-    document_tokens: int = Field(default=256, ge=1, description="Most tokens of a document that the model reads")
-    max_tokens: int = Field(default=256, ge=1, description="Answer length where a request names none")
-    stride: Literal["os3"] | Annotated[int, Field(ge=0)] = Field(
-        default="os3", description="Documents guessed before a verification: os3 adapts, down to none; or a number"
-    )
-
-    @property
-    def answer_settings(self) -> dict[str, Any]:
-        """The settings that the answer depends on."""
-        return {"document_tokens": self.document_tokens}
-
-
-class RaLMSpecSettings(RetrievalSettings, StrategySettings):
+class RaLMSpecSettings(StrategySettings):
     """`[models.NAME] strategy = "ralmspec"`: iterative retrieval with RaLMSpec (arXiv 2401.14021), lossless."""
 
     lossy = False
     implementation = "agentspec.reasoning.retrieval.backend:RetrievalBackend"
     strategy: Literal["ralmspec"] = "ralmspec"
     knowledge: str = Field(description="Where documents come from: a [knowledge.NAME] table")
+    document_tokens: int = Field(default=256, ge=1, description="Most tokens of a document that the model reads")
+
+    @property
+    def answer_settings(self) -> dict[str, Any]:
+        return {"document_tokens": self.document_tokens}
 
     @property
     def knowledge_bases(self) -> dict[str, str]:
@@ -201,7 +169,7 @@ class KnnLmSettings(StrategySettings):
     """`[models.NAME] strategy = "knnlm"`: KNN-LM (arXiv 1911.00172), searched as RaLMSpec does, lossless."""
 
     lossy = False
-    implementation = "agentspec.reasoning.retrieval.knn.backend:KnnBackend"
+    implementation = "agentspec.reasoning.retrieval.knn_lm:KnnBackend"
     strategy: Literal["knnlm"] = "knnlm"
     datastore: UserPath = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
     neighbours: int = Field(default=16, ge=1, le=1024, description="Nearest entries that share p_knn: k")
@@ -226,33 +194,37 @@ class LossyAcceptanceSettings(StrategySettings):
     tenants: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         min_length=1, description='Tenants that may get lossy answers; all others get exact ones. ["*"] means all'
     )
-    rule: Literal["typical", "judge"] = Field(
-        default="typical", description="Accept likely tokens, or those that the layer in judge_head finds right"
+    epsilon: float = Field(
+        default=0.09, gt=0, lt=1, description="Without judge_head: a probability that is always enough"
     )
-    epsilon: float = Field(default=0.09, gt=0, lt=1, description="typical: a probability that is always enough")
-    delta: float = Field(
-        default=0.3, gt=0, le=1, description="typical: less is enough where the model is unsure, delta * exp(-entropy)"
+    threshold: float = Field(
+        default=0.5, gt=0, lt=1, description="With judge_head: the probability to be right that is enough"
     )
-    threshold: float = Field(default=0.5, gt=0, lt=1, description="judge: the probability to be right that is enough")
     judge_head: UserPath | None = Field(
-        default=None, description="judge: a file that `agentspec.benchmarks.judge_training` wrote for the base model"
+        default=None,
+        description="Accept what this layer finds right: a file that `agentspec.benchmarks.judge_training` wrote for"
+        " the base model. Unset: likely tokens are accepted",
     )
+
+    @property
+    def rule(self) -> Literal["typical", "judge"]:
+        return "typical" if self.judge_head is None else "judge"
 
     @model_validator(mode="after")
     def _belongs_to_its_rule(self) -> Self:
-        """Refuses settings that the chosen rule would ignore. Those at their defaults may be written out."""
-        others = {"typical": ("threshold", "judge_head"), "judge": ("epsilon", "delta")}[self.rule]
-        for name in others:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} does not concern rule = {self.rule!r}: leave it out, or set rule")
-        if self.rule == "judge" and self.judge_head is None:
-            raise ValueError('rule = "judge" needs judge_head: python -m agentspec.benchmarks.judge_training')
+        """Refuses a setting that the rule would ignore. Its default may be written out."""
+        other, change = {"typical": ("threshold", "set judge_head"), "judge": ("epsilon", "leave out judge_head")}[
+            self.rule
+        ]
+        if getattr(self, other) != type(self).model_fields[other].default:
+            raise ValueError(f"{other} does not concern the rule {self.rule!r}: leave it out, or {change}")
         return self
 
     @property
     def acceptance(self) -> LossyAcceptance:
+        """The rule. Where the model is unsure, less than `epsilon` is enough: sqrt(epsilon) * exp(-entropy)."""
         head = None if self.judge_head is None else str(self.judge_head)
-        return LossyAcceptance(self.rule, self.epsilon, self.delta, self.threshold, head)
+        return LossyAcceptance(self.rule, self.epsilon, self.epsilon**0.5, self.threshold, head)
 
     @property
     def answer_settings(self) -> dict[str, Any]:
@@ -268,7 +240,6 @@ class IndexSettings(SettingsModel):
 
     kind: Literal["index"] = "index"
     path: UserPath = Field(description="The folder")
-    model: str | None = Field(default=None, description="The embedding model, if it is not where it was when building")
 
 
 class RemoteSettings(SettingsModel):
@@ -276,7 +247,6 @@ class RemoteSettings(SettingsModel):
 
     kind: Literal["remote"] = "remote"
     url: HttpUrl = Field(description="The service's root, to which /search is added")
-    timeout: float = Field(default=30.0, gt=0, description="Seconds a search may take")
     api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
     api_key_file: str | None = Field(default=None, description="File holding the API key")
 
@@ -287,8 +257,7 @@ KnowledgeSettings = Annotated[IndexSettings | RemoteSettings, Field(discriminato
 class TraceSettings(SettingsModel):
     """`[traces]`: where the decisions of strategies are recorded, one trace for each answer."""
 
-    path: Path | None = Field(default=None, description="Folder for traces, which hold prompts; unset: no traces")
-    keep: int = Field(default=200, ge=1, description="How many traces stay; the oldest are deleted")
+    path: Path | None = Field(default=None, description="Folder for the newest 200, which hold prompts; unset: none")
 
 
 STRATEGIES: dict[str, type[StrategySettings]] = {

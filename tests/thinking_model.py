@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from agentspec.testing import Answer, FakeBackend, Script
+from agentspec.reasoning.settings import DelegationSettings
+from agentspec.testing import FakeBackend, Script
 from agentspec.types import GenerateRequest
 
 _QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)
 _NUMBERED = re.compile(r"<start_s[12]>\n(.*?)\n<end_s[12]>", re.DOTALL)
+
+
+Kind = TypeVar("Kind", bound=type[DelegationSettings])
+
+
+def having(kind: Kind, **constants: Any) -> Kind:
+    """Settings of that kind with other constants of the strategy, such as `answer_marks`."""
+    return type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **constants})  # type: ignore[return-value]
 
 
 class ThinkingModel(FakeBackend):
@@ -46,8 +55,7 @@ class ThinkingModel(FakeBackend):
         if _is_question(prompt):
             if prompt.endswith("["):
                 return "aligned" if self._same(*_compared(prompt)) else "unaligned"
-            word = self._score(_judged(prompt))
-            return Answer(word, top={word: 1.0}) if isinstance(word, str) else word
+            return self._score(_judged(prompt))
         return self._said if "</think>" in prompt else self._step(prompt.rpartition("<think>\n")[2])
 
 

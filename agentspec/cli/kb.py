@@ -7,16 +7,13 @@ from enum import StrEnum
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from agentspec.cli.common import JsonOption, ModelOption, print_json
 from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
 from agentspec.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from agentspec.reasoning.retrieval.knn.datastore import Progress
 
 app = typer.Typer(help="Make knowledge bases.", no_args_is_help=True)
 knn = typer.Typer(help="Build a KNN-LM datastore.", no_args_is_help=True)
@@ -106,20 +103,14 @@ def build_datastore(
 
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
-    from agentspec.reasoning.retrieval.knn.datastore import Corpus
-    from agentspec.reasoning.retrieval.knn.datastore import build as build_store
+    from agentspec.reasoning.retrieval.datastore import build as build_store
+    from agentspec.recordings.corpus import read_texts
+
+    texts = [text for file in corpus for text in read_texts(file)]
 
     async def run() -> None:
-        written = 0
-
-        def moved(now: Progress) -> None:
-            nonlocal written
-            advance("documents", now.documents - written, total=now.total)
-            written = now.documents
-
         try:
-            source = Corpus(tuple(corpus))
-            manifest = await build_store(source, out, backend, backend.model_name, backend.encode, moved)
+            manifest = await build_store(texts, out, backend, partial(advance, "documents", total=len(texts)))
             typer.echo(f"{out}: {manifest.entries} entries of {manifest.documents} documents")
         finally:
             await backend.aclose()

@@ -28,16 +28,29 @@ def read_corpus(path: Path, on_bad: OnBad = refuse) -> Iterator[Document]:
             on_bad(error)
 
 
+def read_texts(path: Path) -> Iterator[str]:
+    """The titles and texts of a file's documents, which need no ids. Raises `ConfigurationError` for a bad line."""
+    for place, line in lines(path):
+        fields = _fields(line, place)
+        title, text = _text(fields, "title", place), _text(fields, "text", place)
+        yield f"{title}\n{text}" if title else text
+
+
 def _document(line: bytes, place: str) -> Document:
+    fields = _fields(line, place)
+    metadata = fields.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise BadLineError(place, '"metadata" must be an object')
+    return Document(_id(fields, place), _text(fields, "text", place), _text(fields, "title", place), metadata)
+
+
+def _fields(line: bytes, place: str) -> dict[str, Any]:
     fields = json_object(line, place)
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # the index could not be written, after all its work
         raise BadLineError(place, f"half a character, {error.object[error.start]!r}, stands alone") from None
-    metadata = fields.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise BadLineError(place, '"metadata" must be an object')
-    return Document(_id(fields, place), _text(fields, "text", place), _text(fields, "title", place), metadata)
+    return fields
 
 
 def _id(fields: dict[str, Any], place: str) -> str:

@@ -24,7 +24,6 @@ from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.search import SearchStats, VerifiedText
-from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -255,12 +254,11 @@ class RetrievalBench:
         )
         account, began = SearchStats(), time.perf_counter()
         tokens: list[int] = []
-        settings = RetrievalSettings(stride=stride)
-        given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "stats": account}
+        given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "stats": account}
         events = (
             sequential(request, **given)
             if variant == SEQUENTIAL
-            else ralmspec(request, **given, measured=measured, asynchronous=variant != WAITING)
+            else ralmspec(request, **given, measured=measured, stride=stride, asynchronous=variant != WAITING)
         )
         async for event in events:
             if isinstance(event, VerifiedText):

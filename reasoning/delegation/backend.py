@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 from agentspec.backends.base import CHAT, Capabilities
 from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import AgentSpecError, InvalidRequestError
 from agentspec.protocol.speculation import StepSpeculation
-from agentspec.reasoning.delegation.model_role import ModelRole, Stopwatch, is_model_failure
+from agentspec.reasoning.delegation.model_role import ModelRole, Stopwatch
 from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Proposed, Rewritten, Step, ThinkingText
-from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
+from agentspec.reasoning.delegation.thinking import Thinking, base_only
 from agentspec.reasoning.delegation.trace import TraceFolder, Tracer
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.reasoning.strategy import PROBE_SECONDS, Dependencies, Strategy, answers
@@ -105,25 +105,18 @@ class DelegationBackend(Strategy[DelegationSettings]):
             roles.setdefault("judge", roles["base"])
         return cls(name, settings, roles, dependencies.traces)
 
-    @property
-    def algorithm(self) -> Algorithm:
-        algorithm: Algorithm = importlib.import_module(self.settings.algorithm).ALGORITHM
-        return algorithm
-
     async def prepare(self) -> list[str]:
         """As `Strategy.prepare`. Raises `ConfigurationError` for a model that neither continues messages nor takes
-        token ids, and for one that lacks what the algorithm needs.
+        token ids.
         """
         answering: dict[int, bool] = {}
-        for role, model in self.roles.items():
+        for model in self.roles.values():
             if id(model) not in answering:  # a judge may be the base model
                 answering[id(model)] = await answers(model.backend)
                 if answering[id(model)]:
                     await model.check(self.settings.think_start)
                     if model.continues_messages:
                         await find_keeps_thinking(model, self.settings)
-            if answering[id(model)]:
-                self.algorithm.check(self.name, self.settings, role, model)
         return [role for role, model in self.roles.items() if not answering[id(model)]]
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
@@ -133,7 +126,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         messages or with tools or a form that the answering model cannot be given, and what the base model raises.
         """
         thinking = Thinking(_checked(request), self.settings, self.roles)
-        _shaped(request, self.roles[self.settings.answer_by])  # refused before the thinking is paid for
+        _shaped(request, self.roles["base"])  # refused before the thinking is paid for
         counters, tracer = StepCounters(), self._tracer(request)
         thought, answered = Stopwatch(), Stopwatch()
         try:
@@ -148,8 +141,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
                     tracer.add_answer(delta.text)
                     if delta.finish_reason is not None:
                         used = delta.usage or Usage()
-                        if self._answerer(thinking) == "base":
-                            counters.add_base(used.completion_tokens, answered.seconds)
+                        counters.add_base(used.completion_tokens, answered.seconds)
                         speculation = self._summary(thinking, counters, tracer, thought.seconds)
                         delta = replace(delta, usage=_usage(thinking, used), speculation=speculation)
                         tracer.close()
@@ -161,46 +153,32 @@ class DelegationBackend(Strategy[DelegationSettings]):
         """Yield every event of the thinking. If the request sets no `speculation`, the base model thinks alone."""
         return thinking.events.stream(lambda: self._think(thinking))
 
+    def _algorithm(self) -> Callable[[Thinking, Any], Coroutine[Any, Any, None]]:
+        module, _, function = self.settings.algorithm.partition(":")
+        algorithm: Callable[[Thinking, Any], Coroutine[Any, Any, None]] = getattr(import_module(module), function)
+        return algorithm
+
     async def _think(self, thinking: Thinking) -> None:
         await thinking.open()
         if thinking.over is not None:
             pass  # the request leaves no room for thoughts
         elif thinking.request.speculation:
-            await self.algorithm.run(thinking, self.settings)
+            await self._algorithm()(thinking, self.settings)
         else:
             await base_only(thinking)
         await thinking.emit(Ended(thinking.over or ""))
 
     async def _answer(self, thinking: Thinking) -> AsyncGenerator[Delta]:
-        """The deltas that the answering model writes after the closed thinking.
-
-        If that is the small model, and it fails before it has written anything, the base model answers.
-        """
-        role, begun = self._answerer(thinking), False
-        try:
-            async with aclosing(self._answer_of(role, thinking)) as deltas:
-                async for delta in deltas:
-                    begun = True
-                    yield delta
-            return
-        except Exception as error:
-            if role == "base" or begun or not is_model_failure(error):
-                raise
-            thinking.give_up(role, error)
-        async with aclosing(self._answer_of("base", thinking)) as deltas:
-            async for delta in deltas:
-                yield delta
-
-    async def _answer_of(self, role: str, thinking: Thinking) -> AsyncGenerator[Delta]:
+        """The deltas that the base model writes after the closed thinking."""
         request = thinking.request
         left = request.sampling.max_tokens
         least, thought = request.sampling.min_tokens, thinking.counts.all_kept  # both limits count the thinking
         if left is not None and (left := left - thought) < 1:
             yield Delta(finish_reason="length", usage=Usage(thinking.steps[0].prompt_tokens + thought))
             return
-        model = self.roles[role]
+        model = self.roles["base"]
         sampling = replace(request.sampling, max_tokens=left, min_tokens=max(0, least - thought))
-        prompt = await self._answering(thinking, model, role, sampling)
+        prompt = await self._answering(thinking, model, sampling)
         seconds = thinking.step_limits.seconds * ANSWER_PATIENCE
         async with aclosing(model.deltas(prompt, seconds)) as deltas:
             first = True
@@ -210,11 +188,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
                     first = not delta.text
                 yield delta
 
-    def _answerer(self, thinking: Thinking) -> str:
-        role = self.settings.answer_by
-        return role if thinking.has(role) else "base"
-
-    async def _answering(self, thinking: Thinking, model: ModelRole, role: str, sampling: Any) -> GenerateRequest:
+    async def _answering(self, thinking: Thinking, model: ModelRole, sampling: Any) -> GenerateRequest:
         """The request for the answer. A request with tools is sent as messages: the template renders the tools."""
         request = thinking.request
         if model.continues_messages or _shaped(request, model):
@@ -222,7 +196,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
             content = self._closed(thinking, model)
             messages: list[Message] = [*(request.messages or ()), {"role": "assistant", "content": content}]
             return replace(request, model=model.model, messages=messages, sampling=sampling, continue_final=True)
-        context = thinking.context(role)
+        context = thinking.context("base")
         await context.extend(self._end())
         prompt = context.request(sampling)
         return replace(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from agentspec.backends.chat_templates import escape_markers
 from agentspec.reasoning.delegation.model_role import Context, StepLimits
 from agentspec.reasoning.delegation.steps import Proposed, Scored, Step
-from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
+from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.reasoning.speculative_task import cancel_tasks, task_result
 
@@ -204,9 +204,8 @@ async def aligned(thinking: Thinking, draft: Step, own: Step, settings: Lookahea
     question = QUESTION.format(draft=quoted(draft.text), own=quoted(own.text))
     alone = thinking.request_for([{"role": "user", "content": question}])
     spend = thinking.spend("judge")
-    text, _ = await thinking.roles["judge"].ask_alone(
-        alone, PREFILL, settings.think_start, settings.call_timeout, spend
-    )
+    judge = thinking.roles["judge"]
+    text = await judge.ask_alone(alone, PREFILL, settings.think_start, settings.call_timeout, spend)
     return "ali" in text.lower() and "un" not in text.lower()
 
 
@@ -226,6 +225,3 @@ def _may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, o
     if settings.compare == "equal":
         return draft.ending == own.ending != "length"
     return not thinking.inside_paragraph
-
-
-ALGORITHM = Algorithm(lookahead)

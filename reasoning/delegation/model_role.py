@@ -24,7 +24,7 @@ T = TypeVar("T")
 Spend = Callable[[int], None]
 OnText = Callable[[str], Awaitable[None]]
 ENCODED = 4  # texts: one is enough for a question, and one for the step
-_ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True, top_logprobs=10)
+_ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True)
 _CUT_BYTES = 3  # of a character of four
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
@@ -300,18 +300,13 @@ class ModelRole:
         prompt = 0 if last.usage is None else last.usage.prompt_tokens
         return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else (), prompt)
 
-    async def ask(
-        self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
-    ) -> tuple[str, dict[str, float]]:
-        """The first token of the answer to `question`, and the log-probabilities of the ten likeliest tokens.
-
-        The token is as the log-probabilities name it; without them it is the text, also if sent as reasoning.
-        """
+    async def ask(self, context: Context, question: str, prefill: str, seconds: float, spend: Spend) -> str:
+        """The first token of the answer to `question`, as the log-probabilities name it; without them the text."""
         return await self._first_token(await context.ask(question, prefill, _ONE_TOKEN), seconds, spend)
 
     async def ask_alone(
         self, request: GenerateRequest, prefill: str, think_start: str, seconds: float, spend: Spend
-    ) -> tuple[str, dict[str, float]]:
+    ) -> str:
         """`ask` in a conversation of its own: the messages of `request`, whose answer begins with `prefill`."""
         base = replace(request, model=self.model)
         context: Context
@@ -322,20 +317,16 @@ class ModelRole:
             context = await self._rendered(_bare(base), TurnMarkup("", ""), prompt + prefill)
         return await self._first_token(context.request(_ONE_TOKEN), seconds, spend)
 
-    async def _first_token(
-        self, request: GenerateRequest, seconds: float, spend: Spend
-    ) -> tuple[str, dict[str, float]]:
+    async def _first_token(self, request: GenerateRequest, seconds: float, spend: Spend) -> str:
         text, first = "", None
         if not self.backend.capabilities.logprobs:  # an endpoint may refuse what it cannot tell
-            request = replace(request, sampling=replace(request.sampling, logprobs=False, top_logprobs=0))
+            request = replace(request, sampling=replace(request.sampling, logprobs=False))
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
                 text += _text_of(delta)
                 spend(_arrived(delta))
                 first = first or next(iter(delta.logprobs), None)
-        if first is None:
-            return text, {}
-        return first.text, {top.text: top.logprob for top in (first, *first.top)}
+        return text if first is None else first.text
 
     async def deltas(
         self, request: GenerateRequest, seconds: float, watch: Stopwatch | None = None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agentspec.errors import ConfigurationError
-from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.steps import Proposed, Scored, Step
-from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
+from agentspec.reasoning.delegation.thinking import Thinking, base_only
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.reasoning.speculative_task import SpeculativeTask
 
@@ -37,11 +33,11 @@ async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
     thinking.ignore_closing()
     async with SpeculativeTask[Step]() as drafting:
         while thinking.over is None:
-            draft = await propose(thinking, drafting) if may_draft(thinking, settings) else None
+            draft = await propose(thinking, drafting) if may_draft(thinking) else None
             step = None if draft is None else draft.without(settings.think_end)
             if draft is not None and step is not None:
                 await thinking.emit(Proposed(step))
-                if settings.pipelined and not is_final(thinking, step):
+                if not is_final(thinking, step):
                     drafting.start(draft_behind(thinking, step))
                 if await accepts(thinking, step if step.blank else draft, settings):
                     await thinking.keep(step)
@@ -87,28 +83,15 @@ async def score(thinking: Thinking, step: Step, settings: SpecReasonSettings) ->
     judge, context = thinking.roles[role], thinking.context(role).fork()
     await context.extend(step.text, step.token_ids if judge is thinking.roles[step.author] else ())
     prefill = settings.think_start.strip() + PREFILL  # the published answer opens a thinking, too
-    text, tops = await judge.ask(context, QUESTION, prefill, settings.call_timeout, thinking.spend(role))
-    value = read_score(text) if settings.score == "greedy" else mean_score(tops)
-    reason = "" if value is not None else f"no digit: {text[:20]!r}"
-    return Score(value or 0.0, time.perf_counter() - began, reason)
+    text = await judge.ask(context, QUESTION, prefill, settings.call_timeout, thinking.spend(role))
+    reason = "" if text.isdecimal() else f"no digit: {text[:20]!r}"
+    value = 0.0 if reason else float(text)  # a number that is the whole token, as published (" 7" is none)
+    return Score(value, time.perf_counter() - began, reason)
 
 
-def read_score(token: str) -> float | None:
-    """The score that `token` gives: a number that is the whole token, as published (" 7" is none)."""
-    return float(token) if token.isdecimal() else None
-
-
-def mean_score(tops: Mapping[str, float]) -> float | None:
-    """The mean score, weighted by probability, of the tokens in `tops` that give one; None without any."""
-    found = [(value, math.exp(logprob)) for token, logprob in tops.items() if (value := read_score(token)) is not None]
-    total = sum(share for _, share in found)
-    return sum(value * share for value, share in found) / total if total else None
-
-
-def may_draft(thinking: Thinking, settings: SpecReasonSettings) -> bool:
+def may_draft(thinking: Thinking) -> bool:
     """Whether the small model drafts the next step."""
-    begun = len(thinking.steps) >= settings.first_steps
-    return begun and thinking.has("small") and thinking.has("judge") and thinking.room("small") > 0
+    return thinking.has("small") and thinking.has("judge") and thinking.room("small") > 0
 
 
 def is_final(thinking: Thinking, step: Step) -> bool:
@@ -123,15 +106,3 @@ async def draft_behind(thinking: Thinking, step: Step) -> Step:
     context = thinking.context("small").fork()
     await context.extend(step.text, step.token_ids)
     return await thinking.draft(context, thinking.limits("small", pending=step.tokens))
-
-
-def require_logprobs(name: str, settings: SpecReasonSettings, role: str, model: ModelRole) -> None:
-    """Raises `ConfigurationError` if scores are averages and the judge gives no log-probabilities."""
-    if role == "judge" and settings.score == "average" and not model.backend.capabilities.logprobs:
-        raise ConfigurationError(
-            f'models.{name}.score = "average" needs log-probabilities, which the judge {model.model!r} does'
-            ' not give: use score = "greedy" or another judge'
-        )
-
-
-ALGORITHM = Algorithm(spec_reason, check=require_logprobs)

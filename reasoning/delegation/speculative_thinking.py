@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentspec.reasoning.delegation.steps import Proposed, Step, Triggered
-from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
+from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 
 # The words and lengths of the paper's program. Words are counted anywhere in a text, also inside other words.
@@ -54,8 +54,8 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
     """The small model writes paragraphs; behind each blank line three triggers are checked.
 
     They are, in this order: many doubts so far, mood words in what the small model would write next, and a
-    verification in what was kept instead. If the small model fails, or once `spend_tokens` are generated, the base
-    model continues alone.
+    verification in what the base model wrote instead. If the small model fails, or once `spend_tokens` are generated,
+    the base model continues alone.
     """
     overload = Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
@@ -94,19 +94,9 @@ async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, 
 
 
 async def reflect(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload, peek: Step) -> None:
-    """Let the base model write its words in place of `peek`, and more of them where what is kept verifies something."""
-    peeked = mood(peek.text)
-    await thinking.emit(Triggered("reflection", MOODS[peeked]))
-    limits = thinking.limits("base", settings.peek_tokens, across=True)
-    if settings.choose_large:
-        await thinking.write("base", limits, rejected=peek)
-    else:
-        own = await thinking.draft(thinking.context("base"), limits, "base")
-        other = mood(own.text)
-        if (peeked < 0 <= other) or (other < 0 < peeked):
-            await thinking.keep(own, rejected=peek)
-        else:
-            await thinking.keep(peek)
+    """Let the base model write its words in place of `peek`, and more of them where these verify something."""
+    await thinking.emit(Triggered("reflection", MOODS[mood(peek.text)]))
+    await thinking.write("base", thinking.limits("base", settings.peek_tokens, across=True), rejected=peek)
     kept = thinking.steps[-1].text
     overload.doubts += mood(kept) < 0
     if thinking.over is None and _count(VERIFYING, kept):
@@ -117,6 +107,3 @@ async def reflect(thinking: Thinking, settings: SpeculativeThinkingSettings, ove
 async def hand_over(thinking: Thinking, tokens: int) -> None:
     """Let the base model write `tokens` tokens; blank lines do not stop it."""
     await thinking.write("base", thinking.limits("base", tokens, across=True))
-
-
-ALGORITHM = Algorithm(speculative_thinking)

@@ -27,6 +27,7 @@ from agentspec.text import partial_end
 from agentspec.types import GenerateRequest, Message, SamplingParams
 
 RESERVED = 4  # a quarter of a model's context is left for the answer
+TEMPERATURE, TOP_P = 0.6, 0.95  # of the thinking, as published
 _DEFAULTS = SamplingParams()
 
 
@@ -93,7 +94,7 @@ class Thinking:
         self.counts = Counts()
         self.failed: dict[str, str] = {}
         self.over: str | None = None
-        self.step_limits = StepLimits(_sampling(request, settings), settings.think_end, settings.call_timeout)
+        self.step_limits = StepLimits(_sampling(request), settings.think_end, settings.call_timeout)
         self._ignored = ""
         self._contexts: dict[str, Context] = {}
 
@@ -157,13 +158,8 @@ class Thinking:
 
     async def degrade(self, role: str, error: Exception) -> None:
         """Continue without the model in `role`, which failed with `error`."""
-        self.give_up(role, error)
+        self.failed[role] = error.message if isinstance(error, AgentSpecError) else type(error).__name__
         await self.emit(Failed(role, self.failed[role]))
-
-    def give_up(self, role: str, error: Exception) -> None:
-        """`degrade` once the thinking is over, and nobody reads its events."""
-        reason = error.message if isinstance(error, AgentSpecError) else type(error).__name__
-        self.failed[role] = reason  # which clients see
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
@@ -174,7 +170,7 @@ class Thinking:
         settings, asked = self.settings, self.request
         limits = [settings.step_tokens]
         if role == "small":
-            limits.append(settings.most_spent - self.counts.all_spent)
+            limits.append(settings.spend_tokens - self.counts.all_spent)
         for most in (settings.budget_tokens, asked.thinking_budget, asked.sampling.max_tokens):
             if most is not None:
                 limits.append(most - self.counts.all_kept - pending)
@@ -276,18 +272,6 @@ class Thinking:
         return None if self.room("base") else "budget"
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """A delegating strategy: `run` does the thinking with the strategy's settings.
-
-    `check` receives the strategy's name, its settings, a role and the model in that role, once the model answers. It
-    raises `ConfigurationError`.
-    """
-
-    run: Callable[[Thinking, Any], Coroutine[Any, Any, None]]
-    check: Callable[[str, Any, str, ModelRole], None] = lambda name, settings, role, model: None
-
-
 async def base_only(thinking: Thinking) -> None:
     """Let the base model write every step: the baseline that strategies are compared with."""
     while thinking.over is None:
@@ -309,12 +293,12 @@ _OF_ANSWERS = (
 _ANSWER_FIELDS = ("tool_choice", "parallel_tool_calls", "n", "prediction", "return_token_ids", "include_reasoning")
 
 
-def _sampling(request: GenerateRequest, settings: DelegationSettings) -> SamplingParams:
-    """Sampling of the thinking: the request's, or the strategy's if neither temperature nor top_p is given."""
+def _sampling(request: GenerateRequest) -> SamplingParams:
+    """Sampling of the thinking: the request's, or the papers' if neither temperature nor top_p is given."""
     given = request.sampling
     chosen: dict[str, Any] = {}
     if not (given.is_given("temperature") or given.is_given("top_p")):
-        chosen = {"temperature": settings.temperature, "top_p": settings.top_p}
+        chosen = {"temperature": TEMPERATURE, "top_p": TOP_P}
     whole: dict[str, Any] = {name: getattr(_DEFAULTS, name) for name in _OF_ANSWERS}
     return replace(given, **whole, **chosen)
 

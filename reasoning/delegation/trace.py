@@ -22,6 +22,7 @@ from agentspec.reasoning.settings import StrategySettings, TraceSettings
 from agentspec.types import GenerateRequest
 
 SUFFIX = ".jsonl"
+KEPT = 200  # newest traces of the folder
 logger = logging.getLogger(__name__)
 
 
@@ -34,15 +35,14 @@ def open_folder(settings: TraceSettings) -> TraceFolder | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"traces.path {str(folder)!r}: {error.strerror}") from None
-    return TraceFolder(folder, settings.keep)
+    return TraceFolder(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFolder:
-    """The traces in one folder, by id; the folder holds at most `keep` of them."""
+    """The traces in one folder, by id; the folder holds at most `KEPT` of them."""
 
     path: Path
-    keep: int = 200
 
     def ids(self) -> list[str]:
         """The ids of all traces, newest first."""
@@ -57,7 +57,7 @@ class TraceFolder:
         text = "".join(json.dumps(record, ensure_ascii=False, default=repr) + "\n" for record in records)
         try:
             self._create(self.path / f"{trace}{SUFFIX}", text)
-            for old in self.ids()[self.keep :]:
+            for old in self.ids()[KEPT:]:
                 (self.path / f"{old}{SUFFIX}").unlink(missing_ok=True)
         except OSError as error:
             logger.warning("a trace was not kept: %s", error.strerror)

@@ -91,7 +91,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         given: dict[str, Any] = {
             "backend": self.base.backend,
             "knowledge": self.knowledge,
-            "settings": self.settings,
+            "document_tokens": self.settings.document_tokens,
             "stats": stats,
         }
         asked = replace(request, model=self.base.model)

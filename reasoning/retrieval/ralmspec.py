@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from agentspec.backends.base import Backend
 from agentspec.reasoning.retrieval.knowledge.base import (
@@ -35,11 +35,11 @@ from agentspec.reasoning.retrieval.search import (
     name_of,
     shown,
 )
-from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StrideMeasurements, StridePlan
 from agentspec.types import GenerateRequest
 
+DOCUMENT_TOKENS = 256  # most of a document that the model reads
 CACHE_BYTES = 4 << 20  # of the documents that are kept for one request
 MAX_SEARCHES = 4  # verification batches at once; later guesses wait for the next batch
 
@@ -49,15 +49,15 @@ async def sequential(
     *,
     backend: Backend,
     knowledge: KnowledgeBase,
-    settings: RetrievalSettings | None = None,
+    document_tokens: int = DOCUMENT_TOKENS,
     stats: SearchStats | None = None,
 ) -> AsyncGenerator[Event]:
     """Search, then generate a round, until the answer ends. This defines the answer. Raises as `ralmspec` does.
 
     A search asks for as many documents as speculation does: the best one of an approximate service may depend on it.
     """
-    settings, stats = settings or RetrievalSettings(), stats or SearchStats()
-    generator = await RoundGenerator.open(request, backend, settings)
+    stats = stats or SearchStats()
+    generator = await RoundGenerator.open(request, backend, document_tokens)
     yield AnswerBegan(generator.reader)
     client = SearchClient(knowledge, stats)
     answer, sent = await generator.begin(), 0
@@ -84,25 +84,27 @@ async def ralmspec(
     *,
     backend: Backend,
     knowledge: KnowledgeBase,
-    settings: RetrievalSettings | None = None,
+    document_tokens: int = DOCUMENT_TOKENS,
+    stride: int | Literal["os3"] = "os3",
     stats: SearchStats | None = None,
     measured: StrideMeasurements | None = None,
     asynchronous: bool = True,
 ) -> AsyncGenerator[Event]:
     """Guess documents, verify them in batches and roll back wrong rounds, until the answer ends.
 
-    Text in events is always verified. The call fills `stats`. `measured` holds the times of earlier answers of the same
-    model and knowledge base. Unless `asynchronous`, generation waits for each verification, as in the paper's first
-    form. Closing the iterator cancels generation and searches.
+    Text in events is always verified. The model reads up to `document_tokens` of a document. `stride` documents are
+    guessed before a verification, or as many as OS3 finds best. The call fills `stats`. `measured` holds the times of
+    earlier answers of the same model and knowledge base. Unless `asynchronous`, generation waits for each verification,
+    as in the paper's first form. Closing the iterator cancels generation and searches.
 
     Raises `KnowledgeBaseError` if a search fails, since the answer cannot continue without its document. Raises
     `InvalidRequestError` for request fields that rounds cannot honour, and what the backend raises.
     """
-    settings, stats = settings or RetrievalSettings(), stats or SearchStats()
-    generator = await RoundGenerator.open(request, backend, settings)
+    stats = stats or SearchStats()
+    generator = await RoundGenerator.open(request, backend, document_tokens)
     yield AnswerBegan(generator.reader)
     client = SearchClient(knowledge, stats)
-    governor = StrideGovernor(measured or StrideMeasurements(), settings.stride, asynchronous)
+    governor = StrideGovernor(measured or StrideMeasurements(), stride, asynchronous)
     cache = RetrievedDocuments(CACHE_BYTES)
     async with SpeculationState(generator, client, cache, governor) as state:
         await state.retrieve()

@@ -13,7 +13,6 @@ from agentspec.backends.base import Backend, Tokenization, closing_items, is_loc
 from agentspec.backends.chat_templates import escape_markers, plain
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from agentspec.backends.torch.text.structured_output import AnswerReader
 
 ROUND_TOKENS = 4  # generated from one document: k of RaLMSpec
+ANSWER_TOKENS = 256  # where the request names no length
 QUERY_TOKENS = 32  # last tokens whose text is the query: q of RaLMSpec
 SEPARATOR = "\n\n"  # between the document and the question
 # Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.
@@ -231,7 +231,7 @@ class RoundGenerator:
     whole: WholeAnswer | None = None
 
     @classmethod
-    async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> RoundGenerator:
+    async def open(cls, request: GenerateRequest, backend: Backend, document_tokens: int) -> RoundGenerator:
         """Raises `InvalidRequestError` for request fields that rounds cannot honour, `ContextLengthError` for a
         question that does not fit even without a document, `ConfigurationError` for a backend without token ids."""
         tokenization = tokenization_of(backend)
@@ -243,11 +243,11 @@ class RoundGenerator:
         _check(request)
         continues = _continues(request, backend)
         length = backend.capabilities.context_length
-        prompt = await DocumentPrompt.of(request, tokenization, settings.document_tokens, length)
+        prompt = await DocumentPrompt.of(request, tokenization, document_tokens, length)
         whole = None if continues is None else await WholeAnswer.of(request, continues, prompt)
         wanted, room = request.sampling.max_tokens, prompt.room()
         prompt.require(1 if wanted is None else wanted)
-        limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
+        limit = wanted or min(ANSWER_TOKENS, ANSWER_TOKENS if room is None else room)
         return cls(backend, tokenization, request, prompt, limit, _seed(request.sampling), whole)
 
     @property

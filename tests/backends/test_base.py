@@ -9,7 +9,7 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.torch import TorchBackend
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
-from agentspec.reasoning.retrieval.knn.backend import KnnBackend
+from agentspec.reasoning.retrieval.knn_lm import KnnBackend
 from agentspec.testing import FakeBackend
 
 ABILITIES = {

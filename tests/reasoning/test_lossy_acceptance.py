@@ -27,7 +27,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parame
 
 
 def settings(model: Path, **fields: Any) -> Settings:
-    rule: dict[str, Any] = {"tenants": ("a",), "epsilon": 1e-6, "delta": 1e-6, **fields}
+    rule: dict[str, Any] = {"tenants": ("a",), "epsilon": 1e-6, **fields}
     return Settings(
         backends={"local": TorchSettings(model=str(model), draft_model=str(model), device="cpu")},
         models={"exact": ModelSettings(backend="local"), "fast": LossyAcceptanceSettings(base="exact", **rule)},
@@ -56,7 +56,7 @@ async def test_only_named_tenants_and_free_answers_are_lossy_and_labelled(tiny_m
             told, estimated_seconds_saved=0
         )
         header = fast.response_headers(asking())
-        assert header == {"x-agentspec-lossy": "lossy_acceptance; rule=typical; epsilon=1e-06; delta=1e-06"}
+        assert header == {"x-agentspec-lossy": "lossy_acceptance; rule=typical; epsilon=1e-06; delta=0.001"}
         others = [asking(tenant="b"), asking(speculation=False), asking(tools=(TOOL,))]
         others.append(asking(form=StructuredOutputs(regex="[a-z]{3}")))
         for request in others:
@@ -79,8 +79,8 @@ async def test_greedy_answers_are_labelled_where_they_can_differ(
     path = tmp_path / "head.safetensors"
     width = json.loads((tiny_model / "config.json").read_text())["hidden_size"]
     JudgeHead(torch.zeros(width), torch.tensor(9.0), resolve(str(tiny_model)).fingerprint).save(path)
-    knobs = {"epsilon": 0.09, "delta": 0.3} | ({} if rule == "typical" else {"judge_head": path})
-    async with Runtime(settings(tiny_model, rule=rule, **knobs)) as runtime:
+    knobs: dict[str, Any] = {"epsilon": 0.09} | ({} if rule == "typical" else {"judge_head": path})
+    async with Runtime(settings(tiny_model, **knobs)) as runtime:
         request = asking()
         request = replace(request, sampling=replace(request.sampling, temperature=0.0))
         _, told = await answer(runtime, request)
@@ -113,7 +113,7 @@ async def test_a_model_without_a_draft_model_and_a_missing_judge_are_refused(tin
     alone = settings(tiny_model)
     alone = alone.model_copy(update={"backends": {"local": TorchSettings(model=str(tiny_model), device="cpu")}})
     await refused(alone, "set draft_model")
-    judged = {"rule": "judge", "judge_head": tmp_path / "none", "epsilon": 0.09, "delta": 0.3}
+    judged = {"judge_head": tmp_path / "none", "epsilon": 0.09}
     await refused(settings(tiny_model, **judged), r"models.fast: judge_head .* cannot be read")
 
 
@@ -128,9 +128,8 @@ async def refused(configured: Settings, message: str) -> None:
     ("fields", "message"),
     [
         ({"tenants": ()}, "tenants"),
-        ({"tenants": ("a",), "rule": "judge"}, "needs judge_head"),
         ({"tenants": ("a",), "threshold": 0.7}, "threshold does not concern"),
-        ({"tenants": ("a",), "rule": "judge", "judge_head": "x", "epsilon": 0.2}, "epsilon does not concern"),
+        ({"tenants": ("a",), "judge_head": "x", "epsilon": 0.2}, "epsilon does not concern"),
         ({"tenants": ("a",), "epsilon": 0.0}, "epsilon"),
         ({}, "tenants"),
     ],

@@ -11,7 +11,6 @@ from agentspec.reasoning.settings import (
     KnnLmSettings,
     LookaheadSettings,
     LossyAcceptanceSettings,
-    RetrievalSettings,
     SpeculativeThinkingSettings,
 )
 
@@ -22,7 +21,6 @@ MODELS = {"base": "large", "small": "fast"}
     ("given", "error"),
     [
         ({"judge": "j", "compare": "equal"}, 'judge concerns compare = "judge"'),
-        ({"answer_marks": [""]}, "at least 1 character"),
         ({"judge": "j", "compare": "judge"}, None),
     ],
 )
@@ -32,19 +30,13 @@ def test_settings_that_would_be_ignored_are_refused(given: dict[str, Any], error
 
 
 def test_answers_name_the_settings_that_change_them() -> None:
-    thinking = SpeculativeThinkingSettings(**MODELS, choose_large=False)
-    assert thinking.summary == "speculative_thinking; small_reasons=true; choose_large=false"
+    thinking = SpeculativeThinkingSettings(**MODELS)
+    assert thinking.summary == "speculative_thinking; small_reasons=true"
     assert LookaheadSettings(**MODELS).answer_settings == {"compare": "judge", "depth": 4}
-
-
-def test_a_stride_is_a_number_of_guesses() -> None:
-    assert RetrievalSettings(stride=0).stride == 0
-    with pytest.raises(ValidationError, match="greater than or equal"):
-        RetrievalSettings(stride=-1)
 
 
 def test_a_tilde_is_the_users_folder() -> None:
     home = Path.home()
     assert KnnLmSettings(base="local", datastore=Path("~/store")).datastore == home / "store"
-    given = {"base": "local", "tenants": ["*"], "rule": "judge", "judge_head": "~/judge.safetensors"}
+    given = {"base": "local", "tenants": ["*"], "judge_head": "~/judge.safetensors"}
     assert LossyAcceptanceSettings.model_validate(given).acceptance.judge_head == str(home / "judge.safetensors")

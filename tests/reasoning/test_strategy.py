@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import iscoroutinefunction
 from typing import Any, NoReturn
 
 import pytest
@@ -11,7 +12,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.thinking import Algorithm
 from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, SpecReasonSettings, StrategySettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, prepare
 from agentspec.testing import Script
@@ -188,4 +188,5 @@ def test_every_listed_strategy_is_there(settings: type[StrategySettings]) -> Non
     module, _, kind = settings.implementation.partition(":")
     assert issubclass(getattr(importlib.import_module(module), kind), Strategy)
     if issubclass(settings, DelegationSettings):
-        assert isinstance(importlib.import_module(settings.algorithm).ALGORITHM, Algorithm)
+        module, _, function = settings.algorithm.partition(":")
+        assert iscoroutinefunction(getattr(importlib.import_module(module), function))

@@ -7,7 +7,7 @@ import pytest
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.recordings.corpus import read_corpus
+from agentspec.recordings.corpus import read_corpus, read_texts
 
 GOOD = '{"id": "a", "title": "T", "text": "one"}\n\n{"id": 2, "text": "two", "metadata": {"page": 1}, "more": 0}\n'
 
@@ -18,6 +18,7 @@ def test_documents_are_read_plain_and_compressed(tmp_path: Path):
     compressed.write_bytes(gzip.compress(GOOD.encode()))
     expected = [Document("a", "one", "T"), Document("2", "two", "", {"page": 1})]
     assert list(read_corpus(plain)) == list(read_corpus(compressed)) == expected
+    assert list(read_texts(compressed)) == ["T\none", "two"]
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, 
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
 from agentspec.types import Draft, GenerateRequest, Namespace, SamplingParams, Source
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, having
 
 pytestmark = pytest.mark.reliability
 
 STRATEGIES = {
     "specreason": SpecReasonSettings(base="large", small="tiny", judge="critic"),
-    "speculative_thinking": SpeculativeThinkingSettings(base="large", small="tiny", answer_marks=("Answer:",)),
-    "lookahead": LookaheadSettings(base="large", small="tiny", judge="critic", answer_marks=("Answer:",)),
+    "speculative_thinking": having(SpeculativeThinkingSettings, answer_marks=("Answer:",))(base="large", small="tiny"),
+    "lookahead": having(LookaheadSettings, answer_marks=("Answer:",))(base="large", small="tiny", judge="critic"),
 }
 BODY = {"model": "fast", "messages": [{"role": "user", "content": "Two plus two?"}]}
 ALONE = "base 1.\n\nbase 2. Answer: 4\n\n"

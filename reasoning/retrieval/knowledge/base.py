@@ -6,7 +6,6 @@ on the other queries of its batch; otherwise speculation could change answers.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +109,7 @@ def require_count(count: int) -> None:
 
 
 OVERHEAD = 512  # bytes of a document without its text and features
+TERM = 128  # bytes of a term with its weight
 
 
 class RetrievedDocuments:
@@ -156,19 +156,8 @@ class RetrievedDocuments:
 
     def _add(self, hit: Hit) -> None:
         _, before = self._hits.pop(hit.document.id, (None, 0))
-        nbytes = OVERHEAD + len(hit.document.text) + len(hit.document.title) + _bytes(hit.features)
+        features = hit.features
+        weighed = features.nbytes if hasattr(features, "nbytes") else TERM * len(features or ())
+        nbytes = OVERHEAD + len(hit.document.text) + len(hit.document.title) + weighed
         self._hits[hit.document.id] = (hit, nbytes)
         self.nbytes += nbytes - before
-
-
-def _bytes(features: Any) -> int:
-    """Bytes of a document's features: those of an array, or the sum over the items of a mapping or sequence."""
-    if features is None:
-        return 0
-    if (nbytes := getattr(features, "nbytes", None)) is not None:
-        return int(nbytes)
-    if isinstance(features, dict):
-        return sum(_bytes(key) + _bytes(value) for key, value in features.items())
-    if isinstance(features, (list, tuple)):
-        return sum(_bytes(item) for item in features)
-    return sys.getsizeof(features)

@@ -137,7 +137,7 @@ def open_knowledge(settings: IndexSettings | RemoteSettings, name: str | None = 
     `ModelUnavailableError` if the embedding model cannot be loaded.
     """
     if isinstance(settings, IndexSettings):
-        return open_folder(settings.path, load_encoder, model=settings.model)
+        return open_folder(settings.path, load_encoder)
     from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
 
     return RemoteKnowledge(settings, name=name)
@@ -150,16 +150,14 @@ def load_encoder(model: str) -> Encoder:
     return SentenceEncoder.load(model)
 
 
-def open_folder(folder: Path, encoder_of: Callable[[str], Encoder], *, model: str | None = None) -> IndexKnowledge:
-    """Open the knowledge base in `folder`, with the embedding model that `model`, or else the manifest, names.
+def open_folder(folder: Path, encoder_of: Callable[[str], Encoder]) -> IndexKnowledge:
+    """Open the knowledge base in `folder`, with the embedding model that its manifest names.
 
-    Raises `KnowledgeBaseError` for a folder without an index or with a damaged one, `ConfigurationError` if another
-    model built the index, and for `model` of one that searches by words.
+    Raises `KnowledgeBaseError` for a folder without an index or with a damaged one, `ConfigurationError` if the name
+    now is that of another model.
     """
     manifest = read_manifest(folder)
-    if manifest.kind == "bm25" and model is not None:
-        raise ConfigurationError(f"{folder} is of kind bm25, whose search knows no model: leave it out", param="model")
-    encoder = None if manifest.kind == "bm25" else _encoder(folder, manifest, encoder_of, model)
+    encoder = None if manifest.kind == "bm25" else _encoder(folder, manifest, encoder_of)
     try:
         for name, known in manifest.files.items():
             if file_sha256(folder / name) != known:
@@ -171,14 +169,10 @@ def open_folder(folder: Path, encoder_of: Callable[[str], Encoder], *, model: st
     return IndexKnowledge(index, manifest.version, encoder)
 
 
-def _encoder(folder: Path, manifest: IndexManifest, encoder_of: Callable[[str], Encoder], model: str | None) -> Encoder:
-    encoder = encoder_of(model or manifest.model or "")
+def _encoder(folder: Path, manifest: IndexManifest, encoder_of: Callable[[str], Encoder]) -> Encoder:
+    encoder = encoder_of(manifest.model or "")
     if encoder.fingerprint != manifest.encoder:
-        raise ConfigurationError(
-            f"{folder} was built with another embedding model than {model or manifest.model!r}:"
-            " name that one, or build it again",
-            param="model",
-        )
+        raise ConfigurationError(f"{manifest.model!r} is not the model that {folder} was built with: build it again")
     return encoder
 
 

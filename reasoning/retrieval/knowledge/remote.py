@@ -19,6 +19,8 @@ from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, S
 from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, with_counts
 from agentspec.reasoning.settings import RemoteSettings
 
+SECONDS = 30.0  # that a search may take
+
 
 class _Found(BaseModel):
     model_config = ConfigDict(strict=True)
@@ -43,13 +45,12 @@ class RemoteKnowledge:
     def __init__(
         self, settings: RemoteSettings, *, name: str | None = None, transport: Transport | None = None
     ) -> None:
-        self._timeout = settings.timeout
         self.metric = LexicalMetric()
         reached = OpenAISettings(
             base_url=settings.url,
             api_key=settings.api_key,
             api_key_file=settings.api_key_file,
-            read_timeout=settings.timeout,
+            read_timeout=SECONDS,
             server_kind="other",
         )
         self._endpoint = Endpoint(reached, name=name, transport=transport)
@@ -73,10 +74,10 @@ class RemoteKnowledge:
 
     async def _answer(self, body: bytes) -> bytes:
         try:
-            with anyio.fail_after(self._timeout):
+            with anyio.fail_after(SECONDS):
                 return await self._endpoint.fetch("POST", "/search", body=body)
         except TimeoutError:
-            error, reason = None, f"gave no answer within {self._timeout:g} s"
+            error, reason = None, f"gave no answer within {SECONDS:g} s"
         except UpstreamError as failure:
             error, reason = failure, f"could not be asked: {failure}"
         raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} {reason}") from error

@@ -22,7 +22,7 @@ from agentspec.reasoning.settings import (
 from agentspec.testing import Answer, FakeBackend, Script
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, Usage
 from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, having
 
 ASKED = GenerateRequest(
     "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
@@ -118,7 +118,7 @@ def test_the_end_of_a_small_model_is_no_blank_line(names: bool) -> None:
 
     The base model, which is asked at every blank line, would go on for ever.
     """
-    settings = SpeculativeThinkingSettings(base="base", small="small", small_reasons=False, begin_tokens=0)
+    settings = having(SpeculativeThinkingSettings, begin_tokens=0)(base="base", small="small", small_reasons=False)
     small, base = Silent("all said", names=names), Answering(Answer("base words"), MESSAGES)
     events = run(settings, base, small)
     assert events[-1] == Ended("silent") and thought(events).strip() == "all said" and not base.requests

@@ -18,12 +18,13 @@ from agentspec.reasoning.settings import DelegationSettings, LookaheadSettings, 
 from agentspec.testing import Script
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, having
 
 ASKED = GenerateRequest(
     "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
 )
 MESSAGES = Capabilities(continue_final=True, logprobs=True)
+BOXED = having(LookaheadSettings, answer_marks=("boxed",))
 
 
 class Parsed(ThinkingModel):
@@ -59,7 +60,7 @@ def own(thinking: str, who: str = "s") -> str:
 def test_a_score_or_verdict_that_comes_as_reasoning_counts(logprobs: bool) -> None:
     specreason = SpecReasonSettings(base="base", small="small")
     assert scores(specreason, Parsed(own, score=lambda step: "8", logprobs=logprobs)) == [8, 8]
-    lookahead = LookaheadSettings(base="base", small="small", answer_marks=("boxed",))
+    lookahead = BOXED(base="base", small="small")
     assert scores(lookahead, Parsed(own, same=lambda draft, own: True, logprobs=logprobs)) == [1, 1]
 
 
@@ -82,4 +83,4 @@ def test_a_judge_that_refuses_log_probabilities_is_not_asked_for_them() -> None:
     able = Capabilities(continue_final=True)
     judge = Plain(own, score=lambda step: "8", same=lambda draft, own: True, capabilities=able)
     assert scores(SpecReasonSettings(base="base", small="small"), judge) == [8, 8]
-    assert scores(LookaheadSettings(base="base", small="small", answer_marks=("boxed",)), judge) == [1, 1]
+    assert scores(BOXED(base="base", small="small"), judge) == [1, 1]

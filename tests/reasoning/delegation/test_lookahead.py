@@ -15,7 +15,7 @@ from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.testing import Answer, Script
 from agentspec.types import GenerateRequest, SamplingParams
 from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, having
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ MODES = pytest.mark.parametrize(
 
 
 def knobs(**given: Any) -> LookaheadSettings:
-    return LookaheadSettings(**{"base": "base", "small": "small", "answer_marks": ("Answer:",), **given})
+    return having(LookaheadSettings, answer_marks=("Answer:",))(**{"base": "base", "small": "small", **given})
 
 
 def telling(*steps: str) -> Callable[[str], str]:

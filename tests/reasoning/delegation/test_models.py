@@ -26,8 +26,8 @@ COMMON = {"think_start": "", "think_end": "", "budget_tokens": 48, "step_tokens"
 STRATEGIES = {
     "kept": SpecReasonSettings(base="base", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
     "none": SpecReasonSettings(base="base", small="small", threshold=9.5, **COMMON),  # type: ignore[arg-type]
-    "some": SpecReasonSettings(base="base", small="small", score="average", threshold=4, **COMMON),  # type: ignore[arg-type]
-    "handed": SpeculativeThinkingSettings(base="base", small="small", small_reasons=False, begin_tokens=16, **COMMON),  # type: ignore[arg-type]
+    "some": SpecReasonSettings(base="base", small="small", threshold=4, **COMMON),  # type: ignore[arg-type]
+    "handed": SpeculativeThinkingSettings(base="base", small="small", small_reasons=False, **COMMON),  # type: ignore[arg-type]
     "taught": SpecReasonSettings(base="small", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
     "ahead": LookaheadSettings(base="base", small="small", depth=2, **COMMON),  # type: ignore[arg-type]
 }

@@ -182,14 +182,6 @@ CASES = {
     "a boxed answer ends nothing": Case(
         {START: "boxed 1\n\n", "1": "d2\n\n"}, chain("o", 2), ["s boxed 1\n\n", "s d2\n\n"], [True] * 2
     ),
-    "an answer mark ends where it is set": Case(
-        {START: "boxed 1\n\n", "1": "d2\n\n"},
-        chain("o", 2),
-        ["s boxed 1\n\n"],
-        [True],
-        "answered",
-        {"answer_marks": ("boxed",)},
-    ),
     "the budget ends": Case(
         chain("d"), chain("o"), ["s d1\n\n", "s d2\n\n"], [True] * 2, "budget", {"budget_tokens": 4}
     ),

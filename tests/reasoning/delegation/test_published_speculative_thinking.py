@@ -23,8 +23,10 @@ from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, SamplingParams
 from tests.fakes import delegating
+from tests.thinking_model import having
 
 LIMITS = {"peek_tokens": 4, "verify_tokens": 6, "begin_tokens": 5, "rescue_tokens": 6}
+CONSTANTS = {*LIMITS, "overload"}
 RECAP = "Let me check whether there are some wrong steps:"
 NEGATIVE = "wait no no no"
 DOUBT = "wait x y w"
@@ -46,54 +48,7 @@ class Case:
     end: str = ""
 
 
-def doubted(peek: str) -> Case:
-    """`peek` makes the base model write four tokens in its place, and no verification."""
-    return Case(["a\n\n", peek, " z\n\n"], ["B1 B2 B3 B4 B5"], ["s a\n\n", "b B1 B2 B3 B4", "s  z\n\n"], ["reflection"])
-
-
-def ignored(peek: str) -> Case:
-    """`peek` is thrown away, and the small model writes its paragraph anew."""
-    return Case(["a\n\n", peek, "z\n\n"], ["B1 B2 B3 B4 B5"], ["s a\n\n", "s z\n\n"])
-
-
-def verified(own: str, verifies: bool) -> Case:
-    """Behind a doubt the base model writes `own`; does it write six tokens more?"""
-    kept = ["s a\n\n", f"b {own}", *([f"b  {SIX}"] if verifies else []), "s  z\n\n"]
-    rules = ["reflection", *(["verification"] if verifies else [])]
-    return Case(["a\n\n", "wait no no no", " z\n\n"], [f"{own} more", f" {SIX} v7"], kept, rules)
-
-
-def chosen(peek: str, own: str, kept: str, *, verifies: bool = False) -> Case:
-    """With `choose_large = false`."""
-    more = [f"b  {SIX}"] if verifies else []
-    rules = ["reflection", *(["verification"] if verifies else [])]
-    steps = ["s a\n\n", kept, *more, "s  z\n\n"]
-    return Case(["a\n\n", peek, " z\n\n"], [own, f" {SIX} v7"], steps, rules, settings={"choose_large": False})
-
-
 CASES = {
-    # The first trigger: the mood of the next words.
-    "neutral words are drawn again": ignored("b c d e f"),
-    "yeah": doubted("yeah b c d"),
-    "yes": doubted("b yes c d"),
-    "final answer": doubted("the final answer is"),
-    "confident": doubted("b c d confident"),
-    "wait": doubted("wait b c d"),
-    "alternatively": doubted("alternatively b c d"),
-    "hold on": doubted("b hold on d"),
-    "another": doubted("b another c d"),
-    "verify is in the negative list too": doubted("let me verify b"),
-    "think again": doubted("b think again c"),
-    "recap": doubted("to recap b c"),
-    "check": doubted("let me check b"),
-    "any case": doubted("WAIT b c d"),
-    "inside other words: eyes": doubted("my eyes b c"),
-    "inside other words: checkbook": doubted("a checkbook b c"),
-    "inside other words: await": doubted("they await b c"),
-    "one word more than is looked at": ignored("b c d e wait"),
-    "across a blank line": doubted("b\n\nwait c"),
-    "behind a short paragraph": doubted("b\n\nc yes d"),
-    "across a blank line, too far": ignored("b\n\nc d wait"),
     "no check at the beginning": Case(["wait a\n\n", "b", "c\n\n"], [], ["s wait a\n\n", "s c\n\n"]),
     # What the base model writes in their place.
     "its words run across a blank line": Case(
@@ -113,19 +68,6 @@ CASES = {
     "its closing mark is the end": Case(
         ["a\n\n", NEGATIVE], ["check </think> y"], ["s a\n\n", "b check "], ["reflection"], "closed"
     ),
-    # The second trigger: a verification in the words that were kept.
-    "verify, in its words": verified("let me verify it", True),
-    "think again, in its words": verified("I think again now", True),
-    "recap, in its words": verified("so recap b c", True),
-    "check, in its words": verified("I check that now", True),
-    "paycheck, in its words": verified("my paycheck is due", True),
-    "none in its words": verified("no it is fine", False),
-    "one in the words that were replaced": Case(
-        ["a\n\n", "check b c d", " z\n\n"],
-        ["no it is fine"],
-        ["s a\n\n", "b no it is fine", "s  z\n\n"],
-        ["reflection"],
-    ),
     "a verification runs across a blank line": Case(
         ["a\n\n", NEGATIVE, " z\n\n"],
         ["I check it now", " v1\n\nv2 v3 v4 v5 v6"],
@@ -135,54 +77,7 @@ CASES = {
     "a verification in a neutral paragraph is none": Case(
         ["let me check\n\n", "b", "c\n\n"], [], ["s let me check\n\n", "s c\n\n"]
     ),
-    # Whose words are kept.
-    "both doubt": chosen(NEGATIVE, "another b c d", f"s {NEGATIVE}"),
-    "doubt and none": chosen(NEGATIVE, "x y w v", "b x y w v"),
-    "doubt and affirmation": chosen(NEGATIVE, "yes y w v", "b yes y w v"),
-    "affirmation and doubt": chosen("yes b c d", "wait y w v", "b wait y w v"),
-    "affirmation and none": chosen("yes b c d", "x y w v", "s yes b c d"),
-    "a tie doubts": chosen("yes b wait d", "x y w v", "b x y w v"),
-    "two affirm, one doubts": chosen("yes yes wait d", "x y w v", "s yes yes wait d"),
-    "the kept words begin a verification": chosen("check b c d", NEGATIVE, "s check b c d", verifies=True),
-    "the dropped words begin one": chosen(NEGATIVE, "another check c d", f"s {NEGATIVE}"),
     # The third trigger: many doubts.
-    "two doubts": Case(
-        ["p\n\n", NEGATIVE, " q\n\n", NEGATIVE, " q\n\n", " e\n\n"],
-        [DOUBT, DOUBT, RESCUE],
-        [
-            "s p\n\n",
-            f"b {DOUBT}",
-            "s  q\n\n",
-            f"b {DOUBT}",
-            "s  q\n\n",
-            f"b {RECAP}",
-            "b  r1 r2 r3 r4 r5 r6",
-            "s  e\n\n",
-        ],
-        ["reflection", "reflection", "overload"],
-        settings={"overload": 2},
-    ),
-    "doubts that were replaced do not count": Case(
-        ["p\n\n", *[NEGATIVE, " q\n\n"] * 3],
-        ["x y w v"] * 3,
-        ["s p\n\n", *["b x y w v", "s  q\n\n"] * 3],
-        ["reflection"] * 3,
-        settings={"overload": 1},
-    ),
-    "doubts in place of affirmations count": Case(
-        ["p\n\n", "yes b c d", " q\n\n", " e\n\n"],
-        [DOUBT, RESCUE],
-        ["s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"],
-        ["reflection", "overload"],
-        settings={"overload": 1},
-    ),
-    "doubts of the small model that were kept count": Case(
-        ["p\n\n", NEGATIVE, " q\n\n", " e\n\n"],
-        [DOUBT, RESCUE],
-        ["s p\n\n", f"s {NEGATIVE}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"],
-        ["reflection", "overload"],
-        settings={"overload": 1, "choose_large": False},
-    ),
     "doubts inside a paragraph do not count": Case(
         ["wait\n\n", "n", "wait\n\n", "n", "wait\n\n"],
         [],
@@ -254,7 +149,9 @@ def test_each_case_goes_as_published(name: str) -> None:
 
 def ours(case: Case) -> tuple[list[str], list[str], Event]:
     """The steps that we keep, the rules that fire, and the end."""
-    settings = SpeculativeThinkingSettings(base="base", small="small", **{**LIMITS, **case.settings})
+    given = {**LIMITS, **case.settings}
+    kind = having(SpeculativeThinkingSettings, **{name: given.pop(name) for name in CONSTANTS & given.keys()})
+    settings = kind(base="base", small="small", **given)
     backend = delegating(settings, base=InTurn(case.base, case.end), small=InTurn(case.small, case.end))
     request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
 
@@ -273,7 +170,6 @@ def published(case: Case) -> tuple[list[str], list[str], bool]:
     The last value says whether a verification was written behind an end, which we do not (docs/strategies.md).
     """
     small, base, kept, rules = iter(case.small), iter(case.base), list[str](), list[str]()
-    chooses = bool(case.settings["choose_large"])
     doubts, limit, recap, behind_end = 0, int(case.settings["overload"]), 6, False
 
     def own(rule: str, tokens: int) -> bool:
@@ -291,14 +187,10 @@ def published(case: Case) -> tuple[list[str], list[str], bool]:
             kept.append(f"b {RECAP}")
             ends = own("overload", recap)
             doubts, limit, recap = 0, min(limit + 5, 30), min(recap + 25, 200)
-        elif (peeked := mood((peek := cut(next(small, ""), 4))[0])) != 0:
-            (text, large_ends), author = cut(next(base, ""), 4), "b"
+        elif mood(cut(next(small, ""), 4)[0]) != 0:
+            text, ends = cut(next(base, ""), 4)
             rules.append("reflection")
-            if chooses or (peeked < 0 <= mood(text)) or (peeked > 0 > mood(text)):
-                ends = large_ends
-            else:
-                (text, ends), author = peek, "s"
-            kept.append(f"{author} {text}")
+            kept.append(f"b {text}")
             doubts += mood(text) < 0
             if any(word in text.lower() for word in ("verify", "think again", "recap", "check")):
                 behind_end = behind_end or ends
@@ -325,9 +217,8 @@ def mood(text: str) -> int:
     return 0 if not positive and not negative else (1 if positive > negative else -1)
 
 
-WORDS = st.sampled_from(
-    ["so", "x", "Wait", "yes", "check", "eyes", "final answer", "another", "await", "confident", "n"]
-)
+MOODS = ["final answer", "hold on", "think again", "checkbook", *"yeah alternatively verify recap".split()]
+WORDS = st.sampled_from([*"so x Wait yes check eyes another await confident n".split(), *MOODS])
 PARAGRAPH = st.lists(WORDS, min_size=1, max_size=7).map(" ".join)
 TEXT = st.lists(PARAGRAPH, min_size=1, max_size=3).map("\n\n".join)
 
@@ -336,12 +227,9 @@ TEXT = st.lists(PARAGRAPH, min_size=1, max_size=3).map("\n\n".join)
     small=st.lists(st.one_of(TEXT, TEXT.map("{}\n\n".format)), max_size=14),
     base=st.lists(TEXT, max_size=10),
     overload=st.integers(1, 3),
-    choose_large=st.booleans(),
 )
-def test_any_texts_go_as_the_published_loop_says(
-    small: list[str], base: list[str], overload: int, choose_large: bool
-) -> None:
-    case = Case(small, base, (), settings={"overload": overload, "choose_large": choose_large}, end="</think>")
+def test_any_texts_go_as_the_published_loop_says(small: list[str], base: list[str], overload: int) -> None:
+    case = Case(small, base, (), settings={"overload": overload}, end="</think>")
     expected, fired, behind_end = published(case)
     assume(not behind_end)
     kept, rules, _ = ours(case)

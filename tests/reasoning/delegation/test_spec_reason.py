@@ -99,7 +99,7 @@ async def test_the_answer_follows_and_says_what_it_is(abilities: Capabilities) -
     assert "".join(delta.text for delta in deltas) == "The answer is four."
     told = deltas[-1].speculation
     assert isinstance(told, StepSpeculation) and told.lossy and told.strategy == "specreason"
-    assert told.knobs == {"threshold": 5.0, "score": "greedy", "first_steps": 0}
+    assert told.knobs == {"threshold": 5.0}
     assert (told.steps, told.proposed_steps, told.accepted_steps, told.ended) == (3, 3, 3, "answered")
     assert told.kept_tokens["base"] == 0 and told.spent_tokens["judge"] == 3
     usage = deltas[-1].usage
@@ -138,15 +138,15 @@ def models(draw: st.DrawFn) -> Callable[[str], str]:
     return step
 
 
-@given(small=models(), base=models(), pipelined=st.booleans(), ids=st.booleans())
+@given(small=models(), base=models(), ids=st.booleans())
 def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
-    small: Callable[[str], str], base: Callable[[str], str], pipelined: bool, ids: bool
+    small: Callable[[str], str], base: Callable[[str], str], ids: bool
 ) -> None:
     abilities = IDS if ids else MESSAGES
 
     async def run(threshold: float) -> str:
         backend = delegating(
-            knobs(threshold=threshold, pipelined=pipelined),
+            knobs(threshold=threshold),
             base=ThinkingModel(base, capabilities=abilities),
             small=ThinkingModel(small, capabilities=abilities),
         )
@@ -273,37 +273,29 @@ def test_what_is_saved_is_told_at_the_base_models_own_pace(
         return speculation
 
     answer = Answer("so four", first_latency=0.1)
-    backend = delegating(
-        knobs(pipelined=False), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow)
-    )
+    backend = delegating(knobs(), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow))
     assert (by_the_loops_clock(told()).estimated_seconds_saved > 0) is saves
     assert (backend.throughput.tokens, backend.throughput.seconds) == (2, pytest.approx(0.1))
     assert by_the_loops_clock(told(speculation=False)).estimated_seconds_saved == 0
 
 
-async def test_endless_steps_are_cut_and_both_budgets_hold() -> None:
+async def test_endless_steps_are_cut_and_the_budget_holds() -> None:
     def endless(thinking: str) -> str:
         return " ".join(f"w{len(thinking)}-{n}" for n in range(1000))
 
     base = ThinkingModel(endless, score=lambda step: "0")
     small = ThinkingModel(endless)
-    settings = knobs(step_tokens=20, budget_tokens=70, spend_tokens=10_000)
+    settings = knobs(step_tokens=20, budget_tokens=70)
     backend = delegating(settings, base=base, small=small)
     thinking = Thinking(ask(), settings, backend.roles)
     events = [event async for event in backend.think(thinking)]
     assert events[-1] == Ended("budget") and thinking.counts.all_kept == 70
     assert [step.ending for step in kept(events)] == ["length"] * 4
-    tight = knobs(step_tokens=20, budget_tokens=300, spend_tokens=100, pipelined=False)
-    thinking = Thinking(ask(), tight, backend.roles)
-    events = [event async for event in backend.think(thinking)]
-    # What is generated ends the drafting alone, so that the thinking is as long as without a small model.
-    assert events[-1] == Ended("budget") and thinking.counts.all_kept == 300
-    assert thinking.counts.spent["small"] <= 60 and thinking.counts.all_spent <= 100 + 300
 
 
 async def test_max_tokens_counts_thinking_and_answer() -> None:
     base = ThinkingModel(numbered("b"))
-    backend = delegating(knobs(first_steps=1), base=base, small=ThinkingModel(numbered("s")))
+    backend = delegating(knobs(threshold=9.5), base=base, small=ThinkingModel(numbered("s")))
     deltas = await deltas_of(backend.generate(ask(max_tokens=5)))
     last = deltas[-1]
     assert last.finish_reason == "length" and last.usage is not None and last.usage.completion_tokens <= 5
@@ -404,11 +396,11 @@ async def test_pipelining_drafts_while_it_scores_and_cancels_what_is_rejected() 
 
 async def test_prompts_only_grow_in_token_ids() -> None:
     """Prefix caches stay warm: each model's next step begins with all of its last prompt, id for id."""
-    small = ThinkingModel(numbered("small", 6))
-    base = ThinkingModel(numbered("base", 6), score=lambda step: str(9 - 3 * (int(re.findall(r"\d", step)[0]) % 2)))
-    await events_of(delegating(knobs(pipelined=False), base=base, small=small))
-    for model in (small, base):
-        prompts = [tuple(r.token_ids or ()) for r in model.requests if "score is" not in model.prompt_text(r)]
+    for author, verdicts in (("small", "999999"), ("base", "919191")):
+        models = {name: ThinkingModel(numbered(name, 6)) for name in ("small", "base")}
+        models["judge"] = ThinkingModel(numbered(""), score=lambda step: verdicts[int(re.findall(r"\d", step)[0]) - 1])  # noqa: B023
+        await events_of(delegating(knobs(), **models))
+        prompts = [tuple(request.token_ids or ()) for request in models[author].requests]
         assert len(prompts) > 2
         assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(prompts))
 
@@ -419,34 +411,15 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 @MODES
 @pytest.mark.parametrize("place", ["tools", "extra"])
 async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities, place: str) -> None:
-    """As their templates show them, before the thinking; the prompts still grow at their ends only."""
+    """As their templates show them, before the thinking."""
     base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
     small = ThinkingModel(numbered("small"), capabilities=abilities)
     request = replace(ask(), tools=(TOOL,)) if place == "tools" else replace(ask(), extra={"tools": [TOOL]})
-    await events_of(delegating(knobs(pipelined=False), base=base, small=small), request)
+    await events_of(delegating(knobs(), base=base, small=small), request)
     for model in (base, small):
         prompts = [model.prompt_text(request) for request in model.requests]
         assert prompts and all(prompt.startswith('<|tools|>\n[{"type": "function"') for prompt in prompts)
         assert all(prompt.count("<|tools|>") == 1 for prompt in prompts)
-        steps = [prompt for prompt in prompts if "score is" not in prompt]
-        assert all(later.startswith(earlier) for earlier, later in pairwise(steps))
-
-
-@MODES
-async def test_the_base_model_answers_where_the_small_one_fails_before_it_began(abilities: Capabilities) -> None:
-    for error_after, fails in ((0, False), (2, True)):
-        broken = Answer("I would say four.", error=UpstreamError("gone"), error_after=error_after)
-        base = ThinkingModel(numbered("base"), capabilities=abilities)
-        small = ThinkingModel(numbered("small"), answer=broken, capabilities=abilities)
-        answer = delegating(knobs(answer_by="small"), base=base, small=small).generate(ask())
-        if fails:  # what was sent cannot be taken back
-            with pytest.raises(UpstreamError, match="gone"):
-                await deltas_of(answer)
-            continue
-        deltas = await deltas_of(answer)
-        assert "".join(delta.text for delta in deltas) == "The answer is four."
-        told = deltas[-1].speculation
-        assert isinstance(told, StepSpeculation) and told.degraded == {"small": "gone"}
 
 
 @MODES

@@ -16,7 +16,7 @@ from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, Script
 from agentspec.types import GenerateRequest, SamplingParams
 from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, having
 
 pytestmark = pytest.mark.anyio
 
@@ -31,8 +31,8 @@ ASK = GenerateRequest(
 
 
 def knobs(**given: Any) -> SpeculativeThinkingSettings:
-    lengths = {"peek_tokens": 3, "verify_tokens": 5, "answer_marks": ("Answer:",)}
-    return SpeculativeThinkingSettings(**{"base": "base", "small": "small", **lengths, **given})
+    kind = having(SpeculativeThinkingSettings, peek_tokens=3, verify_tokens=5, answer_marks=("Answer:",))
+    return kind(**{"base": "base", "small": "small", **given})
 
 
 class Speaker(ThinkingModel):
@@ -98,7 +98,7 @@ async def test_what_was_sent_before_the_small_model_failed_stays_part_of_the_thi
 
 @given(doubts=st.lists(st.integers(0, 40), max_size=12))
 def test_overload_comes_later_and_lasts_longer_each_time(doubts: list[int]) -> None:
-    overload = Overload(knobs(rescue_tokens=125))
+    overload = Overload(knobs())
     for time, count in enumerate(doubts):
         overload.doubts, overload.times = count, time
         assert overload.due is (count >= min(15 + 5 * time, 30))

@@ -13,6 +13,7 @@ import pytest
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError
 from agentspec.langchain import ChatAgentSpec
+from agentspec.reasoning.delegation import trace
 from agentspec.reasoning.delegation.trace import TraceFolder, open_folder
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
@@ -21,13 +22,14 @@ from tests.thinking_model import ThinkingModel
 
 
 def test_what_another_process_deletes_meanwhile_holds_nothing_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trace, "KEPT", 2)
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")  # listed, and not there any more
-    folder = TraceFolder(tmp_path, keep=2)
-    for age, trace in enumerate(("a", "b", "c")):
-        folder.write(trace, [{"event": "head"}])
-        os.utime(tmp_path / f"{trace}.jsonl", (age, age))
+    folder = TraceFolder(tmp_path)
+    for age, name in enumerate(("a", "b", "c")):
+        folder.write(name, [{"event": "head"}])
+        os.utime(tmp_path / f"{name}.jsonl", (age, age))
     folder.write("d", [{"event": "head"}])
     assert folder.ids() == ["d", "c"] and not caplog.records
 

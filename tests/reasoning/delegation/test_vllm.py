@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 def settings(url: str, threshold: float) -> Settings:
     endpoint = OpenAISettings(base_url=f"{url}/v1", model="model")  # type: ignore[arg-type]
     fast = SpecReasonSettings(
-        base="base", small="small", threshold=threshold, score="average", think_start="", think_end="",
+        base="base", small="small", threshold=threshold, think_start="", think_end="",
         budget_tokens=80, step_tokens=32,
     )  # fmt: skip
     return Settings(backends={"base": endpoint, "small": endpoint}, models={"fast": fast})

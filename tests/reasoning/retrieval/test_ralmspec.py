@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,6 @@ from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Knowledg
 from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.search import AnswerEnded, Event, SearchStats, VerifiedText
-from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, Labels, Message, SamplingParams, Usage
 
@@ -184,10 +184,8 @@ def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -
         documents.append(replace(documents[0], id="a-twin"))
     delays = data.draw(st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=2, max_size=2))
     knowledge = FakeKnowledge(documents, delays[0], data.draw(st.booleans()), data.draw(st.sampled_from([None, 1, 2])))
-    knobs = RetrievalSettings(
-        document_tokens=data.draw(st.integers(1, 20)), stride=data.draw(st.sampled_from(["os3", 1, 2, 5, 16]))
-    )
-    asynchronous = data.draw(st.booleans())
+    document_tokens = data.draw(st.integers(1, 20))
+    guessing = {"stride": data.draw(st.sampled_from(["os3", 1, 2, 5, 16])), "asynchronous": data.draw(st.booleans())}
     lengths = {"ROUND_TOKENS": data.draw(st.integers(1, 6)), "QUERY_TOKENS": data.draw(st.integers(1, 20))}
     kept, sought = data.draw(st.sampled_from([0, 2000, 1 << 20])), data.draw(st.integers(1, 8))
     stop = data.draw(st.sampled_from([(), ("日",), (" ra", "éé"), ("x su", "xyz")]))
@@ -195,8 +193,8 @@ def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -
     model = HashedModel(latency=delays[1])
 
     async def both() -> None:
-        given = {"backend": model, "knowledge": knowledge, "settings": knobs}
-        found = await outcome(ralmspec, request, **given, asynchronous=asynchronous)
+        given = {"backend": model, "knowledge": knowledge, "document_tokens": document_tokens}
+        found = await outcome(ralmspec, request, **given, **guessing)
         plain = await outcome(sequential, request, **given)
         assert found.answer == plain.answer and found.documents == plain.documents
         assert not any(mark in found.answer[0] for mark in stop)
@@ -232,10 +230,10 @@ class Approximate(FakeKnowledge):
 @pytest.mark.parametrize("knowledge", [Passages(corpus(2)), Approximate(corpus(30))], ids=["passages", "approximate"])
 async def test_a_service_that_finds_by_its_own_rules_gives_equal_answers(knowledge: FakeKnowledge) -> None:
     """Another passage of the same document is another document, and the best one may depend on the count."""
-    knobs = RetrievalSettings(stride=3)
     for n in range(5):
-        given = {"backend": HashedModel(), "knowledge": knowledge, "settings": knobs}
-        found, plain = [await outcome(run, asking(n), **given) for run in (ralmspec, sequential)]
+        given = {"backend": HashedModel(), "knowledge": knowledge}
+        found = await outcome(ralmspec, asking(n), **given, stride=3)
+        plain = await outcome(sequential, asking(n), **given)
         assert found.answer == plain.answer
 
 
@@ -249,7 +247,7 @@ async def test_text_is_that_of_all_its_tokens_and_is_never_taken_back() -> None:
 async def test_a_batch_asks_for_a_whole_stride() -> None:
     one = [Document("only", " ran lot")]
     knowledge, model = FakeKnowledge(one), HashedModel(ends=10**9)
-    given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "settings": RetrievalSettings(stride=3)}
+    given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "stride": 3}
     found = await outcome(ralmspec, asking(max_tokens=40), **given, asynchronous=False)
     assert knowledge.searches == [1, 3, 3, 3] and found.stats.hit_rate == 1.0 and found.stats.strides == [0, 3, 3, 3]
 
@@ -257,7 +255,6 @@ async def test_a_batch_asks_for_a_whole_stride() -> None:
 async def test_verification_runs_beside_the_rounds_that_follow() -> None:
     one, beside = [Document("only", " ran lot")], {}
     for asynchronous in (False, True):
-        knobs = RetrievalSettings(stride=1)
         model, knowledge = HashedModel(latency=0.02, ends=10**9), FakeKnowledge(one, latency=0.06)
         searching, generate = list[int](), model.generate
 
@@ -266,7 +263,7 @@ async def test_verification_runs_beside_the_rounds_that_follow() -> None:
             return generate(request)  # noqa: B023
 
         model.generate = watched  # type: ignore[method-assign]
-        given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "settings": knobs}
+        given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "stride": 1}
         await outcome(ralmspec, asking(max_tokens=40), **given, asynchronous=asynchronous)
         beside[asynchronous] = sum(searching)
     assert beside[True] > 3 and beside[False] == 0
@@ -280,11 +277,11 @@ async def test_what_was_guessed_of_another_version_is_redone(change: int, asynch
     def changing(at: int) -> FakeKnowledge:
         return FakeKnowledge(corpus(30), version=lambda n: "1" if n < at else "2")
 
-    model, knobs = HashedModel(ends=10**9), RetrievalSettings(stride=2)
+    model = HashedModel(ends=10**9)
     possible = [
         (await outcome(sequential, asking(1), backend=model, knowledge=changing(at))).answer for at in range(1, 8)
     ]
-    given: dict[str, Any] = {"backend": model, "knowledge": changing(change), "settings": knobs}
+    given: dict[str, Any] = {"backend": model, "knowledge": changing(change), "stride": 2}
     found = await outcome(ralmspec, asking(1), **given, asynchronous=asynchronous)
     assert found.answer in possible
 
@@ -305,10 +302,9 @@ async def _encoded(model: HashedModel, request: GenerateRequest) -> GenerateRequ
 async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exception) -> None:
     model = HashedModel(latency=0.001, ends=10**9)
     knowledge = FakeKnowledge(corpus(9), failing=lambda n: error if n >= nth else None)
-    knobs = RetrievalSettings(stride=2)
     said: list[Event] = []
     with pytest.raises(KnowledgeBaseError, match=r"gone|refused"):
-        async for event in ralmspec(asking(), backend=model, knowledge=knowledge, settings=knobs):
+        async for event in ralmspec(asking(), backend=model, knowledge=knowledge, stride=2):
             said.append(event)
     assert model.active == 0 and any(isinstance(event, VerifiedText) for event in said) == (nth > 0)
 
@@ -321,8 +317,7 @@ async def test_a_search_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_leaving_cancels_what_is_generated_and_asked() -> None:
     model, knowledge = HashedModel(latency=0.02, ends=10**9), FakeKnowledge(corpus(9))
-    knobs = RetrievalSettings(stride=1)
-    run = asyncio.create_task(outcome(ralmspec, asking(), backend=model, knowledge=knowledge, settings=knobs))
+    run = asyncio.create_task(outcome(ralmspec, asking(), backend=model, knowledge=knowledge, stride=1))
     await asyncio.sleep(0.01)
     knowledge.latency, model.latency = 3600.0, 3600.0
     while not model.active == knowledge.active == 1:
@@ -334,11 +329,11 @@ async def test_leaving_cancels_what_is_generated_and_asked() -> None:
 
 async def test_one_answer_leaves_nothing_for_the_next() -> None:
     """Documents that one request was given are not there for another, whatever their ids claim."""
-    model, knobs = HashedModel(), RetrievalSettings(stride=2)
+    model = HashedModel()
     poisoned = FakeKnowledge([Document("d000", " " + "poison" * 3)])
-    await outcome(ralmspec, asking(5), backend=model, knowledge=poisoned, settings=knobs)
-    found = await outcome(ralmspec, asking(5), backend=model, knowledge=FakeKnowledge(corpus(9)), settings=knobs)
-    plain = await outcome(sequential, asking(5), backend=model, knowledge=FakeKnowledge(corpus(9)), settings=knobs)
+    await outcome(ralmspec, asking(5), backend=model, knowledge=poisoned, stride=2)
+    found = await outcome(ralmspec, asking(5), backend=model, knowledge=FakeKnowledge(corpus(9)), stride=2)
+    plain = await outcome(sequential, asking(5), backend=model, knowledge=FakeKnowledge(corpus(9)))
     assert found.answer == plain.answer
 
 
@@ -404,11 +399,10 @@ class RecordingModel(HashedModel):
         self.recorded.append((request, tuple(token_ids)))
 
 
-@pytest.mark.parametrize("run", [sequential, ralmspec])
+@pytest.mark.parametrize("run", [sequential, partial(ralmspec, stride=3)])
 async def test_the_answer_is_recorded_and_not_its_rounds(run: Callable[..., AsyncGenerator[Event]]) -> None:
     model, request = RecordingModel(ends=10**9), replace(asking(), labels=Labels(session="s"))
-    knobs = RetrievalSettings(stride=3)
-    found = await outcome(run, request, backend=model, knowledge=FakeKnowledge(corpus(9)), settings=knobs)
+    found = await outcome(run, request, backend=model, knowledge=FakeKnowledge(corpus(9)))
     assert model.calls > 5 and not model.shared
     [(recorded, answer)] = model.recorded
     assert answer == found.answer[1]
@@ -494,8 +488,7 @@ async def test_every_question_is_answered_the_same(
         async with gate:
             plain = await outcome(sequential, request, backend=model, knowledge=base)
             for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
-                knobs = RetrievalSettings(stride=stride)  # type: ignore[arg-type]
-                given: dict[str, Any] = {"backend": model, "knowledge": base, "settings": knobs}
+                given: dict[str, Any] = {"backend": model, "knowledge": base, "stride": stride}
                 found = await outcome(ralmspec, request, **given, asynchronous=asynchronous)
                 assert found.answer == plain.answer and found.documents == plain.documents
                 dropped[0] += found.stats.dropped_rounds

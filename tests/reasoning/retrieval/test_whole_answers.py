@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.rounds import RoundGenerator
 from agentspec.reasoning.retrieval.search import VerifiedText
-from agentspec.reasoning.settings import RaLMSpecSettings, RetrievalSettings
+from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.testing import FakeBackend
-from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
+from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.anyio
@@ -86,7 +87,7 @@ async def said(events: AsyncGenerator[Any]) -> tuple[str, tuple[int, ...]]:
 async def test_rounds_make_the_answer_that_one_go_makes(backend: Any, rule: str) -> None:
     """With one document for all rounds nothing but the rules tells rounds from a whole answer, drawn greedily."""
     request = asking(rule)
-    generator = await RoundGenerator.open(request, backend, RetrievalSettings())
+    generator = await RoundGenerator.open(request, backend, 256)
     prompt = await generator.prompt.with_document(Document("1", "An ox is an animal."), 48)
     whole = [delta async for delta in backend.continue_answer(replace(request, split_reasoning=False), prompt, ())]
     tokens = tuple(token for delta in whole for token in delta.token_ids)
@@ -107,8 +108,7 @@ async def test_every_token_has_its_log_probability(backend: Any, rule: str) -> N
 async def same_in_every_way(backend: Any, knowledge: KnowledgeBase, request: GenerateRequest) -> str:
     plain = await said(sequential(request, backend=backend, knowledge=knowledge))
     for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
-        knobs = RetrievalSettings(stride=stride)  # type: ignore[arg-type]
-        given: dict[str, Any] = {"backend": backend, "knowledge": knowledge, "settings": knobs}
+        given: dict[str, Any] = {"backend": backend, "knowledge": knowledge, "stride": stride}
         assert await said(ralmspec(request, **given, asynchronous=asynchronous)) == plain
     return plain[0]
 
@@ -147,6 +147,29 @@ async def test_speculation_changes_no_answer(
         question = f"{PASSAGES[number % len(PASSAGES)]['question']} {number}"
         request = asking(rule, question, None if number % 2 else number)
         assert keeps(rule, await same_in_every_way(backend, knowledge, request), backend, request)
+
+
+async def test_a_cache_gets_whole_answers(tiny_model: Path, make_index: Callable[..., Any]) -> None:
+    """Rounds of four tokens, each with what stands before it, would take the room of everything else."""
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.cache import SuffixCache
+
+    knowledge = IndexKnowledge(make_index("bm25", [passage["text"] for passage in PASSAGES]))
+    with SuffixCache.open() as cache:
+        backend = TorchBackend.load(TorchSettings(model=str(tiny_model), device="cpu"), cache=cache)
+        for number, run in enumerate((sequential, partial(ralmspec, stride=3), partial(ralmspec, stride=3))):
+            request = asking("nothing", PASSAGES[number]["question"], number, labels=Labels(session=f"s{number}"))
+            _, answer = await said(run(request, backend=backend, knowledge=knowledge))
+            stats = cache.stats()
+            assert (stats.sequences, stats.partial) == (number + 1, 0)
+            [namespace] = cache._pool.namespaces.partitions()
+            assert tuple(namespace.shared.tokens(number).tolist()) == answer
+        await said(ralmspec(replace(request, store=False), backend=backend, knowledge=knowledge))
+        assert cache.stats().sequences == 3
+        assert cache.forget(session="s1") == 1
+        assert cache.stats().sequences == 2
+        await backend.aclose()
 
 
 async def test_a_call_is_told_as_one_and_its_syntax_is_in_no_query(backend: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from agentspec.backends.http import httpx
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
+from agentspec.reasoning.retrieval.knowledge import remote as module
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, ranked
 from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
 from agentspec.reasoning.settings import RemoteSettings
@@ -18,9 +19,9 @@ from agentspec.reasoning.settings import RemoteSettings
 pytestmark = pytest.mark.anyio
 
 
-def remote(answer: Callable[..., Any], **options: Any) -> RemoteKnowledge:
+def remote(answer: Callable[..., Any]) -> RemoteKnowledge:
     """A client whose service is `answer`, a function from a request to a response."""
-    settings = RemoteSettings.model_validate({"url": "http://kb.test/v", **options})
+    settings = RemoteSettings.model_validate({"url": "http://kb.test/v"})
     return RemoteKnowledge(settings, transport=httpx.MockTransport(answer))
 
 
@@ -114,7 +115,9 @@ async def test_a_service_that_fails_is_quoted_and_not_asked_again():
     assert len(calls) == 1
 
 
-async def test_a_service_that_is_down_or_slow_is_an_error():
+async def test_a_service_that_is_down_or_slow_is_an_error(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 0.5)
+
     def down(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
@@ -125,4 +128,4 @@ async def test_a_service_that_is_down_or_slow_is_an_error():
     with pytest.raises(KnowledgeBaseError, match="could not be reached"):
         await found(remote(down))
     with pytest.raises(KnowledgeBaseError, match=r"no answer within 0\.5 s"):
-        await found(remote(slow, timeout=0.5))
+        await found(remote(slow))

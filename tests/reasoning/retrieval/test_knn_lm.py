@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -14,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 
+from agentspec.backends.base import AddsHeaders
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import ConfigurationError, InvalidRequestError, NotReadyError
 from agentspec.protocol.speculation import KnnSpeculation
-from agentspec.reasoning.retrieval.knn.backend import KnnBackend
-from agentspec.reasoning.retrieval.knn.datastore import Corpus, build
-from agentspec.reasoning.retrieval.knn.decoder import KnnStride, Mixture
+from agentspec.reasoning.retrieval.datastore import build
+from agentspec.reasoning.retrieval.knn_lm import KnnBackend, KnnStride, Mixture
 from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import ModelRef
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
+from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -34,16 +36,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentences that repeat each other's words, some of them whole."""
-    dice = random.Random(5)
-    texts = [" ".join(dice.choices(WORDS, k=12)) for _ in range(12)]
-    file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    file.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, *texts[:4]]))
-    return file
-
-
-@pytest.fixture(scope="module")
 async def backend(tiny_model: Path) -> AsyncIterator[TorchBackend]:
     backend = TorchBackend.load(TorchSettings(model=str(tiny_model), max_draft_tokens=0))
     yield backend
@@ -51,9 +43,12 @@ async def backend(tiny_model: Path) -> AsyncIterator[TorchBackend]:
 
 
 @pytest.fixture(scope="module")
-async def folder(backend: TorchBackend, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+async def folder(backend: TorchBackend, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A datastore of sentences that repeat each other's words, some of them whole."""
+    dice = random.Random(5)
+    texts = [" ".join(dice.choices(WORDS, k=12)) for _ in range(12)]
     folder = tmp_path_factory.mktemp("store")
-    await build(Corpus((corpus,)), folder, backend, "tiny", backend.encode, lambda progress: None)
+    await build([*texts, *texts[:4]], folder, backend, lambda documents: None)
     return folder
 
 
@@ -259,3 +254,36 @@ async def test_what_it_does_not_carry_is_refused(backend: TorchBackend, folder: 
     with pytest.raises(InvalidRequestError) as caught:
         await answer(model, asked("red", SamplingParams(**{name: value})))
     assert caught.value.param == name
+
+
+def settings_of(model: Path, store: Path) -> Settings:
+    models = {"facts": {"strategy": "knnlm", "base": "local", "datastore": str(store), "temperature": 20.0}}
+    backends = {"local": {"kind": "torch", "model": str(model)}}
+    return Settings(backends=backends, models=models)  # type: ignore[arg-type]
+
+
+async def test_a_model_name_answers_with_a_datastore(tiny_model: Path, folder: Path) -> None:
+    async with Runtime(settings_of(tiny_model, folder)) as runtime:
+        messages = [{"role": "user", "content": "The river"}]
+        request = GenerateRequest("facts", messages=messages, sampling=SamplingParams(temperature=0, max_tokens=20))
+        opened = runtime.route("facts").backend
+        _, text, last = await answer(opened, request)  # type: ignore[arg-type]
+        took = last.speculation
+        assert text and isinstance(took, KnnSpeculation) and took.strategy == "knnlm" and took.steps >= 20
+        assert opened.capabilities.token_ids and not opened.capabilities.logprobs
+        assert isinstance(opened, AddsHeaders)
+        headers = opened.response_headers(request)
+        assert headers == {"x-agentspec-lossless": "knnlm; neighbours=16; weight=0.25; temperature=20.0"}
+
+
+async def test_a_datastore_that_is_not_there_is_a_configuration_error(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"models\.facts: .* holds no datastore"):
+        Runtime(settings_of(tiny_model, tmp_path)).start()
+
+
+async def test_the_base_must_be_local(tmp_path: Path) -> None:
+    strategy = KnnBackend("facts", KnnLmSettings(base="far", datastore=tmp_path), ModelRef(FakeBackend(), "far"))
+    with pytest.raises(ConfigurationError, match=r'models\.facts: .*"torch"'):
+        await strategy.prepare()
+    with pytest.raises(NotReadyError):
+        await anext(strategy.generate(GenerateRequest("facts", text="x")))

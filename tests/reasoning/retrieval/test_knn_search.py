@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.stepwise import VectorScan
-from agentspec.reasoning.retrieval.knn import decoder
-from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest
-from agentspec.reasoning.retrieval.knn.decoder import PREFETCH, DatastoreSearch, Mixture, NeighbourCache, Neighbours
+from agentspec.reasoning.retrieval import knn_lm
+from agentspec.reasoning.retrieval.datastore import Datastore, DatastoreManifest
+from agentspec.reasoning.retrieval.knn_lm import (
+    PREFETCH,
+    DatastoreSearch,
+    KnnStride,
+    Mixture,
+    NeighbourCache,
+    Neighbours,
+)
+from agentspec.speculation.stride import MOST, expected
 
 CPU = torch.device("cpu")
 
@@ -96,8 +104,8 @@ def test_the_cache_holds_what_was_found_and_what_follows() -> None:
 
 
 def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "PREFETCH", 0)
-    monkeypatch.setattr(decoder, "CACHED", 10)
+    monkeypatch.setattr(knn_lm, "PREFETCH", 0)
+    monkeypatch.setattr(knn_lm, "CACHED", 10)
     store = store_of(np.arange(100)[:, None])
     cache = NeighbourCache(store)
     for first in range(0, 100, 5):
@@ -119,3 +127,15 @@ def test_what_is_decided_stands_whatever_the_neighbours_say(data: st.DataObject)
     decided = mixture.decided(prior)
     if decided is not None:
         assert decided == int(scores.argmax())
+
+
+@pytest.mark.parametrize(("guess", "search", "gamma"), [(1, 1, 0.5), (1, 5, 0.8), (2, 1, 0.9)])
+def test_the_stride_is_the_best_of_all_and_begins_with_one(guess: float, search: float, gamma: float) -> None:
+    stride = KnnStride()
+    stride.guessed(guess)
+    assert stride.choose() == 1
+    stride.searched(search)
+    for _ in range(8):
+        stride.verified(round(10 * gamma / (1 - gamma)), wrong=True)
+    rates = [expected(s, stride.gamma) / (s * guess + search) for s in range(1, MOST + 1)]
+    assert rates[stride.choose() - 1] == max(rates)
