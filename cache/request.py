@@ -52,7 +52,7 @@ class CacheStats:
     hits: int = 0  # steps with at least one accepted token
     drafted: int = 0
     accepted: int = 0
-    partial: int = 0  # requests aborted
+    partial: int = 0  # answers aborted, without parts of answers (`share=False`)
     evicted: int = 0  # sequences and sessions evicted to make room
     unloaded: int = 0  # namespaces that left memory, where the next request loads them again
     forgotten: int = 0  # sequences that this process deleted, on request or by age
@@ -393,10 +393,10 @@ class CacheRequest:
         if self.pool.closed:
             return
         try:
-            if self.store:
+            if self.store and self.share:
                 if not clean:
                     self.pool.count(partial=1)
-                elif self._output and self.share:
+                elif self._output:
                     self.pool.add_output(
                         self.partition,
                         self._session,

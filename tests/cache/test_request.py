@@ -80,7 +80,11 @@ def test_abandon_and_no_store(cache: SuffixCache) -> None:
     abandoned.close()
     with cache.request([1], session="b", store=False) as unstored:
         unstored.extend([40, 41])
-    assert cache.stats().sequences == 0
+    assert cache.stats().partial == 1
+    part = cache.request([1], session="c", share=False)  # of an answer, as a round of retrieval is
+    part.extend([40, 41])
+    part.abandon()
+    assert (cache.stats().sequences, cache.stats().partial) == (0, 1)
 
 
 def test_use_after_close(cache: SuffixCache) -> None:
