@@ -27,6 +27,7 @@ from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
 from agentspec.reasoning.settings import IndexSettings, RaLMSpecSettings, RemoteSettings, SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
+from agentspec.speculation.stride import StrideGovernor, StridePlan
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 from tests.thinking_model import ThinkingModel
@@ -63,6 +64,13 @@ def retrieving(path: Path, **knobs: Any) -> Settings:
     )
 
 
+@pytest.fixture
+def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents are guessed before each verification, whatever was measured."""
+    monkeypatch.setattr(StrideGovernor, "choose", lambda self: StridePlan(2, True))
+
+
+@pytest.mark.usefixtures("guessing")
 def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway: Any, corpus: Path) -> None:
     running = gateway({"large": Reader()}, retrieving(corpus))
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True})
@@ -71,7 +79,7 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
     told = events[-1]["speculation"]
     assert told["lossy"] is False and told["strategy"] == "ralmspec" and told["steps"] == 6
-    assert told["batches"] <= told["queries"] and 0 <= told["hit_rate"] <= 1 and told["strides"][0] == 0
+    assert told["batches"] < told["queries"] and 0 <= told["hit_rate"] <= 1 and told["strides"][0] == 0
     assert set(told["seconds"]) == {"generate", "rolled_back", "retrieve", "verify", "encode"}
     off = httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers={"x-agentspec-speculation": "off"})
     assert off.json()["choices"][0]["message"]["content"] == said and len(said.split()) == 24
@@ -115,6 +123,7 @@ def test_a_knowledge_base_that_is_down_is_a_bad_gateway(gateway: Any, corpus: Pa
     assert httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "model": "plain"}).status_code == 200
 
 
+@pytest.mark.usefixtures("guessing")
 def test_a_client_that_leaves_cancels_the_work(gateway: Any, corpus: Path, until: Callable[..., None]) -> None:
     model = Reader(latency=0.3)
     running = gateway({"large": model}, retrieving(corpus))
