@@ -76,8 +76,8 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_code_names_pages_that_exist() -> None:
-    files = [file for folder in ("agentspec", "cache", "backends", "reasoning", "benchmarks", "tests", "examples")
+def test_pages_that_are_named_exist() -> None:
+    files = [*ALL] + [file for folder in ("agentspec", "cache", "backends", "reasoning", "benchmarks", "tests", "examples")
              for suffix in ("*.py", "*.toml") for file in (ROOT / folder).rglob(suffix)]  # fmt: skip
     named = {(str(file), name) for file in files for name in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())}
     assert {(file, name) for file, name in named if not (ROOT / name).exists()} == set()
