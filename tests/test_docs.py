@@ -77,8 +77,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages_that_are_named_exist() -> None:
-    files = [*ALL] + [file for folder in ("agentspec", "cache", "backends", "reasoning", "benchmarks", "tests", "examples")
-             for suffix in ("*.py", "*.toml") for file in (ROOT / folder).rglob(suffix)]  # fmt: skip
+    folders = [
+        ROOT / name for name in ("agentspec", "cache", "backends", "reasoning", "benchmarks", "tests", "examples")
+    ]
+    files = [*ALL, *(file for folder in folders for suffix in ("*.py", "*.toml") for file in folder.rglob(suffix))]
     named = {(str(file), name) for file in files for name in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())}
     assert {(file, name) for file, name in named if not (ROOT / name).exists()} == set()
 
