@@ -24,6 +24,8 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 ALL = [*TEXTS, *PAGES, *GUIDES]
 
+FOLDERS = ("agentspec", "cache", "backends", "reasoning", "benchmarks", "tests", "examples", "docs")
+
 MOST_PAGES = 14
 MOST_WORDS = 35_000  # of all pages but the generated settings
 MOST_WORDS_OF_A_GUIDE = 600
@@ -74,6 +76,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 broken.append(link)
     assert broken == []
+
+
+def test_the_map_names_files_and_functions_that_exist() -> None:
+    texts = (ROOT / "docs" / "structure.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    paths = [file for name in FOLDERS for suffix in ("*.py", "*.cpp") for file in (ROOT / name).rglob(suffix)]
+    files = {file for file in re.findall(r"`([\w/]+\.(?:py|cpp))`", texts) if not file.endswith("yours.py")}
+    assert {file for file in files if not any(str(path).endswith(f"/{file}") for path in paths)} == set()
+    words = {word for path in paths if "tests" not in path.parts for word in re.findall(r"\w+", path.read_text())}
+    names = re.findall(r"`([A-Za-z_]+)\.(\w+)`", re.sub(r"`\S+\.(?:py|pyi|cpp|md|lock|toml)`", "", texts))
+    assert {word for name in names for word in name} - words == set()
 
 
 def test_pages_that_are_named_exist() -> None:
