@@ -14,7 +14,7 @@ from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.anthropic.responses import MessagesWriter
 from agentspec.protocol.responses import Accumulator
-from agentspec.types import Delta, Prompt, Speculation, Usage
+from agentspec.types import Delta, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(types.RawMessageStreamEvent)
 USAGE = Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=3)
@@ -106,40 +106,6 @@ def test_a_stream_tells_what_the_whole_message_does(name: str) -> None:
     content = [block.model_dump(exclude_none=True) for block in message.content]
     if name != "text between":  # a whole answer of OpenAI's form does not tell where the text was
         assert told(written) == content
-
-
-@pytest.mark.parametrize(
-    ("delta", "calls", "reason"),
-    [
-        (end(), False, "end_turn"),
-        (end("length"), False, "max_tokens"),
-        (end("length"), True, "max_tokens"),
-        (end("stop"), True, "tool_use"),
-        (end("content_filter"), False, "refusal"),
-        (end(stop_reason="x"), False, "stop_sequence"),
-    ],
-)
-def test_why_an_answer_ended(delta: Delta, calls: bool, reason: str) -> None:
-    deltas = [Delta(text="a"), *([call(0, "f", "{}", "c")] if calls else []), delta]
-    assert whole(deltas).stop_reason == events(deltas)[-2]["delta"]["stop_reason"] == reason
-
-
-def test_thoughts_that_are_not_wanted() -> None:
-    assert [block["type"] for block in told(events(CASES["thoughts"], thoughts=False))] == ["text"]
-    assert [block.type for block in whole(CASES["thoughts"], thoughts=False).content] == ["text"]
-    first = told(events(CASES["thoughts"], omitted=True))[0]
-    assert first["thinking"] == "" and len(first["signature"]) == 64
-    assert whole(CASES["thoughts"], omitted=True).content[0].model_dump() == first
-
-
-def test_counts() -> None:
-    started = events([Delta(prompt=Prompt(token_ids=(1, 2, 3)), text="a"), end()])
-    assert started[0]["message"]["usage"]["input_tokens"] == 3
-    assert started[-2]["usage"] == {
-        "input_tokens": 6, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3, "output_tokens": 4
-    }  # fmt: skip
-    counted = events([end(speculation=Speculation(5, 4, 2))])[-2]
-    assert counted["speculation"]["accepted"] == 4
 
 
 @pytest.mark.parametrize(

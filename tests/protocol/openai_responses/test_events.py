@@ -96,17 +96,6 @@ def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int])
     assert (item["type"], item["name"], item["namespace"]) == ("custom_tool_call", "edit", "disk")
 
 
-def test_an_answer_of_nothing_is_an_empty_message() -> None:
-    found = events([Delta(finish_reason="stop")])
-    assert found[-1]["response"]["output"][0]["content"][0]["text"] == ""
-
-
-def test_blanks_between_calls_are_no_message() -> None:
-    deltas = [call(0, "{}", id="a", name="f"), Delta(text="\n"), call(1, "{}", id="b", name="f")]
-    kinds = [item["type"] for item in events([*deltas, Delta(finish_reason="tool_calls")])[-1]["response"]["output"]]
-    assert kinds == ["function_call", "function_call"]
-
-
 def test_a_failed_answer_has_what_was_written() -> None:
     one = writer()
     found = [*one.begin(), *one.write(Delta(text="half"))]
