@@ -10,8 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import EncoderSettings, FleetSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, IndexSettings, RemoteSettings, TraceSettings
 from agentspec.settings.models import ModelSettings

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 
-from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import BackendSettings, FleetSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError, suggestion
 from agentspec.reasoning.settings import STRATEGIES, KnowledgeSettings, StrategySettings, TraceSettings

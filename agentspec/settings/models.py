@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from agentspec.backends.pool.settings import PoolSpec, PoolTarget
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import OpenAISettings, PoolSpec, PoolTarget
 from agentspec.errors import ConfigurationError, suggestion
 from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.reasoning.settings import StrategySettings

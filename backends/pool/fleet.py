@@ -16,8 +16,7 @@ from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
-from agentspec.backends.pool.settings import FleetSettings, PoolSpec
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import FleetSettings, OpenAISettings, PoolSpec
 from agentspec.errors import UpstreamError, UpstreamStatusError
 from agentspec.placement import POLICIES
 from agentspec.telemetry.samples import MemberSample

@@ -9,7 +9,7 @@ from typing import Literal
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.metrics import ServerLoad
 from agentspec.backends.openai.server_kind import ServerKind
-from agentspec.backends.pool.settings import FleetSettings
+from agentspec.backends.settings import FleetSettings
 from agentspec.placement import Member
 from agentspec.telemetry.samples import MemberSample
 

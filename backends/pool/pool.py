@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from agentspec.backends.pool.member import PoolMember
 from agentspec.backends.pool.servers import Servers
-from agentspec.backends.pool.settings import FleetSettings
+from agentspec.backends.settings import FleetSettings
 from agentspec.errors import NoServerError
 from agentspec.placement import Call, PlacementPolicy
 

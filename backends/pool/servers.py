@@ -17,8 +17,7 @@ from pydantic import HttpUrl
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.member import PoolMember
-from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import FleetSettings, OpenAISettings
 
 if TYPE_CHECKING:
     from agentspec.backends.openai.isolation import TenantIsolation

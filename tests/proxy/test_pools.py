@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentspec.backends.pool.prompt import prompt_blocks
-from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import FleetSettings, OpenAISettings
 from agentspec.cli import app as program
 from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.reasoning.settings import STRATEGIES

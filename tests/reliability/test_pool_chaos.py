@@ -27,8 +27,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import FleetSettings, OpenAISettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 

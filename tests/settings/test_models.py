@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.pool.settings import PoolSpec, PoolTarget
+from agentspec.backends.settings import PoolSpec, PoolTarget
 from agentspec.errors import ConfigurationError
 from agentspec.placement import DEFAULT_POLICY, POLICIES
 from agentspec.settings.load import Settings, load_settings

@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 from agentspec.backends.http import Endpoint
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamTimeoutError
-from tests.instructions import counted_instructions
 
 pytestmark = pytest.mark.anyio
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -127,31 +126,6 @@ async def test_an_answer_that_was_not_read_to_its_end_ends_its_connection() -> N
         async with endpoint.send("POST", "/x", headers={}, body=b"{}"):
             assert server.open == 1
         await until(lambda: server.open == 0)
-
-
-async def test_what_a_call_costs_does_not_grow_with_the_open_connections() -> None:
-    """Counted in bytecode instructions of our HTTP client and of its library, without those of the event loop."""
-
-    async def script(client: Client) -> None:
-        while True:
-            if await client.request() == b"stream":
-                await client.send(BEGUN)
-                await client.left()
-                return
-            await client.send(ANSWER)
-
-    async def cost(endpoint: Endpoint) -> int:
-        with counted_instructions("asyncio.", "selectors", __name__) as count:
-            await endpoint.fetch("POST", "/x", body=b"{}")
-        return count()
-
-    async with serving(script) as (_, endpoint), AsyncExitStack() as stack:
-        await endpoint.fetch("POST", "/x", body=b"{}")
-        alone = min([await cost(endpoint) for _ in range(5)])
-        for _ in range(200):
-            await stack.enter_async_context(endpoint.send("POST", "/x", headers={}, body=b"stream"))
-        beside = min([await cost(endpoint) for _ in range(5)])
-        assert 500 < beside < 1.05 * alone
 
 
 async def test_idle_connections_are_closed_in_time_and_not_kept_for_the_next_call(

@@ -16,8 +16,7 @@ import pytest
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.pool import Pool
 from agentspec.backends.pool.servers import Servers
-from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import FleetSettings, OpenAISettings
 from agentspec.placement import PlacementPolicy, RoundRobin
 from tests.conftest import JumpingLoop
 

@@ -12,8 +12,7 @@ import pytest
 
 from agentspec.backends.pool.fleet import Fleet
 from agentspec.backends.pool.servers import Servers, listed
-from agentspec.backends.pool.settings import FleetSettings, PoolSpec, PoolTarget
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import FleetSettings, OpenAISettings, PoolSpec, PoolTarget
 
 
 def settings(**given: Any) -> OpenAISettings:

@@ -17,8 +17,7 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.metrics import ServerLoad
 from agentspec.backends.pool.fleet import PoolWatch
 from agentspec.backends.pool.member import PoolMember
-from agentspec.backends.pool.settings import FleetSettings
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import FleetSettings, OpenAISettings
 
 MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
 METRICS = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.5\n"
