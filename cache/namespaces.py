@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, ItemsView, Iterator
 from functools import partial
@@ -16,19 +15,16 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentspec.cache.deletion import Scope
+from agentspec.cache.eviction import TRIED, Eviction
 from agentspec.cache.partition import Partition
 from agentspec.types import Namespace
 
 if TYPE_CHECKING:
     from agentspec.cache.sync import StoreSync
 
-_RESERVE = 16  # this part of the budget is left free, for merges and for what comes until others were evicted
-_IDLE_SECONDS = 60.0  # a namespace that no request used for so long may leave memory as a whole
 _AT_ONCE = 16  # so many namespaces are loaded before they are used
-_PATIENCE = 1.0  # seconds that loading waits, at most, for memory that others have given up but not merged away
-_READING = 0.001  # seconds until merges are tried again that drafts held up, or that have come up meanwhile
 TENANT_NAMESPACES = 4096  # of one tenant in memory, unless requests use more of them
-_TRIED = 16  # namespaces that are looked at, at most, for one that can give something
+_RESERVE = 16  # this part of the budget is left free, for merges and for what comes until others were evicted
 
 K = TypeVar("K")
 
@@ -112,7 +108,7 @@ class _Tenant:
 class NamespaceTable:
     """All partitions in memory. Thread-safe.
 
-    `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant. `_lock` guards tables and
+    `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant. `lock` guards tables and
     sums; nothing is done under it that takes longer with more text, and no lock is taken. A thread that holds a
     partition's lock may take it. No thread waits for two partitions.
     """
@@ -120,25 +116,27 @@ class NamespaceTable:
     def __init__(self, memory_bytes: int, tenant_memory_bytes: int | None) -> None:
         self.limit = memory_bytes
         self.tenant_limit = memory_bytes if tenant_memory_bytes is None else min(memory_bytes, tenant_memory_bytes)
+        self.watermark = memory_bytes - memory_bytes // _RESERVE
+        self.eviction = Eviction(self)
         self.source: StoreSync | None = None
         self.on_pressure: Callable[[], None] = lambda: None
-        """Called by a request that leaves work to `relieve`; must return at once."""
+        """Called by a request that leaves work to `Eviction.relieve`; must return at once."""
         self.evicted = 0  # sequences, sessions and namespaces, for good
         self.unloaded = 0
         self.stopping = False  # set when the maintenance thread is about to be ended
         self._count = 0  # partitions
-        self._lock = threading.Lock()
-        self._tenants: dict[str, _Tenant] = {}
-        self._sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
-        self._owed = 0  # bytes that merging will give back
-        self._due: dict[Partition, None] = {}  # partitions with something to merge
+        self.lock = threading.Lock()
+        self.tenants: dict[str, _Tenant] = {}
+        self.sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
+        self.owed = 0  # bytes that merging will give back
+        self.due: dict[Partition, None] = {}  # partitions with something to merge
         self._used: dict[Partition, None] = {}
 
     def clear(self) -> None:
-        with self._lock:
-            tenants, self._tenants = self._tenants, {}
-            self._sizes, self._owed = Totals(), 0
-            self._due = {}
+        with self.lock:
+            tenants, self.tenants = self.tenants, {}
+            self.sizes, self.owed = Totals(), 0
+            self.due = {}
             self._used = {}
         tenants.clear()  # what takes time is freed without the lock
 
@@ -153,44 +151,44 @@ class NamespaceTable:
                 if partition.retired:  # between the two lines
                     continue
                 if not partition.loaded and self.source:
-                    self.source.load(partition, self._room(), partial(self._reserve, partition))
+                    self.source.load(partition, self.eviction.room(), partial(self.eviction.reserve, partition))
                 self.book(partition)
                 yield partition
                 return
 
     def _find(self, namespace: Namespace) -> Partition:
-        with self._lock:
-            tenant = self._tenants.get(namespace.tenant)
+        with self.lock:
+            tenant = self.tenants.get(namespace.tenant)
             found = tenant.partitions.get(namespace) if tenant else None
             if tenant and found:
                 tenant.partitions.move_to_end(namespace)
                 return found
         made = Partition(namespace, loaded=self.source is None)
-        with self._lock:
-            tenant = self._tenants.setdefault(namespace.tenant, _Tenant())
+        with self.lock:
+            tenant = self.tenants.setdefault(namespace.tenant, _Tenant())
             found = tenant.partitions.setdefault(namespace, made)
             self._count += found is made
             many = len(tenant.partitions) > TENANT_NAMESPACES
-            candidates = list(islice(tenant.partitions.values(), _TRIED)) if many else []
-        any(self._leave(one) for one in candidates if one is not found)
+            candidates = list(islice(tenant.partitions.values(), TRIED)) if many else []
+        any(self.leave(one) for one in candidates if one is not found)
         return found
 
     def partitions(self, scope: Scope | None = None) -> list[Partition]:
         """All partitions in memory, or only the partitions of namespaces that `scope` concerns."""
-        with self._lock:
-            everything = [one for tenant in self._tenants.values() for one in tenant.partitions.values()]
+        with self.lock:
+            everything = [one for tenant in self.tenants.values() for one in tenant.partitions.values()]
         return [one for one in everything if scope is None or scope.concerns(one.namespace)]
 
     def loaded(self, namespace: Namespace) -> Partition | None:
         """The partition of a namespace, if it is in memory."""
-        with self._lock:
-            tenant = self._tenants.get(namespace.tenant)
+        with self.lock:
+            tenant = self.tenants.get(namespace.tenant)
             found = tenant.partitions.get(namespace) if tenant else None
         return found if found and found.loaded else None
 
     def preload(self, namespace: Namespace) -> Partition | None:
         """Load a namespace before it is used, as long as there are few and memory is half empty."""
-        if self._count >= _AT_ONCE or 2 * self._sizes.total >= self.limit:
+        if self._count >= _AT_ONCE or 2 * self.sizes.total >= self.limit:
             return None
         with self.entered(namespace) as partition:
             pass
@@ -199,7 +197,7 @@ class NamespaceTable:
 
     def take_used(self) -> list[Partition]:
         """What was loaded, used or deleted from since the last call, or has open requests; for caches on disk."""
-        with self._lock:
+        with self.lock:
             used = list(self._used)
             self._used = {one: None for one in used if one.sessions.busy}
         return used
@@ -209,89 +207,20 @@ class NamespaceTable:
     @property
     def total(self) -> int:
         """Bytes that all partitions take, deleted text that is not merged away included."""
-        return self._sizes.total + self._owed
+        return self.sizes.total + self.owed
 
     def bytes_by_tenant(self) -> Counter[str]:
         """The bytes that each tenant takes in memory, over all its namespaces, without what was deleted."""
-        with self._lock:
-            return Counter(dict(self._sizes.items()))
+        with self.lock:
+            return Counter(dict(self.sizes.items()))
 
     def settle(self, partition: Partition) -> None:
-        """Account for what a partition takes now, and evict if a budget is exceeded.
-
-        A tenant evicts its own; what another has to give is left to `relieve` as long as there is room.
-        """
+        """Account for what a partition takes now, and evict if a budget is exceeded."""
         with partition.lock:
             self.book(partition)
-        tenant = partition.namespace.tenant
-        if self._sizes[tenant] > self.tenant_limit:
-            self._reduce(lambda: self._sizes[tenant] - self.tenant_limit, tenant)
-        if self._over() > 0:
-            with self._lock:
-                largest = self._sizes.largest()
-            if largest == tenant:
-                self._reduce(self._over, tenant)
-            else:
-                self.on_pressure()
-            self._reduce(lambda: self._sizes.total - self.limit, None, wait=False)
-            self._reduce(lambda: self._sizes.total - self.limit, tenant)
-
-        if self.total > self.limit:
-            self._give_back(partition)
-
-    def relieve(self) -> None:
-        """Evict until the reserve is free again, and merge what is due. Called by the maintenance thread."""
-        self._reduce(self._over, None)
-        with self._lock:
-            due, self._due = list(self._due), {}
-        for partition in due:
-            partition.merge(lambda: self.stopping)
-            with partition.lock:
-                self.book(partition)
-        self._reduce(self._over, None)  # a merged run can take some bytes more, for its table
-        if self._due:
-            time.sleep(_READING)
-
-    def _give_back(self, partition: Partition, wanted: int = 0) -> None:
-        """Merge one's own namespace, and then what nobody merges at the moment, until `wanted` bytes are left."""
-        with self._lock:
-            others = list(islice(self._due, _TRIED))
-        for one in (partition, *others):
-            if self.total + wanted <= self.limit:
-                return
-            one.merge(lambda: False, wait=one is partition)
-            if one.lock.acquire(blocking=one is partition):
-                try:
-                    self.book(one)
-                finally:
-                    one.lock.release()
-
-    def _over(self) -> int:
-        return self._sizes.total - (self.limit - self.limit // _RESERVE)
-
-    def _room(self) -> int:
-        """Bytes that a namespace may take that is loaded: what is free, or half of what the largest has to give."""
-        with self._lock:
-            largest = self._sizes.largest()
-            most = self._sizes[largest] if largest is not None else 0
-            return min(self.tenant_limit, max(-self._over(), most // 2))
-
-    def _reserve(self, partition: Partition, wanted: int) -> int:
-        """Take `wanted` bytes from others for a partition that is being loaded; returns how many it may take.
-
-        The caller holds its lock. Others that are in use at the moment keep what they have.
-        """
-        self.book(partition)
-        tenant, own = partition.namespace.tenant, {partition.namespace}
-        until = time.monotonic() + _PATIENCE
-        while True:
-            self._reduce(lambda: self._sizes[tenant] + wanted - self.tenant_limit, tenant, wait=False, passed=own)
-            self._reduce(lambda: self._over() + wanted, None, wait=False, passed=own)
-            self._give_back(partition, wanted)
-            free = min(-self._over(), self.limit - self.total, self.tenant_limit - self._sizes[tenant])
-            if free >= wanted or not self._owed or time.monotonic() >= until:
-                return max(0, free)
-            time.sleep(_READING)
+        taken = self.sizes[partition.namespace.tenant]
+        if taken > self.tenant_limit or self.sizes.total > self.watermark or self.total > self.limit:
+            self.eviction.restore(partition)
 
     def book(self, partition: Partition) -> None:
         """Account for a partition's size. The caller holds its lock."""
@@ -299,90 +228,26 @@ class NamespaceTable:
             return
         owed = partition.reclaimable_bytes()
         due, size = partition.shared.merging_due, partition.memory_bytes() - owed
-        with self._lock:
+        with self.lock:
             self._account(partition, size, owed)
             if self.source and not partition.retired:
                 self._used[partition] = None
-            first = due and partition not in self._due and not partition.retired
+            first = due and partition not in self.due and not partition.retired
             if first:
-                self._due[partition] = None
+                self.due[partition] = None
         if first:
             self.on_pressure()
 
     def _account(self, partition: Partition, size: int, owed: int = 0) -> None:
-        tenant = self._tenants.get(partition.namespace.tenant)
+        tenant = self.tenants.get(partition.namespace.tenant)
         if tenant is None or tenant.partitions.get(partition.namespace) is not partition:
             return
         tenant.sizes.add(partition.namespace, size - partition.measured)
-        self._sizes.add(partition.namespace.tenant, size - partition.measured)
-        self._owed += owed - partition.owed
+        self.sizes.add(partition.namespace.tenant, size - partition.measured)
+        self.owed += owed - partition.owed
         partition.measured, partition.owed = size, owed
 
-    def _reduce(
-        self, excess: Callable[[], int], tenant: str | None, *, wait: bool = True, passed: Collection[Namespace] = ()
-    ) -> None:
-        """Evict from the largest namespace of `tenant`, or else of the largest tenant, until `excess()` is 0.
-
-        A flood of requests evicts its own entries so. Those in `passed` are left out, and without `wait` namespaces
-        that are in use at the moment, so that no request waits for another tenant.
-        """
-        passed = set(passed)
-        drained: set[str] = set()
-        while excess() > 0 and len(passed) < _TRIED:
-            with self._lock:
-                victim = self._victim(tenant, passed, drained)
-            if victim is None:
-                return
-            if not self._evict(victim, excess, wait):
-                passed.add(victim.namespace)
-
-    def _victim(self, tenant: str | None, passed: set[Namespace], drained: set[str]) -> Partition | None:
-        """What gives next: a namespace that can leave as a whole, else the largest. The caller holds `_lock`."""
-        if tenant is not None:
-            return self._victim_of(tenant, passed)
-        while (chosen := self._sizes.largest(drained)) is not None:
-            if found := self._victim_of(chosen, passed):
-                return found
-            drained.add(chosen)
-        return None
-
-    def _victim_of(self, tenant: str, passed: set[Namespace]) -> Partition | None:
-        theirs = self._tenants.get(tenant)
-        if theirs is None:
-            return None
-        oldest = next(iter(theirs.partitions.values()))
-        if oldest.namespace not in passed and self._may_leave(oldest):
-            return oldest
-        largest = theirs.sizes.largest(passed)
-        return None if largest is None else theirs.partitions[largest]
-
-    def _evict(self, victim: Partition, excess: Callable[[], int], wait: bool) -> bool:
-        """Evict some of a partition, or all of one that is idle; returns whether anything went."""
-        if not victim.lock.acquire(blocking=wait):
-            return False
-        try:
-            if victim.shared.merging_due:  # what is not merged takes more than it will
-                victim.merge(lambda: self.stopping, wait=wait)
-                self.book(victim)
-            over = excess()
-            if over <= 0 or victim.retired or (self._may_leave(victim) and self._leave(victim)):
-                return True
-            gone = victim.evict(min(over, victim.measured // 4))  # the next may be larger then
-            if not gone and victim.is_empty:
-                self.retire(victim)
-                gone = 1
-            self.book(victim)
-            with self._lock:
-                self.evicted += gone
-            return bool(gone)
-        finally:
-            victim.lock.release()
-
-    def _may_leave(self, partition: Partition) -> bool:
-        """Whether a namespace is idle and would be found again in the store."""
-        return partition.idle_since(_IDLE_SECONDS) and self.source is not None and self.source.can_reload()
-
-    def _leave(self, partition: Partition) -> bool:
+    def leave(self, partition: Partition) -> bool:
         """Take a namespace out of memory as a whole, unless a request uses it."""
         if not partition.lock.acquire(blocking=False):
             return False
@@ -392,20 +257,20 @@ class NamespaceTable:
             self.retire(partition)
         finally:
             partition.lock.release()
-        with self._lock:
+        with self.lock:
             self.unloaded += 1
         return True
 
     def retire(self, partition: Partition) -> None:
         """Let a partition leave memory. The caller holds its lock."""
-        with self._lock:
+        with self.lock:
             self._account(partition, 0)
             partition.retired = True
-            self._due.pop(partition, None)
+            self.due.pop(partition, None)
             self._used.pop(partition, None)
-            tenant = self._tenants.get(partition.namespace.tenant)
+            tenant = self.tenants.get(partition.namespace.tenant)
             if tenant and tenant.partitions.get(partition.namespace) is partition:
                 del tenant.partitions[partition.namespace]
                 self._count -= 1
                 if not tenant.partitions:
-                    del self._tenants[partition.namespace.tenant]
+                    del self.tenants[partition.namespace.tenant]

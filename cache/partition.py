@@ -13,11 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.index import Frozen, IndexDrafter, SuffixIndex
+from agentspec.cache.index import IndexDrafter, SuffixIndex
 from agentspec.cache.tokens import EMPTY, SequenceMeta, SequenceRecord, Tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace
@@ -302,8 +304,8 @@ class Partition:
             self.shared = index
             self._meta = meta
 
-    def freeze(self, sequences: Collection[int]) -> tuple[Frozen, dict[int, SequenceMeta]]:
-        """Freeze the index of those `sequences` that are cached here, to save it; also returns all cached metadata."""
+    def freeze(self, sequences: Collection[int]) -> tuple[tuple[NDArray[Any], ...], dict[int, SequenceMeta]]:
+        """The parts of an index of those `sequences` that are cached here, to save it, and all cached metadata."""
         meta = dict(self._known())
         return self.shared.freeze([number for number in sequences if number in meta]), meta
 

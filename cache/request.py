@@ -9,24 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 
 from agentspec.cache.deletion import ContentFilter, Decode, Scope
-from agentspec.cache.index import DEPTH, DraftJob, IndexDrafter, Sourced, SuffixIndex, propose_batch
+from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex, propose_batch
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import TRANSCRIPT, Partition, Session
-from agentspec.cache.tokens import (
-    EMPTY,
-    SequenceRecord,
-    Tokens,
-    TokensLike,
-    as_tokens,
-    require_budget,
-    require_patience,
-)
-from agentspec.errors import CacheClosedError
+from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens, TokensLike, as_tokens, require_budget
+from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace, Source, path_length
 
 ROUND = 32
@@ -322,28 +314,19 @@ class CacheRequest:
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
-        drafter, indexes, context, *_, chain = self.job(max_tokens, min_probability, chain=chain)
+        self.require_open()
+        require_budget(max_tokens, min_probability)
+        if patience is not None and not patience >= 0:
+            raise InvalidRequestError(f"patience must be seconds, 0 or more, not {patience!r}", param="patience")
+        self._leave_forgotten()
+        context = self._context
         if behind is not EMPTY:
             behind = as_tokens(behind, "behind")
             context = np.concatenate((context, behind))
-        require_patience(patience)
-        if patience is None:
-            draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
-        else:
-            [draft] = propose_batch([(drafter, indexes, context, max_tokens, min_probability, chain)], patience)
-        self.expect(draft, len(behind))
+        job = self.drafter, self._indexes, context, max_tokens, min_probability, bool(chain)
+        [draft] = propose_batch([job], patience)
+        self._drafts[self._length + len(behind)] = draft
         return draft
-
-    def job(self, max_tokens: int, min_probability: float = 0.0, *, chain: bool = False) -> DraftJob:
-        """The arguments of a draft, for `propose_batch`. Raises as `draft`."""
-        self.require_open()
-        require_budget(max_tokens, min_probability)
-        self._leave_forgotten()
-        return self.drafter, self._indexes, self._context, max_tokens, min_probability, bool(chain)
-
-    def expect(self, draft: Draft, behind: int = 0) -> None:
-        """Register a draft that begins `behind` tokens after the output so far; `extend` counts its accepted tokens."""
-        self._drafts[self._length + behind] = draft
 
     def extend(self, tokens: TokensLike, *, learn: bool = True) -> None:
         """Record the tokens committed in this step, the target's own included. The session drafts from them at once.
@@ -363,9 +346,9 @@ class CacheRequest:
         self._leave_forgotten()
         self._count(tokens)
         if learn:
-            self.drafter.learn(self._indexes, self._context, tokens)
+            self.drafter.observe(self._indexes, self._context, tokens)
         if not self._session.forgotten:
-            self._session.index.add(TRANSCRIPT, tokens)
+            self._session.index.append(TRANSCRIPT, tokens)
         self._context = np.concatenate((self._context, tokens))[-DEPTH:]
         self._output.append(tokens.copy())
         self._length += len(tokens)
@@ -413,9 +396,6 @@ class CacheRequest:
         """Stop drafting from the session's own text if the session was deleted meanwhile."""
         if self._session.forgotten:
             self._indexes = [pair for pair in self._indexes if pair[0] is not self._session.index]
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a CacheRequest cannot be pickled or copied: it belongs to the cache that began it")
 
     def __enter__(self) -> CacheRequest:
         return self

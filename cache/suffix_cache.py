@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
-import os
 import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import ContentFilter, Decode, PartlyForgottenError, seconds_of, select
+from agentspec.cache.lifetime import OPEN, CacheLimits, MaintenanceThread, Mode, opened_at
 from agentspec.cache.request import CachePool, CacheRequest, CacheStats
 from agentspec.cache.tokens import TokensLike, as_tokens
-from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
@@ -30,84 +26,6 @@ if TYPE_CHECKING:
     from agentspec.cache.sync import StoreSync
 
 __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
-
-Mode = Literal["auto", "writer", "follower"]
-
-_log = logging.getLogger(__name__)
-
-_MAINTENANCE_SECONDS = 0.5  # how often a process, idle or not, applies what other processes added and deleted
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLimits:
-    """Bytes in memory and on disk, of all tenants and of each, and of stored answers. None: no limit.
-
-    Raises `ConfigurationError`, which names the limit, unless each is 1 or more.
-    """
-
-    memory_bytes: int
-    tenant_memory_bytes: int | None = None
-    disk_bytes: int | None = None
-    tenant_disk_bytes: int | None = None
-    responses_bytes: int = 64 << 20
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            limit = getattr(self, field.name)
-            if limit is None and field.default is None:
-                continue
-            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-                message = f"{field.name} must be a positive number of bytes, not {limit!r}"
-                raise ConfigurationError(message, param=field.name)
-
-
-class MaintenanceThread:
-    """Calls `work` every half second in its own thread, and `urgent` soon after each `wake`.
-
-    A failure is logged unless it repeats the last message.
-    """
-
-    def __init__(self, work: Callable[[], None], urgent: Callable[[], None]) -> None:
-        self._work = work
-        self._urgent = urgent
-        self._closing = False
-        self._woken = threading.Event()
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name="agentspec-cache-maintenance", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Let the thread call `urgent`; returns at once."""
-        self._woken.set()
-
-    def close(self) -> None:
-        """End the thread and wait for it. Idempotent."""
-        self._closing = True
-        self._woken.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        due = time.monotonic() + _MAINTENANCE_SECONDS
-        while not self._closing:
-            self._woken.wait(max(0.0, due - time.monotonic()))
-            self._woken.clear()
-            if self._closing:
-                return
-            if time.monotonic() >= due:
-                self._try(self._work)
-                due = time.monotonic() + _MAINTENANCE_SECONDS
-            else:
-                self._try(self._urgent)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-            self._failure = None
-        except Exception as error:
-            if str(error) != self._failure:
-                _log.warning("looking after the cache failed: %s", error)
-            self._failure = str(error)
 
 
 class SuffixCache:
@@ -191,7 +109,7 @@ class SuffixCache:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
         made = partial(cls._started, namespace=default, limits=limits, retention=term, content_filter=content_filter)
-        return made(None) if path is None else _persisting(path, mode, limits, made)
+        return made(None) if path is None else opened_at(path, mode, limits, made)
 
     @property
     def path(self) -> Path | None:
@@ -343,7 +261,7 @@ class SuffixCache:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
         if self._left_behind:
             return
-        _open.discard(self)
+        OPEN.discard(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
@@ -366,12 +284,6 @@ class SuffixCache:
         self._maintenance = None
         self._pool.leave_behind(reason)
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a SuffixCache cannot be pickled or copied: it belongs to the process that opened it. Send its path, and"
-            " open it there with SuffixCache.open"
-        )
-
     def __enter__(self) -> SuffixCache:
         return self
 
@@ -383,7 +295,7 @@ class SuffixCache:
         """A cache with the sequences on disk loaded and maintained from now on; closed where that fails."""
         cache = cls(store, store_error, **given)
         try:
-            _open.add(cache)
+            OPEN.add(cache)
             if cache._sync:
                 cache._opened_state()
                 cache._sync.start()
@@ -399,7 +311,7 @@ class SuffixCache:
         """The thread; a cache in memory starts it when there is work beside the requests. None at its end."""
         with self._starting:
             if self._maintenance is None and not self._pool.namespaces.stopping:
-                self._maintenance = MaintenanceThread(self._maintain, self._pool.namespaces.relieve)
+                self._maintenance = MaintenanceThread(self._maintain, self._pool.namespaces.eviction.relieve)
             return self._maintenance
 
     def _relieve_soon(self) -> None:
@@ -415,7 +327,7 @@ class SuffixCache:
             done.callback(self._deleter.maintain)
             if self._sync:
                 done.callback(self._sync.follow)
-            done.callback(self._pool.namespaces.relieve)
+            done.callback(self._pool.namespaces.eviction.relieve)
 
 
 def namespace_of(value: str | Namespace) -> Namespace:
@@ -426,50 +338,3 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
-
-
-def _persisting(path: str | Path, mode: Mode, limits: CacheLimits, made: Callable[..., SuffixCache]) -> SuffixCache:
-    """A cache that persists at `path`, or one in memory as `SuffixCache.open` says."""
-    from agentspec.cache.storage.sequence_store import SequenceStore
-
-    def opened() -> SuffixCache:
-        sizes = {"disk_bytes": limits.disk_bytes, "tenant_disk_bytes": limits.tenant_disk_bytes}
-        return made(SequenceStore.open(path, **sizes, mode=mode))
-
-    try:
-        try:
-            return opened()
-        except CacheDamagedError:  # a writer replaces the database, now that the damage is known
-            return opened()
-    except CacheError as error:
-        if mode != "auto" or isinstance(error, CacheFormatError):
-            raise
-        _log.warning("the cache is in memory only, and gone at exit: %s", error)
-        return made(None, error.message)
-
-
-# The caches that this process has open: they are closed at its exit, and left behind in a forked child.
-_open: weakref.WeakSet[SuffixCache] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Daemon threads may be drafting still: they find their cache closed, and then none stays inside native code."""
-    for cache in list(_open):
-        try:
-            cache.close()
-        except Exception as error:
-            _log.warning("a cache could not be closed at exit: %s", error)
-
-
-def _leave_all_behind() -> None:
-    global _open
-    caches, _open = list(_open), weakref.WeakSet()
-    reason = (
-        f"this cache was opened by process {os.getppid()}; a forked process cannot use it: open it again in this one"
-    )
-    for cache in caches:
-        cache.leave_behind(reason)
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_leave_all_behind)

@@ -76,7 +76,7 @@ class StoreSync:
             self._segments.sweep()
         self._store.position()
         saved = self._segments.namespaces()  # before the rows: those of a segment are committed before it is written
-        stored = [one.namespace for one in self._store.namespaces()]
+        stored = self._store.namespaces()
         for key in set(saved) - {namespace.key for namespace in stored}:
             self._segments.delete(key)
         self._pool.namespaces.source = self
@@ -295,10 +295,10 @@ class StoreSync:
                 row, deletion, added = self._store.last_id, self._store.last_deletion, partition.added
                 numbers = self._store.numbers(partition.namespace, until=row)
                 _, newest = self._store.extent(partition.namespace, until=row)
-            frozen, known = partition.freeze(numbers)
-            segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest, deletion), frozen, known)
+            parts, known = partition.freeze(numbers)
+            segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest, deletion), parts, known)
             if segment.meta and self._fits(segment):
-                self._segments.save(segment, frozen)
+                self._segments.save(segment, parts)
                 partition.saved = added
 
     def _fits(self, segment: Segment) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,20 +90,3 @@ def require_budget(max_tokens: int, min_probability: float) -> None:
         raise InvalidRequestError(
             f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
         )
-
-
-def require_patience(patience: float | None) -> None:
-    """Raise `InvalidRequestError` unless `patience` is None or at least 0 seconds."""
-    number = isinstance(patience, int | float) and not isinstance(patience, bool)
-    if patience is not None and not (number and patience >= 0):
-        message = f"patience must be seconds, 0 or more, or None, not {patience!r}"
-        raise InvalidRequestError(message, param="patience")
-
-
-def inflate(packed: bytes, most: int) -> bytes:
-    """Decompress what zlib packed. Raises `ValueError` for more than `most` bytes, `zlib.error` for damaged data."""
-    stream = zlib.decompressobj()
-    data = stream.decompress(packed, max(1, most))
-    if not stream.eof:
-        raise ValueError(f"more than {most} bytes, or cut off")
-    return data

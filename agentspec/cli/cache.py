@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +14,7 @@ import typer
 from agentspec.cli import cache_files
 from agentspec.cli.cache_files import PathOption, folder_of, reference_of, shown
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
-from agentspec.errors import ConfigurationError
+from agentspec.errors import AgentSpecError, ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -140,20 +143,41 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
     """
     from rich.console import Console
 
-    from agentspec.cache.check import verify as problems_of
-
     settings = load(config)
     folder = folder_of(settings, path)
     with Console(stderr=True).status("starting") as status:
-        problems = list(
-            problems_of(folder, int(settings.cache.memory_bytes), lambda stage: status.update(f"the {stage}"))
-        )
+        memory = int(settings.cache.memory_bytes)
+        problems = problems_of(folder, memory, lambda stage: status.update(f"the {stage}"))
     if json:
         print_json({"ok": not problems, "problems": problems})
     else:
         typer.echo("\n".join(problems) or f"ok: {shown(folder)}")
     if problems:
         raise typer.Exit(FAILED)
+
+
+def problems_of(
+    folder: Path | str, memory_bytes: int, progress: Callable[[str], None] = lambda stage: None
+) -> list[str]:
+    """The problems found, one line each; empty for a sound cache. Read-only; other processes may use the folder.
+
+    The index that is checked holds the newest sequences that fit into `memory_bytes`, as a server's would. It is not
+    checked if the database is damaged.
+    """
+    from agentspec.cache import SuffixCache
+    from agentspec.cache.storage.sequence_store import SequenceStore
+
+    try:
+        progress("database")
+        with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
+            if problems := list(store.problems()):
+                return problems
+        progress("index")
+        with SuffixCache.open(folder, mode="follower", memory_bytes=memory_bytes) as cache:
+            cache.check_integrity()
+    except AgentSpecError as error:
+        return [str(error)]
+    return []
 
 
 @app.command()

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from agentspec.cache.index import DEPTH
 from agentspec.cache.storage.schema import Kinds, is_sound
-from agentspec.cache.tokens import MOST_TOKEN, SequenceRecord, inflate
+from agentspec.cache.tokens import MOST_TOKEN, SequenceRecord
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 
@@ -53,7 +53,7 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
         raise CacheFormatError("its names are not those of its namespace")
     try:
         most = 4 * (min(row.token_count, _MOST_TOKENS) + DEPTH)
-        packed = np.frombuffer(inflate(row.tokens, most), dtype="<i4").astype(np.int32)
+        packed = np.frombuffer(_inflate(row.tokens, most), dtype="<i4").astype(np.int32)
     except (zlib.error, ValueError) as error:
         raise CacheFormatError(str(error)) from error
     if not 0 <= row.token_count <= len(packed) or not math.isfinite(row.created_at):
@@ -69,6 +69,15 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
         packed[:split],
         float(row.created_at),
     )
+
+
+def _inflate(packed: bytes, most: int) -> bytes:
+    """Decompress what zlib packed. Raises `ValueError` for more than `most` bytes, `zlib.error` for damaged data."""
+    stream = zlib.decompressobj()
+    data = stream.decompress(packed, max(1, most))
+    if not stream.eof:
+        raise ValueError(f"more than {most} bytes, or cut off")
+    return data
 
 
 def namespace_of(row: sa.Row[Any]) -> Namespace:

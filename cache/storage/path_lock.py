@@ -1,7 +1,8 @@
-"""A lock between processes: an exclusive `flock` on a file that is never deleted."""
+"""A lock between processes: an exclusive `flock` on a file that is never deleted, and names the holder."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -38,6 +39,9 @@ class PathLock:
             self._file = file
             if self.is_held:
                 _held.add(self)
+                with contextlib.suppress(OSError):  # a full disk keeps the name out, not the lock
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, str(os.getpid()).encode(), 0)
                 return True
         except BlockingIOError:
             pass
@@ -48,6 +52,12 @@ class PathLock:
         os.close(file)
         self._file = None
         return False
+
+    def holder(self) -> str:
+        """The id of the process that acquired the lock last, for messages."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return self._path.read_text() or "unknown"
+        return "unknown"
 
     @property
     def is_held(self) -> bool:

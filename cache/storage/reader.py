@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,25 +21,12 @@ from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
 
-_NAMESPACE: Kinds = (
-    *((name, str) for name in ("key", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")),
-    *((name, int) for name in ("sequences", "tokens", "bytes")),
-)
+_NAMESPACE: Kinds = [(name, str) for name in ("key", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")]
 PIECE = 256  # rows that are read at a time
 POLLED = 16  # rows that `poll` gives at a time: who takes them up keeps others waiting
 
 
 Conditions = Sequence[sa.ColumnElement[bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNamespace:
-    """What the database holds of one namespace: numbers of sequences and tokens, and bytes of packed tokens."""
-
-    namespace: Namespace
-    sequences: int
-    tokens: int
-    bytes: int
 
 
 class SequenceReader:
@@ -81,20 +67,13 @@ class SequenceReader:
         self._newest, self._whole_at = self.last_id, time.monotonic()
         return self.last_id
 
-    def namespaces(self) -> list[StoredNamespace]:
+    def namespaces(self) -> list[Namespace]:
         """Every namespace that has sequences, last used last, from running totals: no sequence is looked at."""
         columns = namespaces.c
         with self._reading() as connection:
             query = sa.select(namespaces).where(columns.sequences > 0).order_by(columns.last)
             rows = [row for row in connection.execute(query) if is_sound(row, _NAMESPACE)]
-        found = (
-            StoredNamespace(
-                codec.namespace_of(row),
-                *(row.sequences, row.tokens, row.bytes),
-            )
-            for row in rows
-        )
-        return [one for one, row in zip(found, rows, strict=True) if one.namespace.key == row.key]
+        return [found for row in rows if (found := codec.namespace_of(row)).key == row.key]
 
     def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
         """The numbers of a namespace's stored sequences, in rows up to `until` if given."""

@@ -17,12 +17,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
+from agentspec.cache import _native
 from agentspec.cache.deletion import Scope
-from agentspec.cache.index import ITEM_BYTES, Frozen, PartCounts, SuffixIndex, checksum, sequence_numbers
+from agentspec.cache.index import SuffixIndex
 from agentspec.cache.storage.path_lock import PathLock
 from agentspec.cache.tokens import SequenceMeta
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheNamespaceError, CacheVersionError
@@ -36,6 +38,12 @@ _KIND = struct.Struct("=8s2I")  # magic, byte order, version: checked before any
 _FIXED = struct.Struct("=4q9Q")  # the four of Coverage, offset of the index, four counts, four checksums
 _SUM = struct.Struct("=Q")  # checksum of everything before the index except this number
 _HEAD_BYTES = _KIND.size + _FIXED.size + _SUM.size
+PartCounts = tuple[int, int, int, int]
+"""One number for each of the four parts of a frozen index: sequences, pieces, run, log."""
+
+ITEM_BYTES: PartCounts = (32, 12, 4, 4)
+"""Bytes of one item of each part. The record of a sequence begins with the sequence's number."""
+
 _TABLE = np.dtype([("created_at", "f8"), ("end", "i4"), ("session", "i4")])  # session: bytes of its name, or -1
 _NAMES = struct.Struct("=4I")  # lengths in bytes of a namespace's four names
 
@@ -99,13 +107,26 @@ class Segment:
         covered = cover.row, cover.rows, cover.newest, cover.deletion
         fixed = _KIND.pack(_MAGIC, _ORDER, VERSION)
         fixed += _FIXED.pack(*covered, _HEAD_BYTES + len(body), *self.counts, *self.checksums)
-        return fixed + _SUM.pack(checksum(fixed + body)) + body
+        return fixed + _SUM.pack(_checksum(fixed + body)) + body
 
 
-def segment_of(namespace: Namespace, coverage: Coverage, frozen: Frozen, known: Mapping[int, SequenceMeta]) -> Segment:
-    """The segment of a frozen index. `known` holds the metadata of all its sequences."""
-    meta = [known[number] for number in frozen.numbers.tolist()]
-    return Segment(namespace, coverage, meta, frozen.counts, frozen.checksums)
+def segment_of(
+    namespace: Namespace, coverage: Coverage, parts: Sequence[NDArray[Any]], known: Mapping[int, SequenceMeta]
+) -> Segment:
+    """The segment of an index that was frozen to these parts. `known` holds the metadata of all its sequences."""
+    meta = [known[number] for number in _sequence_numbers(parts[0])]
+    counts = tuple(part.nbytes // size for part, size in zip(parts, ITEM_BYTES, strict=True))
+    sums = tuple(_checksum(part.view(np.uint8)) for part in parts)
+    return Segment(namespace, coverage, meta, cast(PartCounts, counts), cast(PartCounts, sums))
+
+
+def _sequence_numbers(records: NDArray[np.uint8]) -> list[int]:
+    return cast("list[int]", records.view(np.int64).reshape(-1, ITEM_BYTES[0] // 8)[:, 0].tolist())
+
+
+def _checksum(data: bytes | NDArray[np.uint8]) -> int:
+    """A 64-bit XXH64 checksum: detects damage, not deliberate forgery."""
+    return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
 def read_segment(file: BinaryIO, key: str) -> Segment:
@@ -122,7 +143,7 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
     if not _HEAD_BYTES <= offset <= size:
         raise CacheDamagedError("it is cut off")
     body = file.read(offset - _HEAD_BYTES)
-    if checksum(fixed[: -_SUM.size] + body) != _SUM.unpack(fixed[-_SUM.size :])[0]:
+    if _checksum(fixed[: -_SUM.size] + body) != _SUM.unpack(fixed[-_SUM.size :])[0]:
         raise CacheDamagedError("head: checksum")
     namespace, meta = _tables(body, numbers[0])
     if namespace.key != key:
@@ -134,12 +155,18 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
 def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]]:
     """Map the index of an open segment; also returns its sequence numbers, in the order of its `meta`.
 
-    Raises `CacheDamagedError`, and `CacheError` if the index cannot be mapped.
+    The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if it is not as it was
+    frozen, before more is allocated than its size allows, and `CacheError` if the index cannot be mapped.
     """
-    index = SuffixIndex.load(file.fileno(), segment.offset, segment.counts, segment.checksums, deferred=True)
+    index, (counts, sums) = SuffixIndex(), (segment.counts, segment.checksums)
+    try:
+        index.native = _native.SuffixIndex.load(file.fileno(), segment.offset, counts, sums, deferred=True)
+    except ValueError as error:
+        raise CacheDamagedError(str(error)) from error
+    except MemoryError as error:
+        raise CacheError("there is no address space left to map it") from error
     file.seek(segment.offset)
-    records = np.frombuffer(file.read(ITEM_BYTES[0] * segment.counts[0]), dtype=np.uint8)
-    return index, sequence_numbers(records).tolist()
+    return index, _sequence_numbers(np.frombuffer(file.read(ITEM_BYTES[0] * counts[0]), dtype=np.uint8))
 
 
 def _require_kind(fixed: bytes) -> None:
@@ -333,14 +360,16 @@ class SegmentFolder:
                     self._files.rename(key + _SUFFIX, key + _CORRUPT)
             return None
 
-    def save(self, segment: Segment, frozen: Frozen) -> None:
-        """Replace the segment of its namespace. Raises `OSError` on failure; the old segment stays then."""
+    def save(self, segment: Segment, parts: Sequence[NDArray[Any]]) -> None:
+        """Replace the segment of its namespace, whose index was frozen to `parts`. Raises `OSError` on failure; the
+        old segment stays then.
+        """
         key = segment.namespace.key
         head, replaced = segment.head(), 0 if self._known is None else self.size(key)
         try:
             with self._files.create(key + _NEW) as file:
                 self._files.write(file, head)
-                for part in frozen.parts:
+                for part in parts:
                     self._files.write(file, part.data)
                 self._files.sync(file)
             with self._counting:

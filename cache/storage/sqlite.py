@@ -30,7 +30,6 @@ from agentspec.errors import (
 _log = logging.getLogger(__name__)
 
 DATABASE, STATE = "sequences.sqlite3", "state.sqlite3"
-_FILES = (DATABASE, STATE, "writer.lock", "writer.pid", "segments.lock")
 _MAKING = threading.Lock()  # so that no thread of this process has SQLite open a file that another one is just closing
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
@@ -79,9 +78,8 @@ class SqliteDatabase(Database):
         self.path = folder.expanduser().absolute() / file
         self.folder: Path | None = self.path.parent
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _close_to_others(self.folder)
         self.name = str(self.path)
-        self._lock: WriterLock | None = None
+        self._lock: PathLock | None = None
         self._is_candidate = False
         self._electing = threading.Lock()
         self._file: tuple[int, int] | None = None  # device and inode of the database's file
@@ -95,7 +93,14 @@ class SqliteDatabase(Database):
     def acquire_writer(self) -> None:
         with self._electing:
             self._is_candidate = True
-            self._lock = WriterLock(self.path.parent)
+            self._lock = self._locked()
+
+    def _locked(self) -> PathLock:
+        """The lock of the folder's writer. Raises `CacheLockedError` if another process holds it, and `OSError`."""
+        lock = PathLock(self.path.with_name("writer.lock"))
+        if not lock.acquire():
+            raise CacheLockedError(f"{self.folder} is written by process {lock.holder()}; open it as a follower")
+        return lock
 
     @property
     def is_writer(self) -> bool:
@@ -112,7 +117,7 @@ class SqliteDatabase(Database):
             self._require_same_file()  # who opens what is there now can be its writer
             if self._lock is None and self._is_candidate:
                 with contextlib.suppress(CacheLockedError):
-                    self._lock = WriterLock(self.path.parent)
+                    self._lock = self._locked()
 
     def confirm_writer(self, connection: sa.Connection) -> bool:
         lock = self._lock
@@ -255,42 +260,6 @@ class MemoryDatabase(SqliteDatabase):
         Database.leave_behind(self)
 
 
-class WriterLock:
-    """The lock of a folder's writer. The operating system releases it when the process ends, even if killed.
-
-    Acquired on construction. Raises `CacheLockedError`, with the holder's process id, if another process holds it,
-    and `OSError`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._pid_file = folder / "writer.pid"
-        self._lock = PathLock(folder / "writer.lock")
-        if not self._lock.acquire():
-            raise CacheLockedError(f"{folder} is written by process {self._holder()}; open it as a follower")
-        try:
-            file = os.open(self._pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(file, "w") as pid_file:
-                pid_file.write(str(os.getpid()))
-        except BaseException:
-            self._lock.release()  # or nobody could be the writer as long as this process lives
-            raise
-
-    def _holder(self) -> str:
-        try:
-            return self._pid_file.read_text() or "unknown"
-        except OSError:
-            return "unknown"
-
-    @property
-    def is_held(self) -> bool:
-        """Whether others would find the folder locked; false once the lock's file was deleted or replaced."""
-        return self._lock.is_held
-
-    def release(self) -> None:
-        """Idempotent."""
-        self._lock.release()
-
-
 def _made_private(path: Path) -> tuple[int, int]:
     """Create the database's file if it is missing, close it to others, and return its device and inode.
 
@@ -317,18 +286,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _close_to_others(folder: Path) -> None:
-    """Take group and others their access to a cache's folder; one that holds other things too stays as it is."""
-    status = folder.stat()
-    if not status.st_mode & 0o077:
-        return
-    mine = all(name.startswith(_FILES) or ".segment" in name for name in os.listdir(folder))
-    if mine and status.st_uid == os.geteuid():
-        folder.chmod(0o700)
-    else:
-        _log.info("%s is open to other users, and holds other things than the cache or is another's", folder)
 
 
 def _text(data: bytes) -> str:

@@ -42,7 +42,10 @@ def test_a_batch_drafts_what_each_request_would(
         ]
         budgets = budgets[: len(prompts)]
         alone = [r.draft(budget, min_probability) for r, budget in zip(requests, budgets, strict=True)]
-        jobs = [r.job(budget, min_probability) for r, budget in zip(requests, budgets, strict=True)]
+        jobs = [
+            (r.drafter, r.indexes, r.context, budget, min_probability, False)
+            for r, budget in zip(requests, budgets, strict=True)
+        ]
         together = propose_batch(jobs)
         assert len(together) == len(requests)
         assert all(same(one, other) for one, other in zip(alone, together, strict=True))
@@ -54,7 +57,7 @@ def test_many_threads_draft_as_one() -> None:
     index, drafter = SuffixIndex(), IndexDrafter()
     index.append(0, rng.integers(0, 20, 20_000).astype(np.int32))
     contexts = [rng.integers(0, 20, 64).astype(np.int32) for _ in range(200)]
-    alone = [drafter.draft([(index, Source.SHARED)], context, 64) for context in contexts]
+    alone = [propose_batch([(drafter, [(index, Source.SHARED)], context, 64, 0.0, False)])[0] for context in contexts]
     together = propose_batch([(drafter, [(index, Source.SHARED)], context, 64, 0.0, False) for context in contexts])
     assert sum(map(len, together)) > 5000
     assert all(same(one, other) for one, other in zip(alone, together, strict=True))

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache.chains import Chain, ChainTurn, StepCurve, propose_chains
-from agentspec.cache.index import IndexDrafter, Sourced, SuffixIndex
+from agentspec.cache.index import Sourced
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.speculation.governor import allocate_budget
 from agentspec.types import Source
+from tests.cache.native_index import NativeDrafter, NativeIndex
 
 FREE = StepCurve(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
 LAST = 4  # token of the model's vocabulary
@@ -83,7 +84,7 @@ def test_a_step_is_that_of_plain_python(
 ) -> None:
     """Chains that are followed, searched for, cut and shortened over several steps, each with some of the requests."""
     cost = StepCurve(np.arange(len(seconds), dtype=np.float64) * 3 + 1, seconds)
-    index, drafter = SuffixIndex(), IndexDrafter()
+    index, drafter = NativeIndex(), NativeDrafter()
     indexes: list[Sourced] = [(index, Source.SHARED)]
     index.append(0, text)
     chains, plain = [Chain() for _ in range(4)], [PlainChain() for _ in range(4)]
@@ -161,12 +162,12 @@ def test_who_is_late_is_served_first() -> None:
 
 def test_a_late_request_is_searched_for_less_likely_tokens() -> None:
     """A token pays for its own request where it would not pay for all requests of the step."""
-    index = SuffixIndex()
+    index = NativeIndex()
     for end in range(2, 6):
         index.append(end, [7, 1, end] * 2)
 
     def found(required: float) -> int:
-        turns = [ChainTurn(Chain(), IndexDrafter(), [(index, Source.SHARED)], tokens(7, 1), 4, 1.0, required)]
+        turns = [ChainTurn(Chain(), NativeDrafter(), [(index, Source.SHARED)], tokens(7, 1), 4, 1.0, required)]
         turns += [ChainTurn(Chain(), None, (), EMPTY, 4, 1.0) for _ in range(7)]
         return len(propose_chains(turns, FREE, floor=0.9)[0])
 
@@ -213,12 +214,12 @@ def test_certain_is_what_is_long_and_likely() -> None:
 def test_what_cannot_be_is_refused_and_changes_no_chain() -> None:
     chain = Chain()
     chain.replace([1], [0.5])
-    index = SuffixIndex()
+    index = NativeIndex()
     twice = [(index, Source.SHARED), (index, Source.SHARED)]
     for turn, cost in (
-        (ChainTurn(chain, IndexDrafter(), twice, tokens(1), 4, 1.0), FREE),
-        (ChainTurn(chain, IndexDrafter(), [(index, 99)], tokens(1), 4, 1.0), FREE),
-        (ChainTurn(chain, IndexDrafter(), [], tokens(-1), 4, 1.0), FREE),
+        (ChainTurn(chain, NativeDrafter(), twice, tokens(1), 4, 1.0), FREE),
+        (ChainTurn(chain, NativeDrafter(), [(index, 99)], tokens(1), 4, 1.0), FREE),
+        (ChainTurn(chain, NativeDrafter(), [], tokens(-1), 4, 1.0), FREE),
         (ChainTurn(chain, None, (), EMPTY, 4, 1.0), StepCurve(np.zeros(0), np.zeros(0))),
         (ChainTurn(chain, None, (), EMPTY, 4, 1.0), StepCurve(np.zeros(2), np.zeros(1))),
     ):
@@ -229,18 +230,18 @@ def test_what_cannot_be_is_refused_and_changes_no_chain() -> None:
 
 
 def test_time_that_is_up_leaves_chains_short() -> None:
-    index, chain = SuffixIndex(), Chain()
+    index, chain = NativeIndex(), Chain()
     index.append(0, list(range(1, 60)))
-    turn = ChainTurn(chain, IndexDrafter(), [(index, Source.SHARED)], tokens(1, 2, 3), 32, 1.0)
+    turn = ChainTurn(chain, NativeDrafter(), [(index, Source.SHARED)], tokens(1, 2, 3), 32, 1.0)
     assert propose_chains([turn], FREE, patience=0.0) == [[]]
     assert len(propose_chains([turn], FREE, patience=1e9)[0]) > 8
 
 
 def test_time_that_is_up_takes_nothing_away() -> None:
     """A longer chain that is known stays, and one that is searched for in time may become shorter."""
-    index, chain = SuffixIndex(), Chain()
+    index, chain = NativeIndex(), Chain()
     index.append(0, list(range(1, 6)))
     chain.replace([4, 5, 6, 7], [0.9, 0.8, 0.7, 0.6])
-    turn = ChainTurn(chain, IndexDrafter(), [(index, Source.SHARED)], tokens(1, 2, 3), 32, 1.0)
+    turn = ChainTurn(chain, NativeDrafter(), [(index, Source.SHARED)], tokens(1, 2, 3), 32, 1.0)
     assert propose_chains([turn], FREE, patience=0.0) == [[4, 5, 6, 7]]
     assert propose_chains([turn], FREE, patience=1e9) == [[4, 5]]

@@ -711,6 +711,6 @@ def test_nor_by_a_namespace_that_was_not_in_memory_then(tmp_path: Path, on_disk:
     with SuffixCache.open(tmp_path if on_disk else None) as cache:
         record(cache, "a", 5, 6, 77)
         [partition] = cache._pool.namespaces.partitions()
-        assert cache._pool.namespaces._leave(partition)
+        assert cache._pool.namespaces.leave(partition)
         assert cache.forget(session="a") == int(on_disk)
         assert ends(cache) == set()

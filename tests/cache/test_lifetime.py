@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 import subprocess
 import sys
 import threading
@@ -19,12 +17,12 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from agentspec.cache import SuffixCache, suffix_cache
+from agentspec.cache import SuffixCache, lifetime
+from agentspec.cache.lifetime import MaintenanceThread
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.opening import open_database, prepare
 from agentspec.cache.storage.schema import sequences
 from agentspec.cache.storage.sequence_store import SequenceStore
-from agentspec.cache.suffix_cache import MaintenanceThread
 from agentspec.errors import CacheLockedError
 
 if TYPE_CHECKING:
@@ -91,13 +89,12 @@ def test_daemon_threads_that_draft_do_not_abort_the_end(tmp_path: Path, times: i
 @pytest.mark.slow
 def test_threads_that_use_an_index_directly_neither(tmp_path: Path) -> None:
     program = """
-from agentspec.cache.index import IndexDrafter, SuffixIndex
+from agentspec.cache.index import IndexDrafter, SuffixIndex, propose_batch
 index, drafter = SuffixIndex(), IndexDrafter()
 index.append(1, text(0, 50_000))
 def work():
     while True:
-        drafter.draft([(index, 1)], text(1, 30))
-        index.count([1, 2])
+        propose_batch([(drafter, [(index, 1)], text(1, 30), 32, 0.0, False)])
 for _ in range(4):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.1)
@@ -218,14 +215,6 @@ def test_a_child_that_lives_on_does_not_keep_the_writers_part(location: str | Pa
             subprocess.run(["kill", "-9", str(child)], check=False)
 
 
-def test_a_cache_is_neither_pickled_nor_copied(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path) as cache, cache.request([1]) as request:
-        for thing in (cache, request):
-            for use in (pickle.dumps, copy.copy, copy.deepcopy):
-                with pytest.raises(TypeError, match="cannot be pickled"):
-                    use(thing)
-
-
 def test_a_request_at_the_end_of_its_cache_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SuffixCache.open()
     close = cache._pool.close
@@ -242,7 +231,7 @@ def test_a_request_at_the_end_of_its_cache_starts_no_thread(monkeypatch: pytest.
 def test_the_thread_works_until_it_is_closed_and_tells_a_failure_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suffix_cache, "_MAINTENANCE_SECONDS", 0.01)
+    monkeypatch.setattr(lifetime, "_MAINTENANCE_SECONDS", 0.01)
     turns, enough = 0, threading.Event()
 
     def work() -> None:
@@ -265,7 +254,7 @@ def test_the_thread_works_until_it_is_closed_and_tells_a_failure_once(
 
 
 def test_the_thread_does_what_is_urgent_when_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_cache, "_MAINTENANCE_SECONDS", 3600)
+    monkeypatch.setattr(lifetime, "_MAINTENANCE_SECONDS", 3600)
     done, urgent = [], threading.Event()
     thread = MaintenanceThread(lambda: done.append("work"), urgent.set)
     thread.wake()

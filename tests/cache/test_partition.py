@@ -5,11 +5,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentspec.cache.index import SuffixIndex
 from agentspec.cache.partition import TRANSCRIPT, Partition, Session, Sessions
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Labels, Namespace, Source
+from tests.cache.native_index import NativeIndex, usage
 
 
 def partition_with(count: int) -> Partition:
@@ -30,7 +30,7 @@ def test_the_least_recently_hit_sequences_go_first() -> None:
     partition.evict(before * 11 // 20)
     assert partition.memory_bytes() - partition.reclaimable_bytes() < before * 0.7  # before it is given back, too
     partition.merge(lambda: False)
-    left = set(partition.shared.usage().sequences.tolist())
+    left = set(usage(partition.shared).sequences.tolist())
     assert set(range(20)) >= left or left >= set(range(20))
     assert 0 < len(left) <= 20
     assert partition.shared.memory_bytes() <= before * 0.6
@@ -40,12 +40,12 @@ def test_the_least_recently_hit_sequences_go_first() -> None:
 def test_outputs_find_room_where_positions_run_out() -> None:
     """An index hands out 2^32 positions, here fewer: the oldest outputs make room, and no output is refused."""
     partition = Partition(Namespace("t"))
-    partition.shared = SuffixIndex(deferred=True, capacity=20_000)
+    partition.shared = index = NativeIndex(deferred=True, capacity=20_000)
     for sequence in range(200):
         tokens = (1000 * sequence + np.arange(500)).astype(np.int32)
         partition.add(SequenceRecord(sequence, Namespace("t"), Labels(), tokens, tokens[:5], 0.0))
-        assert partition.shared.count(tokens[:64]) == 1
-    kept = sorted(partition.shared.usage().sequences.tolist())
+        assert index.count(tokens[:64]) == 1
+    kept = sorted(usage(partition.shared).sequences.tolist())
     assert kept == list(range(200 - len(kept), 200)) and len(kept) >= 20
     assert [number for number in range(200) if partition.holds(number)] == kept
     partition.shared.check_integrity()

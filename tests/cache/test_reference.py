@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from agentspec.cache.index import IndexDrafter, SuffixIndex
 from agentspec.types import Source
+from tests.cache.native_index import NativeDrafter, NativeIndex
 from tests.cache.reference import ReferenceDrafter, ReferenceIndex
 
 NO_SAMPLING = 1 << 30
@@ -34,7 +34,7 @@ texts = st.one_of(tiny, wide, repetitive)
 contexts = st.one_of(st.lists(st.integers(0, 3), min_size=1, max_size=8), repetitive.filter(bool))
 
 
-def assert_same_answers(native: SuffixIndex, twin: ReferenceIndex, context: list[int]) -> None:
+def assert_same_answers(native: NativeIndex, twin: ReferenceIndex, context: list[int]) -> None:
     counts, newest = twin.successors(context)
     found = native.successors(context)
     assert dict(zip(found.tokens.tolist(), found.counts.tolist(), strict=True)) == counts
@@ -43,8 +43,8 @@ def assert_same_answers(native: SuffixIndex, twin: ReferenceIndex, context: list
 
 
 def assert_same_drafts(
-    pairs: list[tuple[SuffixIndex, ReferenceIndex, int]],
-    native: IndexDrafter,
+    pairs: list[tuple[NativeIndex, ReferenceIndex, int]],
+    native: NativeDrafter,
     twin: ReferenceDrafter,
     context: list[int],
     max_tokens: int,
@@ -74,12 +74,12 @@ class SameIndex(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.twin = ReferenceIndex()
-        self.drafter = IndexDrafter(scan_limit=NO_SAMPLING)
+        self.drafter = NativeDrafter(scan_limit=NO_SAMPLING)
         self.twin_drafter = ReferenceDrafter()
 
     @initialize(deferred=st.booleans())
     def create(self, deferred: bool) -> None:
-        self.native = SuffixIndex(tail=5, ratio=2, deferred=deferred)
+        self.native = NativeIndex(tail=5, ratio=2, deferred=deferred)
 
     @rule(steps=st.integers(1, 3))
     def merge(self, steps: int) -> None:
@@ -159,12 +159,12 @@ SameIndex.TestCase.settings = settings(stateful_step_count=25)
 def test_two_sources_draft_alike_while_learning(
     session: list[int], shared: list[int], output: list[int], floor: float
 ) -> None:
-    natives, twins = (SuffixIndex(tail=3, ratio=1), SuffixIndex()), (ReferenceIndex(), ReferenceIndex())
+    natives, twins = (NativeIndex(tail=3, ratio=1), NativeIndex()), (ReferenceIndex(), ReferenceIndex())
     for index in (natives, twins):
         index[0].append(0, session)
         index[1].append(0, shared)
     sources = (Source.SESSION, Source.SHARED)
-    drafter, twin_drafter = IndexDrafter(scan_limit=NO_SAMPLING), ReferenceDrafter()
+    drafter, twin_drafter = NativeDrafter(scan_limit=NO_SAMPLING), ReferenceDrafter()
     context = session[-64:]
     for token in output:
         pairs = list(zip(natives, twins, sources, strict=True))
@@ -179,7 +179,7 @@ def test_two_sources_draft_alike_while_learning(
 
 @given(text=st.one_of(tiny, repetitive), context=contexts)
 def test_counts_agree_for_one_text(text: list[int], context: list[int]) -> None:
-    native, twin = SuffixIndex(tail=8, ratio=4), ReferenceIndex()
+    native, twin = NativeIndex(tail=8, ratio=4), ReferenceIndex()
     native.append(7, text)
     twin.append(7, text)
     assert_same_answers(native, twin, context)

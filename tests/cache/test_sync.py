@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache, deletion
-from agentspec.cache.index import IndexDrafter
+from agentspec.cache.index import IndexDrafter, propose_batch
 from agentspec.cache.storage.reader import POLLED
 from agentspec.cache.storage.segments import LocalFiles
 from agentspec.cache.storage.sqlite import DATABASE
@@ -89,7 +89,7 @@ def unsampled(cache: SuffixCache, prompts: list[Tokens]) -> list[list[int]]:
     for prompt in prompts:
         with cache.request(prompt, store=False) as request:
             drafter = IndexDrafter(scan_limit=1 << 30)
-            drafts.append(drafter.draft(request.indexes[1:], prompt, 16).tokens.tolist())
+            drafts.append(propose_batch([(drafter, request.indexes[1:], prompt, 16, 0.0, False)])[0].tokens.tolist())
     return drafts
 
 

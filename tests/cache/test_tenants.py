@@ -253,19 +253,19 @@ def test_merges_that_a_draft_holds_up_are_tried_again_now_and_then(monkeypatch: 
     with SuffixCache.open() as cache:
         table, rests = cache._pool.namespaces, list[float]()
         monkeypatch.setattr(table, "on_pressure", lambda: None)  # only this thread looks after it
-        monkeypatch.setattr("agentspec.cache.namespaces.time", SimpleNamespace(sleep=rests.append))
+        monkeypatch.setattr("agentspec.cache.eviction.time", SimpleNamespace(sleep=rests.append))
         for number in range(80):
             add(cache, text(number, 1500), Namespace("one"))
         [partition] = table.partitions()
-        table.relieve()
+        table.eviction.relieve()
         assert not rests
         with partition.lock:
             partition.forget(partition.shared.oldest(120_000).tolist()[::4])
             table.book(partition)
         draft = IndexView(partition.shared.native)
         for _ in range(3):
-            table.relieve()
+            table.eviction.relieve()
         assert len(rests) == 3 and partition.shared.merging_due
         del draft
-        table.relieve()
+        table.eviction.relieve()
         assert len(rests) == 3 and not partition.shared.merging_due

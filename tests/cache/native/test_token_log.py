@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentspec.cache import _native
 from agentspec.cache._native import IndexView
-from agentspec.cache.index import IndexDrafter, SuffixIndex
-from agentspec.types import Source
+from agentspec.cache.storage.segments import Coverage, segment_of
+from agentspec.cache.tokens import SequenceMeta
+from agentspec.types import Namespace, Source
+from tests.cache.native_index import NativeDrafter, NativeIndex
 from tests.cache.reference import ReferenceDrafter, ReferenceIndex
 
 CHUNK = 4 * (1 << 16)  # bytes of the log that lie together
@@ -19,9 +22,9 @@ PIECE = 4 * (1 << 16)  # of a run that is merged in pieces
 ROOM = 1 << 16  # for what few new tokens take
 
 
-def filled(sequences: int, length: int, *, seed: int = 0, deferred: bool = False) -> SuffixIndex:
+def filled(sequences: int, length: int, *, seed: int = 0, deferred: bool = False) -> NativeIndex:
     rng = np.random.default_rng(seed)
-    index = SuffixIndex(deferred=deferred)
+    index = NativeIndex(deferred=deferred)
     for number in range(sequences):
         index.append(number, rng.integers(0, 50_000, length, dtype=np.int32))
         while index.merge_step():
@@ -89,11 +92,13 @@ def test_a_few_removed_tokens_hold_no_memory_back() -> None:
 
 def test_a_mapped_log_is_copied_by_chunks(tmp_path: Path) -> None:
     """Neither appending to a mapped log nor removing from it copies all of it, and what goes is unmapped."""
-    frozen = filled(1500, 200).freeze(list(range(1500)))
+    parts = filled(1500, 200).freeze(list(range(1500)))
+    meta = {number: SequenceMeta(None, 0.0, 0) for number in range(1500)}
+    head, index = segment_of(Namespace("t"), Coverage(0, 0, 0, 0), parts, meta), NativeIndex()
     path = tmp_path / "index"
-    path.write_bytes(b"".join(part.tobytes() for part in frozen.parts))
+    path.write_bytes(b"".join(part.tobytes() for part in parts))
     with path.open("rb") as file:
-        index = SuffixIndex.load(file.fileno(), 0, frozen.counts, frozen.checksums, deferred=True)
+        index.native = _native.SuffixIndex.load(file.fileno(), 0, head.counts, head.checksums, deferred=True)
     full, mapped, text = index.memory_bytes(), index.mapped_bytes(), index.tokens(1499)
     index.append(1500, text)
     assert index.memory_bytes() <= full + ROOM
@@ -107,9 +112,9 @@ def test_a_mapped_log_is_copied_by_chunks(tmp_path: Path) -> None:
     assert index.count(text[:100]) == 2
 
 
-def removed_filler(texts: list[list[int]], fillers: int) -> SuffixIndex:
+def removed_filler(texts: list[list[int]], fillers: int) -> NativeIndex:
     """An index of the texts with removed text around each that fills chunks."""
-    index = SuffixIndex()
+    index = NativeIndex()
     for number, text in enumerate(texts):
         index.append(1000 + number, np.arange(10, 10 + fillers, dtype=np.int32))
         index.append(number, text, texts[number - 1][:5] if number else [])
@@ -135,7 +140,7 @@ def test_drafts_are_those_of_the_twin_that_never_held_what_was_removed(
     found = native.successors(context)
     assert dict(zip(found.tokens.tolist(), found.counts.tolist(), strict=True)) == counts
     assert found.most_recent == newest
-    draft = IndexDrafter(scan_limit=1 << 30).draft([(native, Source.SHARED)], context, 8)
+    draft = NativeDrafter(scan_limit=1 << 30).draft([(native, Source.SHARED)], context, 8)
     rows = ReferenceDrafter().draft([(twin, int(Source.SHARED))], context, 8, 0.0, False)
     assert draft.tokens.tolist() == [row[0] for row in rows]
     assert draft.parents.tolist() == [row[1] for row in rows]

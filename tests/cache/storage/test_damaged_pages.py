@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache, deleter
-from agentspec.cache.check import verify
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.stored import StoredResponse, new_turn
 from agentspec.cache.tokens import SequenceRecord
+from agentspec.cli.cache import problems_of as verify
 from agentspec.errors import CacheError, CacheFormatError
 from agentspec.types import Labels, Namespace
 

@@ -16,7 +16,6 @@ import pytest
 import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.check import verify
 from agentspec.cache.storage.export import write
 from agentspec.cache.storage.schema import meta, sequences
 from agentspec.cache.storage.schema import namespaces as totals
@@ -24,6 +23,7 @@ from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE, STATE
 from agentspec.cache.stored import StoredResponse, new_turn
 from agentspec.cache.tokens import SequenceRecord
+from agentspec.cli.cache import problems_of as verify
 from agentspec.errors import CacheError, CacheFormatError
 from agentspec.types import Labels, Namespace
 

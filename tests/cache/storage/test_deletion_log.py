@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache import SuffixCache, suffix_cache
+from agentspec.cache import SuffixCache, lifetime
 from agentspec.cache.deletion import Scope, select
 from agentspec.cache.storage import database as database_module
 from agentspec.cache.storage import deletion_log
@@ -104,7 +104,7 @@ def test_a_deletion_that_the_database_interrupts_is_applied_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Scope] = []
-    monkeypatch.setattr(suffix_cache, "_MAINTENANCE_SECONDS", 1e6)  # it is this call that fails, and not the thread's
+    monkeypatch.setattr(lifetime, "_MAINTENANCE_SECONDS", 1e6)  # it is this call that fails, and not the thread's
     with SuffixCache.open(tmp_path) as cache:
         record(cache, "a", "b")
         cache.on_forget(told.append)

@@ -148,14 +148,13 @@ def numbers(location: str | Path) -> list[int]:
 def test_namespaces_are_told_by_their_totals(location: str | Path) -> None:
     fill(location, 30)
     store = opened(location)
-    assert {(one.namespace.tenant, one.sequences, one.tokens) for one in store.namespaces()} == {
-        ("t0", 10, 200),
-        ("t1", 10, 200),
-        ("t2", 10, 200),
-    }
+    assert [one.tenant for one in store.namespaces()] == ["t0", "t1", "t2"]
     with store._database.engine.connect() as connection:
         [size] = connection.execute(sa.select(sa.func.sum(sequences.c.size))).one()
-    assert sum(one.bytes for one in store.namespaces()) == size
+        totals = sa.select(namespaces.c.tenant, namespaces.c.sequences, namespaces.c.tokens, namespaces.c.bytes)
+        found = connection.execute(totals).all()
+    assert {row[:3] for row in found} == {("t0", 10, 200), ("t1", 10, 200), ("t2", 10, 200)}
+    assert sum(row.bytes for row in found) == size
     store.position()
     assert [one.sequence for one in islice(store.newest(Namespace("t1")), 3)] == [28, 25, 22]
     assert [one.sequence for one in store.newest(Namespace("t1"), beyond=24)] == [28, 25]
@@ -163,7 +162,7 @@ def test_namespaces_are_told_by_their_totals(location: str | Path) -> None:
     assert store.stored([28, 22, 1000, *range(2000, 2000 + 2 * PIECE), 25]) == {22, 25, 28}
     assert store.stored([]) == set()
     execute(location, "DELETE FROM sequences WHERE tenant = 't1' OR number = 3")
-    assert {(one.namespace.tenant, one.sequences) for one in store.namespaces()} == {("t0", 9), ("t2", 10)}
+    assert [one.tenant for one in store.namespaces()] == ["t0", "t2"]
     execute(location, "DELETE FROM sequences")
     with store._database.engine.connect() as connection:
         assert connection.execute(sa.select(namespaces)).all() == []

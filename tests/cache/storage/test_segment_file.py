@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.cache import _native
 from agentspec.cache.deletion import select
-from agentspec.cache.index import IndexDrafter, SuffixIndex, checksum
 from agentspec.cache.storage.segments import Coverage, Segment, load_index, read_segment, segment_of
 from agentspec.cache.tokens import SequenceMeta, Tokens
 from agentspec.errors import (
@@ -21,6 +21,7 @@ from agentspec.errors import (
     InvalidRequestError,
 )
 from agentspec.types import Namespace, Source
+from tests.cache.native_index import NativeDrafter, NativeIndex
 
 SPACE = Namespace("tenant", "model", "tokenizer", "template")
 _FIXED = 8 + 8 + 13 * 8  # bytes before the checksum of the head
@@ -30,26 +31,33 @@ def text(seed: int, length: int, vocabulary: int = 50) -> Tokens:
     return np.random.default_rng(seed).integers(0, vocabulary, length).astype(np.int32)
 
 
-def packed(index: SuffixIndex, meta: dict[int, SequenceMeta], space: Namespace = SPACE) -> bytes:
+def packed(index: NativeIndex, meta: dict[int, SequenceMeta], space: Namespace = SPACE) -> bytes:
     frozen = index.freeze(list(meta))
     segment = segment_of(space, Coverage(7, len(meta), 3, 2), frozen, meta)
-    return segment.head() + b"".join(part.tobytes() for part in frozen.parts)
+    return segment.head() + b"".join(part.tobytes() for part in frozen)
 
 
-def an_index(sequences: int = 6, length: int = 40) -> tuple[SuffixIndex, dict[int, SequenceMeta]]:
-    index, meta = SuffixIndex(tail=4), {}
+def an_index(sequences: int = 6, length: int = 40) -> tuple[NativeIndex, dict[int, SequenceMeta]]:
+    index, meta = NativeIndex(tail=4), {}
     for number in range(sequences):
         index.append(number, text(number, length), context=text(100 + number, 9))
         meta[number] = SequenceMeta(f"session {number} é" if number % 3 else None, float(number), 5)
     return index, meta
 
 
-def opened(data: bytes, space: Namespace = SPACE) -> tuple[Segment, SuffixIndex, list[int]]:
+def opened(data: bytes, space: Namespace = SPACE) -> tuple[Segment, NativeIndex, list[int]]:
     with tempfile.TemporaryFile(buffering=0) as file:
         file.write(data)
         file.seek(0)
         segment = read_segment(file, space.key)
-        return segment, *load_index(file, segment)
+        loaded, numbers = load_index(file, segment)
+        index = NativeIndex()
+        index.native = loaded.native
+        return segment, index, numbers
+
+
+def checksum(data: bytes) -> int:
+    return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
 def sealed(data: bytes) -> bytes:
@@ -71,7 +79,7 @@ def sealed(data: bytes) -> bytes:
 def test_what_is_read_is_what_was_written(
     lengths: list[tuple[int, int]], sessions: list[str | None], removed: set[int]
 ) -> None:
-    index, meta = SuffixIndex(tail=8), {}
+    index, meta = NativeIndex(tail=8), {}
     for number, (length, context) in enumerate(lengths):
         index.append(number, text(number, length, 4), context=text(-number - 1 + 1000, context, 4))
         meta[number] = SequenceMeta(sessions[number], number / 3, number)
@@ -86,7 +94,7 @@ def test_what_is_read_is_what_was_written(
         assert loaded.prefix(number).tolist() == index.prefix(number).tolist()
     for context in ([0], [1, 2], [3, 3, 1, 0]):
         drafts = [
-            IndexDrafter(scan_limit=1 << 20).draft([(each, Source.SHARED)], context, 16) for each in (index, loaded)
+            NativeDrafter(scan_limit=1 << 20).draft([(each, Source.SHARED)], context, 16) for each in (index, loaded)
         ]
         assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
         assert drafts[0].probabilities.tolist() == drafts[1].probabilities.tolist()
@@ -207,12 +215,12 @@ def with_run(data: bytes, run: np.ndarray) -> bytes:
 @pytest.mark.parametrize("order", ["shuffled", "reversed", "rotated", "halves", "by position"])
 def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
     """The right positions in a wrong order, in a run with tables: matches are missed, nothing outside is read."""
-    rng, index = np.random.default_rng(3), SuffixIndex()
+    rng, index = np.random.default_rng(3), NativeIndex()
     for number in range(4):
         common = np.where(rng.random(4000) < 0.4, 7, rng.integers(0, 40, 4000))
         index.append(number, common.astype(np.int32), context=text(number, 9))
     meta = {number: SequenceMeta(None, 0.0, 5) for number in range(4)}
-    right = index.freeze(range(4)).run
+    _, _, right, _ = index.freeze(range(4))
     for _ in range(20):
         run = {
             "shuffled": lambda: rng.permutation(right),
@@ -222,7 +230,7 @@ def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
             "by position": lambda: np.sort(right),
         }[order]()
         _, loaded, numbers = opened(with_run(packed(index, meta), run))
-        drafter = IndexDrafter(scan_limit=int(rng.integers(1, 100)))
+        drafter = NativeDrafter(scan_limit=int(rng.integers(1, 100)))
         for at in range(0, 400, 40):
             context = index.tokens(int(rng.integers(4)))[at : at + int(rng.integers(1, 40))]
             assert (drafter.draft([(loaded, Source.SHARED)], context, 32).tokens >= 0).all()
@@ -235,7 +243,7 @@ def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
 
 def test_a_run_that_holds_a_position_twice_is_refused() -> None:
     index, meta = an_index()
-    run = index.freeze(list(meta)).run
+    _, _, run, _ = index.freeze(list(meta))
     for wrong in (np.full_like(run, run[3]), np.append(run[:-1], run[0])):
         with pytest.raises(CacheDamagedError, match="twice"):
             opened(with_run(packed(index, meta), wrong))
@@ -271,7 +279,7 @@ def usable(data: bytes) -> bool:
         index.tokens(number)
         index.prefix(number)
     for context in (text(1, 30), text(3, 5), [0]):
-        draft = IndexDrafter().draft([(index, Source.SHARED)], context, 8)
+        draft = NativeDrafter().draft([(index, Source.SHARED)], context, 8)
         assert (draft.tokens >= 0).all()
     for number in numbers[:2]:
         with suppress(InvalidRequestError):  # closed

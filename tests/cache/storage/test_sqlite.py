@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.storage.opening import prepare
-from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
+from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase
 from agentspec.cache.stored import StoredResponse
 from agentspec.cli import app
 from agentspec.errors import (
@@ -192,33 +192,9 @@ def test_which_failures_pass(tmp_path: Path, code: int, is_transient: bool) -> N
 
 
 def test_the_holder_is_named_and_release_frees(tmp_path: Path) -> None:
-    lock = WriterLock(tmp_path)
-    with pytest.raises(CacheLockedError, match=str(os.getpid())):
-        WriterLock(tmp_path)
-    lock.release()
-    lock.release()
-    WriterLock(tmp_path).release()
-
-
-def test_who_cannot_say_that_it_writes_does_not_keep_others_from_it(tmp_path: Path) -> None:
-    (tmp_path / "writer.pid").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        WriterLock(tmp_path)
-    (tmp_path / "writer.pid").rmdir()
-    WriterLock(tmp_path).release()
-
-
-def test_a_killed_holder_does_not_block(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path\nfrom agentspec.cache.storage.sqlite import WriterLock\n"
-        "lock = WriterLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(CacheLockedError, match=str(holder.pid)):
-            WriterLock(tmp_path)
-        holder.kill()
-    WriterLock(tmp_path).release()
+    with SuffixCache.open(tmp_path, mode="writer"), pytest.raises(CacheLockedError, match=f"process {os.getpid()}"):
+        SuffixCache.open(tmp_path, mode="writer")
+    SuffixCache.open(tmp_path, mode="writer").close()
 
 
 class RacingConnection(sqlite3.Connection):
@@ -254,21 +230,7 @@ def _raced(dialect: object, record: object, arguments: list[object], keywords: d
     keywords["factory"] = RacingConnection
 
 
-def test_a_folder_that_holds_only_the_cache_is_closed_to_others(tmp_path: Path) -> None:
-    own, shared = tmp_path / "own", tmp_path / "shared"
-    for folder in (own, shared):
-        made(folder).close()
-        folder.chmod(0o755)
-        (folder / DATABASE).chmod(0o644)
-    (shared / "novel.txt").write_text("...")
-    for folder in (own, shared):
-        made(folder).close()
-        assert stat.S_IMODE((folder / DATABASE).stat().st_mode) == 0o600
-    assert stat.S_IMODE(own.stat().st_mode) == 0o700
-    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
-
-
-@pytest.mark.parametrize("name", [DATABASE, DATABASE + "-wal", "writer.lock", "writer.pid"])
+@pytest.mark.parametrize("name", [DATABASE, DATABASE + "-wal", "writer.lock"])
 def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"")

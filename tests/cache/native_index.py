@@ -1,0 +1,79 @@
+"""The native index and drafter as tests call them: with lists, and with what only tests look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache.index import IndexDrafter, Sourced, SuffixIndex, propose_batch
+from agentspec.cache.tokens import EMPTY, TokensLike, as_tokens
+from agentspec.types import Draft
+
+
+class Successors(NamedTuple):
+    """The distinct tokens that followed a context, ascending, with their counts, and the newest token."""
+
+    tokens: NDArray[np.int32]
+    counts: NDArray[np.int64]
+    most_recent: int | None
+
+
+class Usage(NamedTuple):
+    """One row per sequence. `last_used` is a clock that ticks with every insert and hit."""
+
+    sequences: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    last_used: NDArray[np.int64]
+
+
+class Work(NamedTuple):
+    """Tokens appended and removed, and positions looked at, sorted or moved for it: `locked` while other changes
+    waited, `longest_hold` in one go, `background` while nobody waited.
+    """
+
+    appended: int
+    removed: int
+    locked: int
+    longest_hold: int
+    background: int
+
+
+class NativeIndex(SuffixIndex):
+    def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
+        super().append(sequence, as_tokens(tokens), as_tokens(context))
+
+    def count(self, context: TokensLike) -> int:
+        return self.native.count(as_tokens(context))
+
+    def successors(self, context: TokensLike) -> Successors:
+        tokens, counts, newest = self.native.successors(as_tokens(context))
+        return Successors(tokens, counts, newest if newest >= 0 else None)
+
+
+def usage(index: SuffixIndex) -> Usage:
+    return Usage(*index.native.usage())
+
+
+def work(index: SuffixIndex) -> Work:
+    return Work(*index.native.work())
+
+
+class NativeDrafter(IndexDrafter):
+    def draft(
+        self,
+        indexes: Sequence[Sourced],
+        context: TokensLike,
+        max_tokens: int = 32,
+        min_probability: float = 0.0,
+        *,
+        chain: bool = False,
+    ) -> Draft:
+        [draft] = propose_batch([(self, indexes, as_tokens(context), max_tokens, min_probability, chain)])
+        return draft
+
+    def observe(self, indexes: Sequence[Sourced], context: TokensLike, tokens: TokensLike) -> None:
+        super().observe(indexes, as_tokens(context), as_tokens(tokens))
