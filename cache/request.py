@@ -19,7 +19,7 @@ from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import TRANSCRIPT, Partition, Session
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens, TokensLike, as_tokens, require_budget
 from agentspec.errors import CacheClosedError, InvalidRequestError
-from agentspec.types import Draft, Labels, Namespace, Source, path_length
+from agentspec.types import Draft, Namespace, Source, path_length
 
 ROUND = 32
 """Tokens that the drafter learns from at a time, before the session's index gets them."""
@@ -144,7 +144,6 @@ class CachePool:
         self,
         partition: Partition,
         session: Session,
-        labels: Labels,
         tokens: Tokens,
         context: Tokens,
         decode: Decode | None,
@@ -163,7 +162,9 @@ class CachePool:
         with partition.lock:
             if session.forgotten:
                 return
-            record = SequenceRecord(next(self._numbers), partition.namespace, labels, tokens, context, time.time())
+            record = SequenceRecord(
+                next(self._numbers), partition.namespace, session.label, tokens, context, time.time()
+            )
             if ended:
                 partition.drafter.observe_end(int(tokens[-1]))
             partition.add(record)
@@ -256,14 +257,12 @@ class CacheRequest:
         partition: Partition,
         session: Session,
         prompt: Tokens,
-        labels: Labels,
         *,
         store: bool,
         decode: Decode | None = None,
         share: bool = True,
     ) -> None:
         self.pool = pool
-        self.labels = labels
         self.store = store
         self.share = share
         self._decode = decode
@@ -383,7 +382,6 @@ class CacheRequest:
                     self.pool.add_output(
                         self.partition,
                         self._session,
-                        self.labels,
                         self.output,
                         self._prompt_end,
                         self._decode,

@@ -17,7 +17,7 @@ from agentspec.cache.lifetime import OPEN, CacheLimits, MaintenanceThread, Mode,
 from agentspec.cache.request import CachePool, CacheRequest, CacheStats
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
-from agentspec.types import Labels, Namespace
+from agentspec.types import DEFAULT_TENANT, Namespace
 
 if TYPE_CHECKING:
     from agentspec.cache.side_stores import ResponseStore, ToolTurnStore
@@ -39,14 +39,12 @@ class SuffixCache:
         store: SequenceStore | None,
         store_error: str | None = None,
         *,
-        namespace: Namespace,
         limits: CacheLimits,
         retention: float | None,
         content_filter: ContentFilter | None,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
-        self._namespace = namespace
         self._pool = CachePool(
             limits.memory_bytes,
             limits.tenant_memory_bytes,
@@ -74,7 +72,6 @@ class SuffixCache:
         cls,
         path: str | Path | None = None,
         *,
-        namespace: str | Namespace = "default",
         memory_bytes: int = 512 << 20,
         disk_bytes: int | None = None,
         tenant_memory_bytes: int | None = None,
@@ -86,7 +83,7 @@ class SuffixCache:
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
-        Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
+        `memory_bytes` bounds the index and `disk_bytes` the database
         with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
         sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
         bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
@@ -103,12 +100,11 @@ class SuffixCache:
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
         limits = CacheLimits(memory_bytes, tenant_memory_bytes, disk_bytes, tenant_disk_bytes, responses_bytes)
         try:
-            default = namespace_of(namespace)
             term = None if retention is None else seconds_of(retention, "retention")
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
-        made = partial(cls._started, namespace=default, limits=limits, retention=term, content_filter=content_filter)
+        made = partial(cls._started, limits=limits, retention=term, content_filter=content_filter)
         return made(None) if path is None else opened_at(path, mode, limits, made)
 
     @property
@@ -151,10 +147,8 @@ class SuffixCache:
         self,
         prompt: TokensLike,
         *,
-        namespace: str | Namespace | None = None,
+        namespace: str | Namespace = DEFAULT_TENANT,
         session: str | None = None,
-        workflow: str | None = None,
-        step: str | None = None,
         store: bool = True,
         decode: Decode | None = None,
         share: bool = True,
@@ -167,17 +161,15 @@ class SuffixCache:
         `prompt` holds token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
-        for name, label in (("session", session), ("workflow", workflow), ("step", step)):
-            if not isinstance(label, str | None):
-                raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
+        if not isinstance(session, str | None):
+            raise InvalidRequestError(f"session must be a string or None, not {session!r}", param="session")
         self._pool.require_open()
-        chosen = self._namespace if namespace is None else namespace_of(namespace)
+        chosen = namespace_of(namespace)
         if self._store and store:
             self._store.numbering.claim(anyhow=True)  # a follower's first: `close` waits for no disk
         partition, found = self._pool.acquire(chosen, session, tokens)
-        labels = Labels(session if session is not None else found.label, workflow, step)
         try:
-            return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode, share=share)
+            return CacheRequest(self._pool, partition, found, tokens, store=store, decode=decode, share=share)
         except BaseException:
             self._pool.release(partition, found)
             raise

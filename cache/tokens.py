@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import InvalidRequestError
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 Tokens = NDArray[np.int32]
 TokensLike = NDArray[np.integer] | Sequence[int]
@@ -37,14 +37,14 @@ class SequenceRecord:
 
     sequence: int
     namespace: Namespace
-    labels: Labels
+    session: str | None
     tokens: Tokens
     context: Tokens
     created_at: float  # seconds since 1970
 
     @property
     def meta(self) -> SequenceMeta:
-        return SequenceMeta(self.labels.session, self.created_at, int(self.tokens[-1]) if len(self.tokens) else -1)
+        return SequenceMeta(self.session, self.created_at, int(self.tokens[-1]) if len(self.tokens) else -1)
 
 
 def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:

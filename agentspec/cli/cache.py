@@ -132,7 +132,6 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
 
 
 app.command("import")(cache_files.import_files)
-app.command()(cache_files.export)
 
 
 @app.command()

@@ -1,10 +1,10 @@
-"""`agentspec cache import`, `export` and `replay`: calls into the cache, its sequences out of it, and what it saves."""
+"""`agentspec cache import` and `replay`: recorded calls into the cache, and what it would have saved."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -24,8 +24,8 @@ from agentspec.cli.recorded_files import (
     recorded_calls,
 )
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, lines
-from agentspec.recordings.formats import Format, detect
+from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall
+from agentspec.recordings.formats import Format
 from agentspec.recordings.redaction import SECRETS, Redaction
 from agentspec.types import DEFAULT_TENANT
 
@@ -97,12 +97,8 @@ def _local(settings: Settings, name: str) -> TorchSettings | None:
 
 def import_files(
     files: Files,
-    model: Annotated[
-        str | None, typer.Option(help="The model that will draft from them; an export has its own")
-    ] = None,
-    tenant: Annotated[
-        str | None, typer.Option(help="Whose they become [default: default, or the export's own]")
-    ] = None,
+    model: Annotated[str, typer.Option(help="The model that will draft from them; its tokenizer reads them")],
+    tenant: Annotated[str, typer.Option(help="Whose they become")] = DEFAULT_TENANT,
     format_: FormatOption = None,
     skip_bad: SkipOption = False,
     redact: Annotated[
@@ -117,13 +113,12 @@ def import_files(
     """Remember the answers of recorded calls, so that the first request of the day finds them.
 
     Reads conversations, logged calls of OpenAI's and Anthropic's APIs, the sessions that coding agents keep (Claude
-    Code, Codex), traces, LangGraph's SQLite checkpoints, and exports. Keys and
-    passwords are replaced by [REDACTED] first. All files are read before anything is stored; what is there already is
-    not stored again. A server may use the folder.
+    Code, Codex), traces, and LangGraph's SQLite checkpoints. Keys and passwords are replaced by [REDACTED] first. All
+    files are read before anything is stored; what is there already is not stored again. A server may use the folder.
     """
     settings = load(config)
     folder = folder_of(settings, path, create=True)
-    text = _text(settings, model) if model is not None else None
+    text = _text(settings, model)
     redaction = Redaction([*(() if keep_secrets else SECRETS), *(redact or ())])
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
@@ -147,89 +142,41 @@ def import_files(
     typer.echo(f"imported {plural(added, 'sequence')}{more}")
 
 
-def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False)],
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's sequences")] = None,
-    config: ConfigOption = None,
-    path: PathOption = None,
-) -> None:
-    """Write the sequences of the cache to a file that only you can read, for `agentspec cache import`.
-
-    It holds what was said, as token ids: keep it as you keep the cache.
-    """
-    from agentspec.cache.storage.export import write
-    from agentspec.cache.storage.sequence_store import SequenceStore
-
-    store = SequenceStore.open(folder_of(load(config), path), disk_bytes=None, mode="follower")
-    try:
-        with progress() as (_, advance):
-            rows = counted(store.records(), str(file), advance)
-            mine = (row for row in rows if tenant is None or row.namespace.tenant == tenant)
-            written = write(file, mine)
-    finally:
-        store.close()
-    if store.damaged:
-        typer.echo(f"left out: {store.damaged} that cannot be read; see `agentspec cache verify`", err=True)
-    typer.echo(f"exported {plural(written, 'sequence')} to {file}")
-
-
 def _rows(
     file: Path,
     format_: Format | None,
-    text: ModelText | None,
-    tenant: str | None,
+    text: ModelText,
+    tenant: str,
     redaction: Redaction,
     on_bad: OnBad,
     advance: Advance,
 ) -> Iterator[SequenceRecord]:
     """The sequences of a file."""
-    format_ = format_ or detect(file)
-    if format_ is Format.export:
-        yield from counted(_exported(file, tenant, on_bad), str(file), advance)
-        return
-    if text is None:
-        raise ConfigurationError(
-            f"{file}: say with --model which model is to draft from it: its tokenizer reads the text"
-        )
     for recorded in counted(recorded_calls(file, format_, on_bad), str(file), advance):
         try:
-            yield _row(redaction.call(recorded), text, tenant or DEFAULT_TENANT)
+            yield _row(redaction.call(recorded), text, tenant)
         except InvalidRequestError as error:
             on_bad(BadLineError(recorded.place, error.message))
 
 
-def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText | None) -> list[SequenceRecord]:
+def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText) -> list[SequenceRecord]:
     """The rows that no configured pattern refuses."""
     from agentspec.cache.deletion import ContentFilter
 
     if not settings.cache.refuse_patterns:
         return rows
-    refusal, decode = ContentFilter(settings.cache.refuse_patterns), None if text is None else text.tokenizer.decode
-    return [row for row in rows if not refusal.refuses(row.context, row.tokens, decode)]
+    refusal = ContentFilter(settings.cache.refuse_patterns)
+    return [row for row in rows if not refusal.refuses(row.context, row.tokens, text.tokenizer.decode)]
 
 
 def _store(folder: Path | str, rows: list[SequenceRecord]) -> tuple[int, int]:
-    from agentspec.cache.storage.export import add
     from agentspec.cache.storage.sequence_store import SequenceStore
 
     store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
     try:
-        return add(store, rows)
+        return store.add_missing(rows)
     finally:
         store.close()
-
-
-def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[SequenceRecord]:
-    from agentspec.cache.storage.export import parse
-
-    for place, line in lines(file):
-        try:
-            row = parse(line, place)
-        except ConfigurationError as error:
-            on_bad(BadLineError(place, error.message.removeprefix(f"{place}: ")))
-            continue
-        if row is not None:
-            yield row if tenant is None else replace(row, namespace=replace(row.namespace, tenant=tenant))
 
 
 def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord:
@@ -243,7 +190,7 @@ def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord
     prompt, answer = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
     created_at = time.time() if recorded.created_at is None else recorded.created_at
     tokens, context = as_tokens(answer), as_tokens(prompt[-DEPTH:])
-    return SequenceRecord(0, text.namespace(tenant), recorded.labels, tokens, context, created_at)
+    return SequenceRecord(0, text.namespace(tenant), recorded.labels.session, tokens, context, created_at)
 
 
 def _text(settings: Settings, model: str) -> ModelText:

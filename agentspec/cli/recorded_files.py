@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentspec.cli.common import plural
-from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, refuse
 from agentspec.recordings.formats import Format, detect, files_of, read
 
@@ -40,14 +39,12 @@ def found(files: list[Path], console: Console) -> list[Path]:
 
 
 def recorded_calls(file: Path, format_: Format | None, on_bad: OnBad) -> Iterator[RecordedCall]:
-    """The calls of a file of any format except an export, which holds tokens and no calls."""
+    """The calls of a file of any format."""
     format_ = format_ or detect(file)
     if format_ is Format.checkpoints:
         from agentspec.langchain import checkpoints
 
         return checkpoints.read(file, on_bad)
-    if format_ is Format.export:
-        raise ConfigurationError(f"{file}: an export holds tokens and not the calls they come from")
     return read(file, format_, on_bad)
 
 

@@ -27,7 +27,7 @@ from agentspec.types import Labels, Message
 
 
 class Format(StrEnum):
-    """The format of a file. This module recognises `checkpoints` and `export` but does not read them."""
+    """The format of a file. This module recognises `checkpoints` but does not read them."""
 
     trace = "trace"
     log = "log"
@@ -35,12 +35,10 @@ class Format(StrEnum):
     claude_code = "claude-code"
     codex = "codex"
     checkpoints = "checkpoints"
-    export = "export"
 
 
 # In this order: a format is recognised by keys that those below may have beside others.
 _SIGNS = {
-    Format.export: ("agentspec_export",),
     Format.trace: ("messages_delta",),
     Format.log: ("request", "response", "body", "choices"),
     Format.chat: ("messages",),
@@ -106,7 +104,7 @@ def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
-    """The calls of a file of any format but checkpoints and exports, in order."""
+    """The calls of a file of any format but checkpoints, in order."""
     sessions: dict[Format, Callable[[], Iterator[RecordedCall]]] = {
         Format.claude_code: lambda: read_claude_code(path, on_bad),
         Format.codex: lambda: read_codex(path, on_bad),

@@ -76,13 +76,10 @@ class CacheRouter:
         if request.salt is not None and request.salt not in salts:
             return PrivateCache(prompt)
         tenant = self._settings.tenant if request.salt is None else salts[request.salt]
-        labels = request.labels
         return self._cache.request(
             prompt,
             namespace=of_adapter(self._namespaces[tenant], request.adapter),
-            session=labels.session,
-            workflow=labels.workflow,
-            step=labels.step,
+            session=request.labels.session,
             store=self._settings.cache.store and request.store,
             decode=self._decode,
         )

@@ -14,12 +14,12 @@ from agentspec.cache.index import DEPTH
 from agentspec.cache.storage.schema import Kinds, is_sound
 from agentspec.cache.tokens import MOST_TOKEN, SequenceRecord
 from agentspec.errors import CacheFormatError
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 NAMES = ("namespace", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
 _KINDS: Kinds = (
     *((name, str) for name in NAMES),
-    *((name, str | None) for name in ("session", "workflow", "step")),
+    ("session", str | None),
     *(("number", int), ("token_count", int), ("tokens", bytes), ("created_at", float | int)),
 )
 _MOST_TOKENS = 1 << 24  # of a sequence: a row with a forged count cannot take more memory than these
@@ -35,9 +35,7 @@ def encode(record: SequenceRecord) -> dict[str, object]:
         "model_fingerprint": record.namespace.model_fingerprint,
         "tokenizer_hash": record.namespace.tokenizer_hash,
         "template_hash": record.namespace.template_hash,
-        "session": record.labels.session,
-        "workflow": record.labels.workflow,
-        "step": record.labels.step,
+        "session": record.session,
         "token_count": len(record.tokens),
         "tokens": packed,
         "size": len(packed),
@@ -64,7 +62,7 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
     return SequenceRecord(
         row.number,
         namespace_of(row),
-        Labels(row.session, row.workflow, row.step),
+        row.session,
         packed[split:],
         packed[:split],
         float(row.created_at),

@@ -126,7 +126,7 @@ def is_prepared(connection: sa.Connection, database: Database) -> bool:
         raise damaged(name, f"version {version!r}")
     raise CacheVersionError(
         f"{name} is of version {version}, and this agentspec reads version {VERSION} alone: use the agentspec that"
-        " wrote it (its `cache export` takes the sequences along), or move the database away to start a new cache"
+        " wrote it, or move the database away to start a new cache"
     )
 
 

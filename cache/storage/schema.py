@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 7  # a change of the tables takes another: there are no migrations
+VERSION = 8  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -61,8 +61,6 @@ sequences = sa.Table(
     sa.Column("tokenizer_hash", Name, nullable=False),
     sa.Column("template_hash", Name, nullable=False),
     sa.Column("session", Name),
-    sa.Column("workflow", Name),
-    sa.Column("step", Name),
     sa.Column("token_count", sa.Integer, nullable=False),
     sa.Column("tokens", sa.LargeBinary, nullable=False),  # zlib of context and tokens, little-endian int32
     sa.Column("created_at", sa.Float, nullable=False),  # seconds since 1970
@@ -141,7 +139,7 @@ def _keep_no_statistics(table: sa.Table, *columns: str) -> None:
         event.listen(table, "after_create", ddl.execute_if(dialect="postgresql"))
 
 
-_keep_no_statistics(sequences, "tenant", "session", "workflow", "step", "tokens")
+_keep_no_statistics(sequences, "tenant", "session", "tokens")
 _keep_no_statistics(responses, "tenant", "session", "body")
 _keep_no_statistics(tool_turns, "tenant", "agent", "session", "body")
 _keep_no_statistics(namespaces, "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")

@@ -2,7 +2,7 @@
 
 A file holds, in the byte order of this machine: a head of fixed size, a table of each sequence's metadata, names,
 zeros up to a multiple of 8 bytes, and the parts of the frozen index. Checksums cover all of it. A folder writes them
-atomically, renames damaged files and deletes files not to be kept.
+atomically, and deletes damaged files and those not to be kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ITEM_BYTES: PartCounts = (32, 12, 4, 4)
 _TABLE = np.dtype([("created_at", "f8"), ("end", "i4"), ("session", "i4")])  # session: bytes of its name, or -1
 _NAMES = struct.Struct("=4I")  # lengths in bytes of a namespace's four names
 
-_SUFFIX, _NEW, _CORRUPT = ".segment", ".segment.new", ".segment.corrupt"
+_SUFFIX, _NEW = ".segment", ".segment.new"
 _PATIENCE = 60.0  # seconds that a deletion waits for another process to finish a segment
 _log = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ class SegmentFolder:
         total = 0
         with self._counting:
             with contextlib.suppress(OSError):
-                for name in self._named(_SUFFIX, _NEW, _CORRUPT):
+                for name in self._named(_SUFFIX, _NEW):
                     with contextlib.suppress(OSError):  # another process may just have deleted it
                         total += self._files.size(name)
             self._known = total
@@ -343,7 +343,7 @@ class SegmentFolder:
     def load(self, key: str, wanted: Callable[[Segment], bool]) -> LoadedSegment | None:
         """The segment of a namespace, if it can be used and `wanted(segment)` is true.
 
-        A segment that is damaged, or of another namespace, is renamed. A segment of another version stays until the
+        A segment that is damaged, or of another namespace, is deleted. A segment of another version stays until the
         next is saved, for processes of that version.
         """
         try:
@@ -357,7 +357,7 @@ class SegmentFolder:
             self.failed(f"the segment {key}{_SUFFIX} is not used", error)
             if isinstance(error, CacheDamagedError | CacheNamespaceError):
                 with contextlib.suppress(OSError):  # another process may have been quicker
-                    self._files.rename(key + _SUFFIX, key + _CORRUPT)
+                    self._files.unlink(key + _SUFFIX)
             return None
 
     def save(self, segment: Segment, parts: Sequence[NDArray[Any]]) -> None:
@@ -398,7 +398,7 @@ class SegmentFolder:
         """Delete all segments, to make room."""
         self._known = None
         try:
-            for name in self._named(_SUFFIX, _CORRUPT):
+            for name in self._named(_SUFFIX):
                 self._files.unlink(name)
         except OSError as error:
             self.failed("segments cannot be deleted", error)
@@ -417,7 +417,7 @@ class SegmentFolder:
         """
         self._known = None
         try:
-            for name in self._named(_SUFFIX, _NEW, _CORRUPT):
+            for name in self._named(_SUFFIX, _NEW):
                 if self._may_hold(name, scope):
                     self._files.unlink(name)
         except OSError as error:
@@ -437,7 +437,7 @@ class SegmentFolder:
         return [name for name in self._files.names() if name.endswith(endings)]
 
     def withdraw(self, unwanted: Callable[[Segment], bool]) -> None:
-        """Delete the segments that are `unwanted`. One that cannot be read stays: `load` sets it aside. Raises what
+        """Delete the segments that are `unwanted`. One that cannot be read stays: `load` deletes it. Raises what
         `unwanted` raises, and `OSError`.
         """
         for name in self._named(_SUFFIX):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -32,6 +36,7 @@ _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for othe
 _ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
 _LINGER = 0.05  # seconds that an output waits for others: a transaction of its own writes ten times its size
 _JOB_BYTES = 1024  # of the Python objects around an output
+_WAITING = 1 << 20  # tokens that `add_missing` puts before it waits until they are written
 _log = logging.getLogger(__name__)
 
 
@@ -178,6 +183,28 @@ class SequenceStore(SequenceReader):
     def put(self, record: SequenceRecord) -> None:
         """Queue a sequence for writing; `flush` waits until it is durable."""
         self._writer.put(record)
+
+    def add_missing(self, records: Iterable[SequenceRecord]) -> tuple[int, int]:
+        """Store the sequences that the store lacks, and wait until they are durable; returns (added, known).
+
+        Each stored sequence with the same namespace, session, tokens and end of the prompt stands for one of `records`:
+        those that are added again add nothing, and an output that was generated twice stays in the store twice. Raises
+        `CacheError` if the sequences cannot be written.
+        """
+        there = Counter(map(_identity, self.records()))
+        added = known = waiting = 0
+        for record in records:
+            if there[key := _identity(record)] > 0:
+                there[key] -= 1
+                known += 1
+                continue
+            self.put(replace(record, sequence=next(self.numbering)))
+            added, waiting = added + 1, waiting + len(record.tokens)
+            if waiting > _WAITING:
+                self.flush()
+                waiting = 0
+        self.flush()
+        return added, known
 
     def unwritten(self, namespace: Namespace) -> list[SequenceRecord]:
         """A namespace's sequences that wait to be written. What is read from the database afterwards has the others."""
@@ -377,10 +404,19 @@ class SequenceStore(SequenceReader):
         return kept, unsearched
 
     def _covers(self, number: int, scope: Scope, job: SequenceRecord) -> bool:
-        if not (scope.concerns(job.namespace) and scope.covers(job.labels.session, job.created_at)):
+        if not (scope.concerns(job.namespace) and scope.covers(job.session, job.created_at)):
             return False
         return number not in self._own or self._own[number].holds(np.concatenate((job.context, job.tokens)))
 
 
 def _size(job: SequenceRecord) -> int:
     return _JOB_BYTES + 4 * (len(job.tokens) + len(job.context))
+
+
+def _identity(row: SequenceRecord) -> bytes:
+    """A hash over namespace, session, context and tokens: equal for equal sequences, whenever they were stored."""
+    names = json.dumps([row.namespace.key, row.session])
+    digest = hashlib.sha256(names.encode())
+    for tokens in (row.context, row.tokens):
+        digest.update(len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes())
+    return digest.digest()

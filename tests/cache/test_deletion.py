@@ -15,7 +15,7 @@ from agentspec.cache.deletion import Decode, Selection, pause_between_looks, sel
 from agentspec.cache.partition import Partition
 from agentspec.cache.tokens import SequenceRecord, Tokens
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 
 def tokens(*ids: int) -> Tokens:
@@ -81,8 +81,8 @@ def test_without_a_pattern_a_selection_is_its_scope() -> None:
 def test_a_deletion_by_session_hashes_each_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
     partition = Partition(Namespace("t"))
     for number in range(300):
-        labels = Labels([None, "a", "b"][number % 3])
-        partition.add(SequenceRecord(number, Namespace("t"), labels, tokens(1, 2), tokens(), float(number)))
+        session = [None, "a", "b"][number % 3]
+        partition.add(SequenceRecord(number, Namespace("t"), session, tokens(1, 2), tokens(), float(number)))
     scope = select(session="a").scope
     hashed: list[str] = []
     digest = deletion._digest

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from agentspec.cache import SuffixCache, namespaces
+from agentspec.cache import SuffixCache, eviction, namespaces
 from agentspec.cache.deletion import select
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import Partition
@@ -27,7 +27,7 @@ from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.sync import StoreSync
 from agentspec.cache.tokens import SequenceRecord, Tokens
 from agentspec.errors import CacheFormatError, CacheUnavailableError
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 MANY = 40
 
@@ -116,7 +116,7 @@ def test_what_others_write_is_there_once_it_is_used(folder: Path, tmp_path: Path
 
 
 def test_idle_namespaces_leave_memory_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(eviction, "_IDLE_SECONDS", 0.0)
     models = [Namespace("t", f"m{number}") for number in range(6)]
     with SuffixCache.open(tmp_path, tenant_memory_bytes=700 << 10) as cache:
         held = cache.request([1, 2], namespace=models[0], session="held")
@@ -255,7 +255,7 @@ def fill(location: str | Path, count: int) -> None:
     """A database with `count` namespaces of one output each, the last but 100 of them of a namespace of 100."""
     names = [LARGE if count - 200 <= number < count - 100 else name(number) for number in range(count)]
     rows = [
-        codec.encode(SequenceRecord(number, names[number], Labels(), text(number % 50, 20), text(0, 2), 1.0))
+        codec.encode(SequenceRecord(number, names[number], None, text(number % 50, 20), text(0, 2), 1.0))
         for number in range(count)
     ]
     store = SequenceStore.open(location, disk_bytes=None, mode="writer")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agentspec.cache.partition import TRANSCRIPT, Partition, Session, Sessions
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens
 from agentspec.errors import InvalidRequestError
-from agentspec.types import Labels, Namespace, Source
+from agentspec.types import Namespace, Source
 from tests.cache.native_index import NativeIndex, usage
 
 
@@ -16,7 +16,7 @@ def partition_with(count: int) -> Partition:
     partition = Partition(Namespace("t"))
     for sequence in range(count):
         tokens = 1000 * sequence + np.arange(500, dtype=np.int32)
-        partition.add(SequenceRecord(sequence, Namespace("t"), Labels(), tokens, EMPTY, 0.0))
+        partition.add(SequenceRecord(sequence, Namespace("t"), None, tokens, EMPTY, 0.0))
     return partition
 
 
@@ -43,14 +43,14 @@ def test_outputs_find_room_where_positions_run_out() -> None:
     partition.shared = index = NativeIndex(deferred=True, capacity=20_000)
     for sequence in range(200):
         tokens = (1000 * sequence + np.arange(500)).astype(np.int32)
-        partition.add(SequenceRecord(sequence, Namespace("t"), Labels(), tokens, tokens[:5], 0.0))
+        partition.add(SequenceRecord(sequence, Namespace("t"), None, tokens, tokens[:5], 0.0))
         assert index.count(tokens[:64]) == 1
     kept = sorted(usage(partition.shared).sequences.tolist())
     assert kept == list(range(200 - len(kept), 200)) and len(kept) >= 20
     assert [number for number in range(200) if partition.holds(number)] == kept
     partition.shared.check_integrity()
     with pytest.raises(InvalidRequestError, match="full: 20000 positions"):  # more than it can ever hold
-        partition.add(SequenceRecord(200, Namespace("t"), Labels(), np.zeros(20_000, np.int32), EMPTY, 0.0))
+        partition.add(SequenceRecord(200, Namespace("t"), None, np.zeros(20_000, np.int32), EMPTY, 0.0))
 
 
 MOST = 1 << 20

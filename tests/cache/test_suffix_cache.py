@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,16 +21,16 @@ def text(seed: int, length: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, 5000, length).astype(np.int32)
 
 
-def record(cache: SuffixCache, prompt: object, output: object, **labels: str) -> None:
-    with cache.request(prompt, **labels) as request:  # type: ignore[arg-type]
+def record(cache: SuffixCache, prompt: object, output: object, **named: Any) -> None:
+    with cache.request(prompt, **named) as request:  # type: ignore[arg-type]
         request.extend(output)  # type: ignore[arg-type]
 
 
 def test_namespaces_share_nothing() -> None:
     a, b = Namespace("t", "model-a"), Namespace("t", "model-b")
-    with SuffixCache.open(namespace=a) as cache:
-        record(cache, [1], [40, 41, 42])
-        record(cache, [1, 40, 41], [42], session="s")
+    with SuffixCache.open() as cache:
+        record(cache, [1], [40, 41, 42], namespace=a)
+        record(cache, [1, 40, 41], [42], namespace=a, session="s")
         for other in (b, "t", "stranger"):
             with cache.request([1, 40], namespace=other, session="s") as request:
                 assert len(request.draft()) == 0
@@ -148,15 +149,15 @@ def test_in_memory_needs_no_database() -> None:
 
 def test_outputs_are_there_after_a_restart(tmp_path: Path) -> None:
     namespace = Namespace("t", "m", "k", "c")
-    with SuffixCache.open(tmp_path / "cache", namespace=namespace) as cache:
+    with SuffixCache.open(tmp_path / "cache") as cache:
         for turn in range(20):
-            record(cache, [1, 2, 3], text(turn, 50), session="s", workflow="w", step="plan")
-    with SuffixCache.open(tmp_path / "cache", namespace=namespace) as cache:
+            record(cache, [1, 2, 3], text(turn, 50), session="s", namespace=namespace)
+    with SuffixCache.open(tmp_path / "cache") as cache:
         stats = cache.stats()
         assert (stats.sequences, stats.tokens, stats.mode) == (20, 1000, "writer")
         assert stats.disk_bytes > 0
         assert cache.path == tmp_path / "cache"
-        with cache.request([8, 3, *text(7, 50)[:3]]) as request:
+        with cache.request([8, 3, *text(7, 50)[:3]], namespace=namespace) as request:
             assert request.draft(max_tokens=2).tokens.tolist() == text(7, 50)[3:5].tolist()
         with cache.request([8, 3, *text(7, 50)[:3]], namespace="t") as request:
             assert len(request.draft()) == 0

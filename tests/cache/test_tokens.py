@@ -142,8 +142,7 @@ def test_any_string_is_a_name(location: str | Path, name: str) -> None:
     namespace = Namespace(name, name, name, name)
     with SuffixCache.open(location, mode="writer") as cache:
         for number in range(3):
-            labels = {"session": f"{name}{number}", "workflow": name, "step": name}
-            with cache.request([7], namespace=namespace, **labels) as request:
+            with cache.request([7], namespace=namespace, session=f"{name}{number}") as request:
                 request.extend([40 + number, 50, 60, 70])
         cache.compact()
     with SuffixCache.open(location, mode="writer") as cache:  # the lock is free
@@ -214,10 +213,9 @@ def test_a_response_that_the_database_refuses_is_no_outage(location: str | Path,
 @pytest.mark.parametrize("name", [b"bytes", 5, ["s"], object()])
 def test_what_is_no_string_is_refused_by_name(name: object) -> None:
     with SuffixCache.open() as cache:
-        for label in ("session", "workflow", "step"):
-            with pytest.raises(InvalidRequestError, match=label) as caught:
-                cache.request([1], **{label: name})  # type: ignore[arg-type]
-            assert caught.value.param == label
+        with pytest.raises(InvalidRequestError, match="session") as caught:
+            cache.request([1], session=name)  # type: ignore[arg-type]
+        assert caught.value.param == "session"
         with pytest.raises(InvalidRequestError, match="namespace") as caught:
             cache.request([1], namespace=name)  # type: ignore[arg-type]
         assert caught.value.param == "namespace"

@@ -135,9 +135,9 @@ def test_forgetting_a_text_however_it_was_tokenised(program, tmp_path, default_m
         [token for letter in "The password is hunter2" for token in codec.encode(letter)],
         codec.encode("The password is a secret."),
     ]
-    with SuffixCache.open(tmp_path / "cache", namespace=Namespace("t", "m", key)) as cache:
+    with SuffixCache.open(tmp_path / "cache") as cache:
         for output in outputs:
-            with cache.request([1]) as request:
+            with cache.request([1], namespace=Namespace("t", "m", key)) as request:
                 request.extend(output)
     wanted = name if name == "mine" else str(default_model.folder)
     result = program("cache", "forget", "--text", "password is hunter2", "--model", wanted, "-y", "--json")

@@ -142,7 +142,6 @@ def test_any_json_is_read_or_bad(tmp_path_factory: pytest.TempPathFactory, value
     ("head", "format_"),
     [
         ('{"session": "s", "messages_delta": [], "response": ""}', Format.trace),
-        ('{"agentspec_export": 1}', Format.export),
         ('{"messages": []}', Format.chat),
         ('{"body": {}}', Format.log),
         ("SQLite format 3\0...", Format.checkpoints),

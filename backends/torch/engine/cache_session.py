@@ -90,8 +90,6 @@ class CacheSession:
                 np.asarray(prompt, dtype=np.int32),
                 namespace=namespace,
                 session=labels.session,
-                workflow=labels.workflow,
-                step=labels.step,
                 store=request.store,
                 share=request.share,
                 decode=decode,

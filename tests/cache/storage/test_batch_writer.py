@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
@@ -70,44 +69,6 @@ def test_no_commit_takes_more_than_others_can_wait_for() -> None:
     writer.close()
 
 
-def test_any_other_failure_warns_once_and_ends_writing(caplog: pytest.LogCaptureFixture) -> None:
-    disk = Disk()
-    disk.failure = ValueError("disk is gone")
-    writer = disk.writer()
-    with caplog.at_level(logging.WARNING):
-        for job in (1, 2):
-            writer.put(job)
-            with pytest.raises(CacheError, match="disk is gone"):
-                writer.flush()
-        disk.failure = None
-        writer.put(3)
-        writer.close()
-    assert (disk.calls, disk.written, writer.dropped, writer.error) == (1, [], 3, "disk is gone")
-    assert len(caplog.records) == 1
-
-
-def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    disk = Disk()
-    disk.failure = OSError("disk is full")
-    writer = disk.writer()
-    with caplog.at_level(logging.WARNING):
-        for job in range(5):
-            writer.put(job)
-            with pytest.raises(CacheError, match="disk is full; it is tried again"):
-                writer.flush()
-        disk.failure = None
-        freed = time.monotonic()
-        while writer.error is not None:
-            time.sleep(0.01)
-            assert time.monotonic() - freed < 60
-        writer.put(5)
-        writer.flush()
-    assert disk.written == [0, 1, 2, 3, 4, 5]
-    assert writer.dropped == 0
-    assert ["in memory only" in caplog.messages[0], "written again" in caplog.messages[1]] == [True, True]
-    writer.close()
-
-
 @given(room=st.integers(1, 8), count=st.integers(1, 20))
 def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
     disk = Disk()
@@ -122,24 +83,6 @@ def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
     kept = list(range(max(0, count - room), count))
     assert disk.written == kept
     assert writer.dropped == count - len(kept)
-
-
-def test_flush_tells_what_was_dropped_once() -> None:
-    disk = Disk()
-    writer = disk.writer(room=1)
-    disk.failure = OSError("disk is full")
-    writer.put(1)
-    with pytest.raises(CacheError, match="full"):
-        writer.flush()
-    writer.put(2)
-    disk.failure = None
-    while writer.error is not None:
-        time.sleep(0.01)
-    with pytest.raises(CacheError, match="1 writes were dropped"):
-        writer.flush()
-    writer.flush()
-    assert disk.written == [2]
-    writer.close()
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentspec.cache.storage import codec
 from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheFormatError
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 tokens = st.lists(st.integers(0, 2**31 - 2), max_size=80).map(lambda ids: np.array(ids, dtype=np.int32))
 
@@ -24,13 +24,13 @@ def record(row: SequenceRecord, **changes: Any) -> Any:
 
 @given(tokens, tokens)
 def test_what_is_read_is_what_was_recorded(output: np.ndarray, context: np.ndarray) -> None:
-    row = SequenceRecord(1 << 40, Namespace("t", "m", "k", "c"), Labels("s", None, "p"), output, context, 12.5)
+    row = SequenceRecord(1 << 40, Namespace("t", "m", "k", "c"), "s", output, context, 12.5)
     found = codec.decode(record(row))
     assert (found.tokens.tolist(), found.context.tolist()) == (output.tolist(), context.tolist())
-    assert (found.sequence, found.namespace, found.labels, found.created_at) == (
+    assert (found.sequence, found.namespace, found.session, found.created_at) == (
         row.sequence,
         row.namespace,
-        row.labels,
+        row.session,
         row.created_at,
     )
     assert len(record(row).tokens) == record(row).size
@@ -60,14 +60,14 @@ DAMAGED = [
 
 @pytest.mark.parametrize("changes", DAMAGED)
 def test_damage_of_every_kind_is_told(changes: dict[str, object]) -> None:
-    row = SequenceRecord(1, Namespace("t"), Labels(), np.array([1, 2], np.int32), np.array([3], np.int32), 0.0)
+    row = SequenceRecord(1, Namespace("t"), None, np.array([1, 2], np.int32), np.array([3], np.int32), 0.0)
     with pytest.raises(CacheFormatError):
         codec.decode(record(row, **changes))
 
 
 def test_every_flipped_bit_of_the_tokens_is_told() -> None:
     tokens = np.arange(100, 300, dtype=np.int32)
-    row = SequenceRecord(1, Namespace("t"), Labels(), tokens, tokens[:60], 0.0)
+    row = SequenceRecord(1, Namespace("t"), None, tokens, tokens[:60], 0.0)
     packed = codec.encode(row)["tokens"]
     assert isinstance(packed, bytes)
     for bit in range(8 * len(packed)):

@@ -22,7 +22,7 @@ from agentspec.cache.stored import StoredResponse, new_turn
 from agentspec.cache.tokens import SequenceRecord
 from agentspec.cli.cache import problems_of as verify
 from agentspec.errors import CacheError, CacheFormatError
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 PAGE, ROWS, TENANTS = 4096, 180, 3
 OLD = "t2"  # whose outputs are older than any retention
@@ -33,7 +33,7 @@ def record(number: int) -> SequenceRecord:
     tokens = np.random.default_rng(number).integers(0, 50_000, 40).astype(np.int32)
     tenant = f"t{number % TENANTS}"
     created = 1000.0 if tenant == OLD else time.time()
-    return SequenceRecord(number, Namespace(tenant), Labels(f"secret-{tenant}-{number}"), tokens, tokens[:0], created)
+    return SequenceRecord(number, Namespace(tenant), f"secret-{tenant}-{number}", tokens, tokens[:0], created)
 
 
 def opened(folder: Path, mode: str = "follower") -> SequenceStore:

@@ -13,13 +13,12 @@ import sqlalchemy as sa
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import SequenceRecord, Tokens
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 
 def row(number: int, tokens: object, context: object = ()) -> SequenceRecord:
-    labels = Labels("s", "w", None)
     arrays = [np.asarray(part, dtype=np.int32) for part in (tokens, context)]
-    return SequenceRecord(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
+    return SequenceRecord(number, Namespace("t", "m", "k", "c"), "s", arrays[0], arrays[1], 12.5)
 
 
 def text(seed: int, length: int) -> Tokens:

@@ -287,7 +287,7 @@ def tables(server: Server) -> str:
 
 def test_an_account_that_owns_nothing_writes_and_follows(server: Server, postgres: str) -> None:
     schema, role = postgres.rpartition("search_path%3D")[2], f"r{uuid.uuid4().hex}"
-    with SuffixCache.open(postgres, namespace="t", mode="writer") as owner:
+    with SuffixCache.open(postgres, mode="writer") as owner:
         server.execute(
             f"CREATE ROLE {role} LOGIN",
             f"GRANT USAGE ON SCHEMA {schema} TO {role}",
@@ -295,7 +295,7 @@ def test_an_account_that_owns_nothing_writes_and_follows(server: Server, postgre
             f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}",
         )
         address = sa.make_url(postgres).set(username=role).render_as_string(hide_password=False)
-        with SuffixCache.open(address, namespace="t", mode="follower") as cache:
+        with SuffixCache.open(address, mode="follower") as cache:
             with cache.request([1], session="s") as request:
                 request.extend([40, 41])
             cache.flush()

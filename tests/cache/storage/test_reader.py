@@ -20,14 +20,14 @@ from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheUnavailableError
-from agentspec.types import Labels, Namespace
+from agentspec.types import Namespace
 
 ROWS = 1000
 
 
 def row(number: int, tenant: str = "t") -> SequenceRecord:
     tokens = np.random.default_rng(number).integers(0, 2**31 - 2, 20).astype(np.int32)
-    return SequenceRecord(number, Namespace(tenant), Labels(f"s{number}"), tokens, tokens[:5], 12.5)
+    return SequenceRecord(number, Namespace(tenant), f"s{number}", tokens, tokens[:5], 12.5)
 
 
 def opened(location: str | Path) -> SequenceStore:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import logging
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -78,23 +76,6 @@ def read(segments: SegmentFolder, space: Namespace = SPACE) -> int | None:
     return None if loaded is None else int(loaded.index.tokens(5)[0])
 
 
-def test_the_last_saved_is_loaded(tmp_path: Path) -> None:
-    segments = SegmentFolder(tmp_path)
-    assert segments.namespaces() == [] and read(segments) is None and segments.size(SPACE.key) == 0
-    save(segments, 1)
-    save(segments, 2)
-    save(segments, 3, OTHER)
-    assert (read(segments), read(segments, OTHER)) == (2, 3)
-    assert sorted(segments.namespaces()) == sorted([SPACE.key, OTHER.key])
-    assert segments.total_bytes() == segments.size(SPACE.key) + segments.size(OTHER.key) > 2 * 300 * 8
-    assert segments.load(SPACE.key, lambda head: head.coverage.row > 1) is None
-    segments.delete(SPACE.key)
-    segments.delete(SPACE.key)
-    assert read(segments) is None and read(segments, OTHER) == 3
-    segments.clear()
-    assert segments.namespaces() == [] and segments.error is None
-
-
 def test_a_segment_in_use_outlives_its_file(tmp_path: Path) -> None:
     segments = SegmentFolder(tmp_path)
     save(segments, 1)
@@ -131,7 +112,7 @@ def test_whatever_fails_while_saving_one_of_both_is_there(tmp_path: Path) -> Non
 
     def check(segments: SegmentFolder, done: bool) -> None:
         assert read(segments) == (2 if done else 1)
-        assert not list(segments._folder.glob("*.new")) and not list(segments._folder.glob("*.corrupt"))
+        assert not list(segments._folder.glob("*.new"))
 
     count = every_failure(tmp_path, act, check)
     assert count == len(raised) == 8  # create, five writes, sync, rename
@@ -152,25 +133,7 @@ def test_whatever_fails_while_loading_is_told_once(tmp_path: Path, caplog: pytes
     assert 0 < len(caplog.records) <= 6
 
 
-def test_damage_is_set_aside_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    segments = SegmentFolder(tmp_path)
-    save(segments)
-    file = tmp_path / f"{SPACE.key}.segment"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with caplog.at_level(logging.WARNING):
-        assert read(segments) is None
-        assert read(segments) is None
-    assert len(caplog.records) == 1 and "log: checksum" in caplog.text
-    assert segments.error is not None and "checksum" in segments.error
-    assert [path.name for path in tmp_path.iterdir()] == [f"{SPACE.key}.segment.corrupt"]
-    assert segments.total_bytes() == len(data)
-    save(segments, 4)
-    assert read(segments) == 4 and segments.error is None
-
-
-def test_a_foreign_one_is_set_aside_and_another_version_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_foreign_one_is_deleted_and_another_version_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     segments = SegmentFolder(tmp_path)
     save(segments)
     mine, others = (tmp_path / f"{space.key}.segment" for space in (SPACE, OTHER))
@@ -180,7 +143,7 @@ def test_a_foreign_one_is_set_aside_and_another_version_left(tmp_path: Path, cap
     mine.write_bytes(data)
     assert read(segments) is None and read(segments, OTHER) is None
     assert "version 9" in caplog.text and "namespace" in caplog.text
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([mine.name, others.name + ".corrupt"])
+    assert [path.name for path in tmp_path.iterdir()] == [mine.name]
 
 
 def test_invalidating(tmp_path: Path) -> None:
@@ -192,7 +155,7 @@ def test_invalidating(tmp_path: Path) -> None:
     assert len(segments.namespaces()) == 2
     segments.invalidate(select(tenant="a").scope)
     assert segments.namespaces() == [OTHER.key]
-    for name in (f"{SPACE.key}.segment.corrupt", f"{SPACE.key}.segment.new", "0.segment"):
+    for name in (f"{SPACE.key}.segment.new", "0.segment"):
         (tmp_path / name).write_bytes(b"who knows")
     segments.invalidate(select(tenant="c").scope)  # nobody can tell whether they hold any of it
     assert [path.name for path in tmp_path.iterdir()] == [f"{OTHER.key}.segment"]
@@ -215,23 +178,6 @@ def test_what_a_killed_writer_left_is_swept(tmp_path: Path) -> None:
     SegmentFolder(tmp_path).sweep()
     assert SegmentFolder(tmp_path).namespaces() == [OTHER.key]
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_what_is_written_is_there_under_its_new_name(tmp_path: Path) -> None:
-    folder = LocalFiles(tmp_path)
-    with folder.create("new") as file:
-        folder.write(file, b"ab")
-        folder.write(file, np.array([1, 2], dtype=np.int32).data)
-        folder.sync(file)
-        assert folder.size("new") == 10
-    folder.rename("new", "name")
-    assert folder.names() == ["name"]
-    assert stat.S_IMODE((tmp_path / "name").stat().st_mode) == 0o600
-    with folder.open("name") as file:
-        assert file.read() == b"ab" + np.array([1, 2], dtype="<i4").tobytes()
-    folder.unlink("name")
-    folder.unlink("name")
-    assert folder.names() == []
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
