@@ -61,7 +61,7 @@ class Turn:
         """The turn as it was taken: one without a name may go on from a session that has one, and belongs to it."""
         with cache.request(self.prompt, namespace=self.tenant, session=self.session) as request:
             request.extend(self.output)
-        return replace(self, session=request.session)
+        return replace(self, session=request._session.label)
 
 
 @dataclass(frozen=True)

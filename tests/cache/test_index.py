@@ -93,17 +93,6 @@ def test_common_prefix_over_interleaved_pieces() -> None:
     assert index.count([3, 3]) == 1
 
 
-def test_removing_gives_memory_back() -> None:
-    index = NativeIndex()
-    for number in range(100):
-        index.append(number, np.arange(2000, dtype=np.int32))
-    full = index.memory_bytes()
-    assert full >= 100 * 2000 * 8  # a token and a position each
-    index.remove(range(90))
-    assert index.memory_bytes() < full / 5
-    index.check_integrity()
-
-
 @pytest.mark.parametrize("text", [np.zeros(1 << 20), np.tile([1, 2], 1 << 19), np.arange(1 << 20) % 1000])
 def test_repetition_is_not_quadratic(text: np.ndarray) -> None:
     tokens = text.astype(np.int32)
@@ -243,36 +232,6 @@ def test_bad_indexes() -> None:
             NativeDrafter().draft(indexes, [1])
         with pytest.raises(InvalidRequestError):
             NativeDrafter().observe(indexes, [1], [2])
-
-
-def test_threads_share_an_index() -> None:
-    """Readers run while a writer appends, truncates and removes; every answer is consistent and nothing breaks."""
-    index, drafter = NativeIndex(tail=16, ratio=2), NativeDrafter()
-    failures: list[BaseException] = []
-    stop = threading.Event()
-
-    def read() -> None:
-        try:
-            while not stop.is_set():
-                assert_well_formed(drafter.draft([(index, Source.SHARED)], [1, 2, 3], 16), 16, 0.0)
-                drafter.observe([(index, Source.SHARED)], [1, 2], [3])
-                assert index.memory_bytes() > 0
-        except BaseException as error:
-            failures.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for number in range(150):
-        index.append(number, [1, 2, 3, number % 7] * 20)
-        index.truncate(number, 40)
-        if number % 3 == 0:
-            index.remove([number - 2, number - 1])
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert not failures
-    index.check_integrity()
 
 
 def test_writers_take_turns() -> None:
@@ -440,12 +399,6 @@ def test_merges_wait_for_steps_and_change_no_answer() -> None:
             break
         waiting.check_integrity()
     assert not waiting.merging_due
-
-
-def test_nobody_needs_to_merge_a_deferred_index() -> None:
-    """Too many runs would make drafts slow, so appends merge them when no one else does."""
-    index = filled(3000, 400)
-    assert index.native.run_count <= 65
 
 
 def test_an_append_waits_for_no_reader() -> None:

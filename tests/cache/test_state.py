@@ -394,14 +394,6 @@ def test_deletions_take_turns_along(turn_store: Open, written: bool) -> None:
     assert turns_of(opened) == turns_of(opened, "b") == []
 
 
-def test_turns_age(turn_store: Open) -> None:
-    opened = turn_store(seconds=60.0)
-    opened.put(made(age=100.0))
-    opened.put(young := made())
-    opened.maintain()
-    assert turns_of(opened) == [young]
-
-
 def test_a_short_term_is_kept(turn_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = turn_store(seconds=60.0)
     opened.maintain()
@@ -428,19 +420,6 @@ def test_an_agent_keeps_its_newest_turns(turn_store: Open, monkeypatch: pytest.M
     opened.maintain()
     found = turns_of(opened)
     assert 4 <= len(found) <= 5 and found == turns[-len(found) :]
-
-
-def test_a_tenant_with_much_loses_its_own(tmp_path: Path) -> None:
-    database = SqliteDatabase(tmp_path)
-    database.connect()
-    prepare(database)
-    opened = ToolTurnStore(database, StoreLimits(1 << 20, 4000, None))
-    opened.put(small := made("b"))
-    for n in range(40):
-        opened.put(made(age=100.0 - n))
-    opened.maintain()
-    assert 0 < len(turns_of(opened)) <= 4000 // 256 and turns_of(opened, "b") == [small]
-    database.close()
 
 
 @pytest.mark.parametrize("limits", [{"total": 40_000}, {"tenant": 20_000}])

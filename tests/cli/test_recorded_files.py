@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from rich.console import Console
 
-from agentspec.cli.recorded_files import choose, recorded_calls
-from agentspec.errors import ConfigurationError
-from agentspec.recordings.calls import BadLineError, refuse
+from agentspec.cli.recorded_files import choose
+from agentspec.recordings.calls import BadLineError
 
 
 def test_bad_lines_are_refused_or_kept_count_of(capsys):
@@ -18,9 +15,3 @@ def test_bad_lines_are_refused_or_kept_count_of(capsys):
     on_bad, bad = choose(True, Console(stderr=True))
     on_bad(error)
     assert bad == [error] and "left out: f[bold]:1: not [red]JSON" in capsys.readouterr().err
-
-
-def test_an_export_has_no_calls(tmp_path: Path):
-    (tmp_path / "f").write_text('{"agentspec_export": 1}\n')
-    with pytest.raises(ConfigurationError, match="holds tokens"):
-        recorded_calls(tmp_path / "f", None, refuse)

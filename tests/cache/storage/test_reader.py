@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import time
 from contextlib import closing
@@ -46,59 +45,6 @@ def execute(location: str | Path, statement: str, *values: object) -> None:
     store = opened(location)
     with store._database.writing() as connection:
         connection.execute(sa.text(statement), dict(zip("abc", values, strict=False)))
-    store.close()
-
-
-def flip(location: str | Path, id_: int) -> None:
-    store = opened(location)
-    with store._database.writing() as connection:
-        [packed] = connection.execute(sa.select(sequences.c.tokens).where(sequences.c.id == id_)).one()
-        data = bytearray(packed)
-        data[len(data) // 2] ^= 4
-        connection.execute(sequences.update().where(sequences.c.id == id_).values(tokens=bytes(data)))
-    store.close()
-
-
-@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
-def test_one_flipped_bit_costs_one_row(location: str | Path, caplog: pytest.LogCaptureFixture) -> None:
-    fill(location)
-    flip(location, 500)
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING), SuffixCache.open(location) as cache:
-            assert (cache.stats().sequences, cache.stats().damaged) == (ROWS - 1, 1)
-            assert cache.stats().store_error is None
-            [told] = caplog.records
-            assert "sequence 500" in told.message and "cache verify" in told.message
-            cache.compact()
-    store = opened(location)
-    assert len(list(store.records())) == ROWS - 1
-    [problem] = store.problems()
-    assert "sequence 500" in problem
-    store.close()
-    with SuffixCache.open(location, mode="follower") as cache:
-        assert cache.forget(session="s499") == 1  # by the columns that can be read
-        assert cache.forget(tenant="t0") == 334
-
-
-def test_followers_leave_it_out_too(location: str | Path) -> None:
-    writer, follower = opened(location), opened(location)
-    for number in range(4):
-        writer.put(row(number))
-    writer.flush()
-    flip(location, 2)
-    assert [one.sequence for one in follower.poll(process=2)] == [0, 2, 3]
-    assert (follower.last_id, follower.damaged, follower.poll(process=2)) == (4, 1, [])
-    writer.close()
-    follower.close()
-
-
-def test_many_bad_rows(location: str | Path) -> None:
-    fill(location, 700)
-    execute(location, "UPDATE sequences SET token_count = token_count + 1000000 WHERE id % 2 = 0 OR id < 100")
-    store = opened(location)
-    assert [one.sequence for one in store.records()] == [n for n in range(100, 700) if n % 2 == 0]
-    assert store.damaged == 700 - 300
     store.close()
 
 

@@ -118,21 +118,6 @@ def test_whatever_fails_while_saving_one_of_both_is_there(tmp_path: Path) -> Non
     assert count == len(raised) == 8  # create, five writes, sync, rename
 
 
-def test_whatever_fails_while_loading_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def act(segments: SegmentFolder) -> None:
-        for _ in range(3):
-            if segments.namespaces():
-                read(segments)
-            segments.total_bytes()
-            segments.size(SPACE.key)
-
-    def check(segments: SegmentFolder, done: bool) -> None:
-        assert read(segments) == 1
-
-    assert every_failure(tmp_path, act, check) == 3 * 5
-    assert 0 < len(caplog.records) <= 6
-
-
 def test_a_foreign_one_is_deleted_and_another_version_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     segments = SegmentFolder(tmp_path)
     save(segments)
