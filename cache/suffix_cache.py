@@ -20,8 +20,7 @@ from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
 from agentspec.types import DEFAULT_TENANT, Namespace
 
 if TYPE_CHECKING:
-    from agentspec.cache.side_stores import ResponseStore, ToolTurnStore
-    from agentspec.cache.state import State
+    from agentspec.cache.side_stores import ResponseStore, State, ToolTurnStore
     from agentspec.cache.storage.sequence_store import SequenceStore
     from agentspec.cache.sync import StoreSync
 
@@ -126,7 +125,7 @@ class SuffixCache:
         """In a cache in memory it is opened, and looked after, from its first use on."""
         if self._state:
             return self._state
-        from agentspec.cache.state import State
+        from agentspec.cache.side_stores import State
         from agentspec.cache.stored import StoreLimits
 
         self._pool.require_open()

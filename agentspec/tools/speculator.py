@@ -28,8 +28,7 @@ from agentspec.tools.speculative_call import ToolEvent, kept_from_agent
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
-    from agentspec.cache.side_stores import ToolTurnStore
-    from agentspec.cache.state import State
+    from agentspec.cache.side_stores import State, ToolTurnStore
 
 _log = logging.getLogger("agentspec.tools")
 
@@ -92,7 +91,7 @@ class ToolSpeculator:
 
 
 def _in_memory() -> State:
-    from agentspec.cache.state import State
+    from agentspec.cache.side_stores import State
     from agentspec.cache.stored import StoreLimits
 
     return State(None, StoreLimits())

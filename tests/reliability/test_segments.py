@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache.index import IndexDrafter, SuffixIndex, checksum
+from agentspec.cache import _native
+from agentspec.cache.index import SuffixIndex
 from agentspec.cache.storage.codec import decode
 from agentspec.cache.storage.segments import Coverage, load_index, read_segment, segment_of
 from agentspec.cache.tokens import SequenceMeta
 from agentspec.errors import CacheError, CacheFormatError
 from agentspec.types import Namespace, Source
+from tests.cache.native_index import NativeDrafter
 
 pytestmark = pytest.mark.reliability
 
@@ -37,7 +39,7 @@ def a_segment(sequences: int, length: int) -> bytes:
         meta[number] = SequenceMeta(f"session {number}", float(number), 5)
     frozen = index.freeze(list(meta))
     segment = segment_of(SPACE, Coverage(7, len(meta), 3, 2), frozen, meta)
-    return segment.head() + b"".join(part.tobytes() for part in frozen.parts)
+    return segment.head() + b"".join(part.tobytes() for part in frozen)
 
 
 def opened(data: bytes) -> tuple[SuffixIndex, list[int]]:
@@ -45,6 +47,10 @@ def opened(data: bytes) -> tuple[SuffixIndex, list[int]]:
         file.write(data)
         file.seek(0)
         return load_index(file, read_segment(file, SPACE.key))
+
+
+def checksum(data: bytes) -> int:
+    return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
 def sealed(data: bytes) -> bytes:
@@ -80,9 +86,9 @@ def outcome(data: bytes) -> str:
     for number in numbers:
         assert (index.tokens(number) >= 0).all() and (index.prefix(number) >= 0).all()
     for context in (index.tokens(numbers[0])[:20], np.arange(5, dtype=np.int32)):
-        draft = IndexDrafter().draft([(index, Source.SHARED)], context, 16)
+        draft = NativeDrafter().draft([(index, Source.SHARED)], context, 16)
         assert (draft.tokens >= 0).all() and (draft.parents < np.arange(len(draft))).all()
-    index.append(10**6, [1, 2, 3] * 100)
+    index.append(10**6, np.array([1, 2, 3] * 100, dtype=np.int32))
     index.remove(numbers[:3])
     return "usable"
 

@@ -192,4 +192,4 @@ def corpora(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cor
 def stored(cache: SuffixCache, namespace: str = "default") -> list[list[int]]:
     """The outputs in the cache's index, in order."""
     shared = cache.request([1], namespace=namespace).indexes[-1][0]
-    return sorted(shared.tokens(number).tolist() for number in shared.usage().sequences.tolist())
+    return sorted(shared.tokens(number).tolist() for number in shared.native.usage()[0].tolist())

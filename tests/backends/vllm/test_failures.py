@@ -113,4 +113,4 @@ def test_a_step_that_cannot_be_learned_from_is_recorded(
     drafter.end(client.state)
     drafter.flush()
     index = cache.request(tokens(1)).indexes[-1][0]
-    assert [index.tokens(number).tolist() for number in index.usage().sequences.tolist()] == [TEXT.tolist()]
+    assert [index.tokens(number).tolist() for number in index.native.usage()[0].tolist()] == [TEXT.tolist()]

@@ -163,7 +163,7 @@ def runner(bench: Bench) -> Runner:
 
 def outputs(bench: Bench) -> list[list[int]]:
     shared = bench.cache.request([1]).indexes[-1][0]
-    return sorted(shared.tokens(number).tolist() for number in shared.usage().sequences.tolist())
+    return sorted(shared.tokens(number).tolist() for number in shared.native.usage()[0].tolist())
 
 
 def test_rows_that_move_keep_their_requests(runner: Runner, bench: Bench) -> None:

@@ -73,7 +73,7 @@ def test_many_open_it_at_once(location: str | Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        (f"UPDATE agentspec_meta SET value = '{VERSION + 1}'", f"of version {VERSION + 1}.*cache export"),
+        (f"UPDATE agentspec_meta SET value = '{VERSION + 1}'", f"of version {VERSION + 1}.*use the agentspec"),
         ("UPDATE agentspec_meta SET value = '4'", "of version 4.*move the database away"),
         ("DELETE FROM agentspec_meta", "damaged"),
         ("UPDATE agentspec_meta SET value = 'x'", "damaged"),

@@ -118,7 +118,7 @@ def test_a_failing_step_costs_no_tokens_of_the_output(
     runner.speculator.close()
     with cache.request([1]) as request:
         index = request.indexes[-1][0]
-    assert [index.tokens(number).tolist() for number in index.usage().sequences.tolist()] == [ANSWER]
+    assert [index.tokens(number).tolist() for number in index.native.usage()[0].tolist()] == [ANSWER]
 
 
 def test_short_matches_that_mislead_leave_the_model_to_draft(join: Callable[..., Runner], late: Late) -> None:

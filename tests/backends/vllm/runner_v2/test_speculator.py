@@ -31,7 +31,7 @@ def learn(runner: Runner, late: Late, prompt: list[int] = PROMPT, answer: list[i
 def recorded(cache: SuffixCache) -> list[list[int]]:
     with cache.request([1], namespace=Namespace("default", "m", "t")) as request:
         index = request.indexes[-1][0]
-    return [index.tokens(number).tolist() for number in index.usage().sequences.tolist()]
+    return [index.tokens(number).tolist() for number in index.native.usage()[0].tolist()]
 
 
 @pytest.mark.parametrize("steps_late", [0, 1, 2])
