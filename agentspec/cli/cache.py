@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agentspec.backends.torch.text.model_text import ModelText
     from agentspec.cache import SuffixCache
     from agentspec.cache.tokens import SequenceRecord
-    from agentspec.recordings.traces import EncodedCall
+    from agentspec.recordings.replay import EncodedCall
     from agentspec.settings.load import Settings
 
 PathOption = Annotated[str | None, typer.Option(help="The cache's folder or address [default: cache.path]")]
@@ -416,7 +416,7 @@ def replay(
 def _encoder(settings: Settings, model: str) -> Callable[[RecordedCall], EncodedCall]:
     """An encoder of recorded calls as token arrays; it raises `InvalidRequestError` for bad calls."""
     from agentspec.cache.tokens import as_tokens
-    from agentspec.recordings.traces import EncodedCall
+    from agentspec.recordings.replay import EncodedCall
 
     text = _text(settings, model)
 
