@@ -108,28 +108,6 @@ def test_a_stream_tells_what_the_whole_message_does(name: str) -> None:
         assert told(written) == content
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ending", "reason"),
-    [
-        ('{"a', end("length"), "max_tokens"),
-        ("", end("length"), "max_tokens"),
-        ("{}", end("content_filter"), "refusal"),
-        ('{"a', end(stop_reason="x"), "stop_sequence"),
-        ('{"a": [NaN]}', end("tool_calls"), "end_turn"),
-        ('{"a": [1e400]}', end("tool_calls"), "end_turn"),
-    ],
-)
-def test_a_call_that_must_not_run_is_a_text_of_the_whole_message(arguments: str, ending: Delta, reason: str) -> None:
-    deltas = [call(0, "f", arguments, "c"), ending]
-    message, written = whole(deltas), events(deltas)
-    assert [block.model_dump(exclude_none=True) for block in message.content] == [
-        {"type": "text", "text": f"f {arguments}"}
-    ]
-    assert message.stop_reason == written[-2]["delta"]["stop_reason"] == reason
-    said = "".join(event["delta"].get("partial_json", "") for event in written if "delta" in event)
-    assert said == (arguments or "{")  # a stream without a word would read as {}
-
-
 def test_calls_in_turns_are_an_error() -> None:
     with pytest.raises(UpstreamError):
         events([call(0, "f", "", "a"), call(1, "g", "", "b"), call(0, arguments="{}")])
