@@ -101,11 +101,11 @@ class Choices:
 
     def add(self, delta: Delta, index: int) -> Delta:
         """Label a delta with its choice `index`. Only the delta that ends the last choice carries the totals."""
+        if delta.finish_reason is None:
+            return delta if self.total == 1 else replace(delta, index=index)
+        self._usages.append(delta.usage or Usage())
         if self.total == 1:
             return delta
-        if delta.finish_reason is None:
-            return replace(delta, index=index)
-        self._usages.append(delta.usage or Usage())
         self._speculations += [delta.speculation] if delta.speculation else []
         usage = _usage(self._usages) if self.done else None
         speculation = summed(self._speculations) if self.done else None
