@@ -100,16 +100,6 @@ def test_the_stream_helper_of_the_client(client: openai.OpenAI) -> None:
     assert [entry.token for entry in final.choices[0].logprobs.content] == ["brave", " new", " wörld"]
 
 
-@pytest.mark.anyio
-async def test_the_async_client(running: Any) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
-        assert answer.choices[0].message.content == "brave new wörld"
-        stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
-        text = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        assert "".join(text) == "brave new wörld"
-
-
 def test_prediction_counts(client: openai.OpenAI) -> None:
     answer = ask(client, prediction={"type": "content", "content": "brave new car"})
     details = answer.usage.completion_tokens_details
@@ -184,13 +174,6 @@ def test_refused_fields(client: openai.OpenAI, fields: dict[str, Any], param: st
     assert caught.value.param == param and caught.value.type == "invalid_request_error"
 
 
-def test_embeddings_of_a_local_model(client: openai.OpenAI) -> None:
-    with pytest.raises(
-        openai.BadRequestError, match='does not answer /embeddings; ask a backend with kind = "encoder"'
-    ):
-        client.embeddings.create(model=MODEL, input="x")
-
-
 def curl(*arguments: str, body: str | None = None) -> str:
     command = ["curl", "--silent", "--show-error", "--max-time", "20", *arguments]
     command += [] if body is None else ["-H", "content-type: application/json", "--data-binary", "@-"]
@@ -250,22 +233,6 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
     counted = {"route": "/v1/chat/completions"}
     assert running.metric("agentspec_requests_total", **counted, model=MODEL, outcome="cancelled") == 1
     assert running.metric("agentspec_requests_total", **counted, model="", outcome="rejected") == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_time_limit(gateway: Any, until: Callable[..., None], stream: bool) -> None:
-    held = Held()
-    running = gateway({MODEL: held}, request_timeout=6.0 if stream else 0.5)  # the first word comes within
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        seen = []
-        with pytest.raises(openai.APIError, match="request_timeout") as caught:
-            answer = ask(client, stream=stream)
-            seen.extend(answer)
-    if stream:
-        assert [chunk.choices[0].delta.content for chunk in seen] == ["one"]
-    else:
-        assert isinstance(caught.value, openai.InternalServerError) and caught.value.status_code == 504
-    until(lambda: held.active == 0)
 
 
 def test_the_loop_is_free_while_a_backend_computes(gateway: Any) -> None:

@@ -47,43 +47,12 @@ def ask(client: openai.OpenAI, content: str = "hello", **fields: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=messages, **{**defaults, **fields})
 
 
-def test_streamed_or_not_and_speculated_or_not_the_answer_is_the_same(client: openai.OpenAI) -> None:
-    off = {"extra_headers": {"x-agentspec-speculation": "off"}}
-    for _ in range(2):
-        whole = ask(client)
-        plain = ask(client, **off)
-        chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
-        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert whole.choices[0].message.content == streamed == plain.choices[0].message.content
-        assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason
-        assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens
-        assert whole.to_dict()["speculation"]["steps"] > 0
-
-
 def test_prediction_is_drafted_from(client: openai.OpenAI) -> None:
     content = ask(client, "predict me", temperature=0).choices[0].message.content
     answer = ask(client, "predict me", temperature=0, prediction={"type": "content", "content": content})
     details = answer.usage.completion_tokens_details
     assert answer.choices[0].message.content == content
     assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens is not None
-
-
-def test_logprobs(client: openai.OpenAI) -> None:
-    answer = ask(client, max_tokens=3, logprobs=True, top_logprobs=2)
-    entries = answer.choices[0].logprobs.content
-    assert len(entries) == answer.usage.completion_tokens
-    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in entries)
-    completion = client.completions.create(model=MODEL, prompt=[104, 105], max_tokens=3, logprobs=2, temperature=0)
-    assert completion.choices[0].logprobs and len(completion.choices[0].logprobs.tokens or []) == 3
-    assert completion.usage and completion.usage.prompt_tokens == 2
-
-
-def test_a_continued_message_is_not_a_new_one(client: openai.OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "abc"}]
-    extra = {"continue_final_message": True, "add_generation_prompt": False}
-    plain = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
-    continued = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body=extra)
-    assert plain.usage and continued.usage and continued.usage.prompt_tokens < plain.usage.prompt_tokens
 
 
 def test_the_context_length(client: openai.OpenAI) -> None:

@@ -6,14 +6,13 @@ import asyncio
 import json
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from agentspec.backends.base import Capabilities
@@ -87,13 +86,6 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     assert "x-agentspec-lossless" in off.headers and "x-agentspec-lossy" not in off.headers
 
 
-def test_raw_completions_are_answered_too(gateway: Any, corpus: Path, closing: Any) -> None:
-    running = gateway({"large": Reader()}, retrieving(corpus))
-    client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
-    texts = {client.completions.create(model="read", prompt="ban bel", max_tokens=12).choices[0].text for _ in range(2)}
-    assert len(texts) == 1 and len(texts.pop().split()) == 12
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -123,16 +115,6 @@ def test_a_knowledge_base_that_is_down_is_a_bad_gateway(gateway: Any, corpus: Pa
     assert httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "model": "plain"}).status_code == 200
 
 
-@pytest.mark.usefixtures("guessing")
-def test_a_client_that_leaves_cancels_the_work(gateway: Any, corpus: Path, until: Callable[..., None]) -> None:
-    model = Reader(latency=0.3)
-    running = gateway({"large": model}, retrieving(corpus))
-    url = f"{running.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=300) as answer:
-        next(answer.iter_lines())
-    until(lambda: model.cancelled and not model.active)  # between two rounds nothing is active either
-
-
 async def ask(runtime: Runtime) -> RetrievalSpeculation:
     from agentspec.types import GenerateRequest, SamplingParams
 
@@ -160,19 +142,6 @@ def test_an_endpoint_that_is_down_is_left_for_the_first_request(corpus: Path) ->
 def test_names_that_lead_nowhere_are_refused(corpus: Path, knobs: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         retrieving(corpus, **knobs)
-
-
-def test_a_stream_of_messages(gateway: Any, corpus: Path) -> None:
-    running = gateway({"large": Reader()}, retrieving(corpus))
-    asked = {**BODY, "stream": True, "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}
-    answer = httpx.post(f"{running.url}/v1/messages", json=asked, timeout=60)
-    whole = httpx.post(f"{running.url}/v1/messages", json=BODY, timeout=60).json()
-    told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert (
-        "".join(event["delta"]["text"] for event in told if event["type"] == "content_block_delta")
-        == (whole["content"][0]["text"])
-    )
-    assert whole["stop_reason"] == told[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
 DOWN = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]

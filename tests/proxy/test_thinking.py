@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.errors import UpstreamError
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
@@ -73,19 +71,6 @@ def test_every_call_of_a_strategy_is_asked_for_its_time(gateway: Any) -> None:
     assert {(one.latency_target_ms_per_token, one.priority) for one in requests} == {(20, 3)}
 
 
-def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any, closing: Any) -> None:
-    running = gateway(models(), settings())
-    client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none"))
-    message = client.chat.completions.create(model="fast", messages=BODY["messages"]).choices[0].message  # type: ignore[arg-type]
-    assert message.content == "The answer is four."
-    assert message.model_dump()["reasoning_content"] == message.model_dump()["reasoning"] == THINKING
-    answer = client.chat.completions.create(model="fast", messages=BODY["messages"])  # type: ignore[arg-type]
-    kept = sum(answer.model_dump()["speculation"]["kept_tokens"].values())
-    assert answer.usage.completion_tokens_details.reasoning_tokens == kept  # type: ignore[union-attr]
-    refused = httpx.post(f"{running.url}/v1/completions", json={"model": "fast", "prompt": "two"})
-    assert refused.status_code == 400 and "chat completions" in refused.json()["error"]["message"]
-
-
 def test_upstreams_are_asked_for_no_more_than_the_gateway_allows(gateway: Any) -> None:
     """Neither by a request, nor by the strategy's own steps, whose settings want more."""
     known = Capabilities(continue_final=True, logprobs=True)
@@ -117,20 +102,6 @@ def test_upstreams_are_asked_for_no_more_than_the_gateway_allows(gateway: Any) -
     assert httpx.post(url, json={**BODY, "max_tokens": 100}, timeout=60).status_code == 200
     asked = [request.sampling.max_tokens for model in behind.values() for request in model.requests]
     assert max(one or 0 for one in asked) == 100
-
-
-def test_a_client_that_leaves_cancels_both_models(gateway: Any, until: Callable[..., None], hanging_up: Any) -> None:
-    slow = {
-        name: ThinkingModel(
-            lambda thinking: Answer("one\n\n", first_latency=3600.0 if thinking else 0.0),
-            score=lambda step: Answer("9", first_latency=3600.0),
-        )
-        for name in ("large", "tiny")
-    }
-    running = gateway(slow, settings())
-    with hanging_up(running.url, {**BODY, "stream": True}):
-        until(lambda: slow["large"].active and slow["tiny"].active)
-    until(lambda: not slow["large"].active and not slow["tiny"].active)
 
 
 @pytest.fixture
@@ -244,29 +215,3 @@ def test_traces_are_kept_where_asked_and_only_the_newest(tmp_path: Path, monkeyp
     assert [line["event"] for line in lines][:3] == ["head", "proposed", "scored"]
     assert lines[-1]["text"] == "The answer is four."
     assert (tmp_path / "traces").stat().st_mode & 0o077 == 0
-
-
-def test_without_speculation_the_base_model_thinks_alone() -> None:
-    fakes = models()
-    message = ChatAgentSpec(model="fast", runtime=Runtime(settings(), backends=fakes), speculation=False).invoke("Two?")
-    assert message.additional_kwargs["reasoning_content"] == THINKING.replace("small", "base")
-    assert fakes["tiny"].requests == [] and message.response_metadata["speculation"]["lossy"] is False
-
-
-def test_errors_before_the_first_word_have_their_status(gateway: Any) -> None:
-    broken = ThinkingModel(lambda thinking: UpstreamError("gone"), score=lambda step: UpstreamError("gone"))
-    running = gateway({"large": broken, "tiny": broken}, settings())
-    assert httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}).status_code == 502
-
-
-def test_responses_have_thoughts_as_an_item(gateway: Any) -> None:
-    running = gateway(models(), settings(threshold=6))
-    body = {"model": "fast", "input": "Two plus two?", "reasoning": {"effort": "high"}}
-    answer = httpx.post(f"{running.url}/v1/responses", json=body)
-    assert answer.headers["x-agentspec-lossy"].startswith("specreason")
-    thought, message = answer.json()["output"]
-    assert thought["content"] == [{"type": "reasoning_text", "text": THINKING}]
-    assert message["content"][0]["text"] == "The answer is four." and answer.json()["speculation"]["lossy"] is True
-    with httpx.stream("POST", f"{running.url}/v1/responses", json={**body, "stream": True}) as stream:
-        assert stream.headers["x-agentspec-lossy"].startswith("specreason")
-        assert "event: response.reasoning_text.delta" in stream.read().decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,15 +56,6 @@ def test_a_message(scripted: Any) -> None:
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_tokens) == (0.5, 4, 50)
 
 
-def test_a_stream(scripted: Any) -> None:
-    client, _ = scripted(Answer("one two three", usage=Usage(2, 3)))
-    with client.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:
-        kinds = [event.type for event in stream]
-        message = stream.get_final_message()
-    assert message.content[0].text == "one two three" and message.usage.output_tokens == 3
-    assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and kinds.count("content_block_delta") == 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_and_its_result_comes_back(scripted: Any, stream: bool) -> None:
     client, backend = scripted(Answer("I look.", extra={"tool_calls": [CALL]}, finish_reason="tool_calls"), "Sunny.")
@@ -113,11 +103,6 @@ def test_the_stop_sequence_that_ended_the_answer_is_told(scripted: Any, stream: 
     assert message.content[0].text == "one two"
 
 
-def test_the_end_of_the_budget_is_told(scripted: Any) -> None:
-    client, _ = scripted("one two three four")
-    assert ask(client, max_tokens=2).stop_reason == "max_tokens"
-
-
 def test_errors_are_those_of_anthropics_api(scripted: Any) -> None:
     client, _ = scripted("ok")
     with pytest.raises(anthropic.BadRequestError) as bad:
@@ -127,17 +112,6 @@ def test_errors_are_those_of_anthropics_api(scripted: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         ask(client, model="other")
     assert missing.value.body["error"]["type"] == "not_found_error"
-
-
-def test_an_error_in_a_stream(scripted: Any) -> None:
-    client, _ = scripted(Answer("one two three", error=RuntimeError("secret"), error_after=2))
-    with (
-        pytest.raises(anthropic.APIStatusError) as broken,
-        client.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream,
-    ):
-        for _ in stream:
-            pass
-    assert broken.value.body["error"]["type"] == "api_error" and "secret" not in str(broken.value)
 
 
 @pytest.fixture(scope="module")
@@ -159,30 +133,6 @@ def test_a_model_of_this_process(tiny: tuple[anthropic.Anthropic, str]) -> None:
     assert whole.content[0].text == streamed.content[0].text and whole.usage.output_tokens <= 12
     counted = client.messages.count_tokens(model="m", messages=ASKED)
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
-
-
-def test_a_forced_call_of_a_model_of_this_process(tiny: tuple[anthropic.Anthropic, str]) -> None:
-    client, _ = tiny
-    tool = {
-        "name": "pick",
-        "input_schema": {
-            "type": "object",
-            "properties": {"x": {"enum": ["a", "b"]}},
-            "required": ["x"],
-            "additionalProperties": False,
-        },
-    }
-    choice = {"type": "tool", "name": "pick", "disable_parallel_tool_use": True}
-    message = ask(client, tools=[tool], tool_choice=choice, max_tokens=200)
-    assert message.stop_reason == "tool_use" and message.content[-1].input["x"] in ("a", "b")
-    schema = {
-        "type": "object",
-        "properties": {"y": {"type": "boolean"}},
-        "required": ["y"],
-        "additionalProperties": False,
-    }
-    shaped = ask(client, max_tokens=200, output_config={"format": {"type": "json_schema", "schema": schema}})
-    assert type(json.loads(shaped.content[0].text)["y"]) is bool
 
 
 def test_a_strategy_answers_and_counts(gateway: Any, closing: Any) -> None:

@@ -34,34 +34,11 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.responses.create(model=MODEL, **given)
 
 
-def test_streamed_or_not_the_answer_is_that_of_the_chat(client: openai.OpenAI) -> None:
-    whole = ask(client)
-    events = list(ask(client, stream=True))
-    streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    messages: list[Any] = [{"role": "user", "content": "hello"}]
-    chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, seed=1)
-    assert whole.output_text == streamed == chat.choices[0].message.content
-    assert whole.usage.output_tokens == chat.usage.completion_tokens == events[-1].response.usage.output_tokens  # type: ignore[union-attr]
-    assert whole.to_dict()["speculation"]["steps"] > 0
-
-
 def test_a_continued_conversation_has_its_prompt_cached(client: openai.OpenAI) -> None:
     first = ask(client, temperature=0)
     second = ask(client, input="and?", previous_response_id=first.id, temperature=0)
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.usage.input_tokens_details.cached_tokens > 0
-
-
-def test_a_required_form(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"yes": {"type": "boolean"}},
-        "required": ["yes"],
-        "additionalProperties": False,
-    }
-    form = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
-    said = json.loads(ask(client, text=form, max_output_tokens=200).output_text)
-    assert isinstance(said["yes"], bool)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
