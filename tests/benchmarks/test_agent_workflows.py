@@ -1,36 +1,11 @@
 from __future__ import annotations
 
-import pytest
-
 from agentspec.benchmarks.agent_workflows import (
-    MEASURED,
-    MOST_OTHERS,
-    Workflow,
-    functions,
-    measured_workflows,
-    other_workflows,
     workflow,
 )
 
 TURNS = 8
 CODE = "class A:\n    def __init__(self, n):\n        self.n = n\n\n    def get_n(self, n):\n        return self.n + n"
-
-
-@pytest.fixture(scope="module")
-def flows() -> list[Workflow]:
-    return [*measured_workflows(TURNS), *other_workflows(MOST_OTHERS, TURNS)]
-
-
-def shown_file(turn: str) -> str:
-    return turn.rpartition("$ cat ")[2].partition("\n")[2].rpartition("\n\n```python\n")[0].rpartition("\n\n")[0]
-
-
-def test_a_session_is_the_same_each_time_and_shows_python_at_every_turn(flows: list[Workflow]) -> None:
-    assert measured_workflows(TURNS) == flows[:MEASURED]
-    for flow in flows:
-        assert len(flow.turns) == TURNS
-        for turn in flow.turns:
-            assert functions(shown_file(turn.asked)), flow.name
 
 
 def test_history_and_files_are_as_if_each_step_had_been_done_rightly() -> None:

@@ -1,11 +1,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,56 +17,28 @@ from agentspec.cli.doctor import (
 )
 from agentspec.errors import install_advice
 from agentspec.settings.load import Settings, load_settings
+from tests.proxy.conftest import Received, upstream
+
+__all__ = ["upstream"]
 
 
-class Upstream(BaseHTTPRequestHandler):
-    """Lists one model and answers every chat request; owned by "vllm" it has vLLM's version and metrics."""
-
-    owner = "somebody"
-    metrics: str | None = None
-
-    def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self.answer({"data": [{"id": "tiny", "owned_by": self.owner}]})
-        elif self.path == "/version":
-            self.answer({"version": "0.32.0"})
-        elif self.path == "/metrics" and self.metrics is not None:
-            self.send(self.metrics.encode())
-        else:
-            self.send_error(404)
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        message = {"role": "assistant", "content": "Hello"}
-        choice = {"index": 0, "message": message, "finish_reason": "length"}
-        self.answer({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
-
-    def answer(self, body: dict[str, Any]) -> None:
-        self.send(json.dumps(body).encode())
-
-    def send(self, data: bytes) -> None:
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-@pytest.fixture
-def upstream() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def answered(request: Received, owner: str = "somebody", metrics: str | None = None) -> None:
+    """One model is listed, and every chat answered; a server of "vllm" has its version and metrics."""
+    message = {"role": "assistant", "content": "Hello"}
+    choice = {"index": 0, "message": message, "finish_reason": "length"}
+    known = {
+        "/v1/models": {"data": [{"id": "tiny", "owned_by": owner}]},
+        "/version": {"version": "0.32.0"},
+        "/v1/chat/completions": {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}},
+    }
+    if request.target == "/metrics" and metrics is not None:
+        return request.answer(metrics.encode())
+    body = known.get(request.target)
+    return request.answer(json.dumps(body or {}).encode(), 404 if body is None else 200)
 
 
 def test_an_upstream_that_answers(upstream):
-    [check] = check_upstream("up", OpenAISettings(base_url=upstream))
+    [check] = check_upstream("up", OpenAISettings(base_url=upstream(answered).url))
     assert check.state == "ok"
     assert "models: tiny; can do: plain answers only" in check.detail
 
@@ -96,10 +64,9 @@ COUNTED = "".join(
         (None, "note", "cannot be told: the server publishes no metrics"),
     ],
 )
-def test_the_drafter_of_a_vllm_server(upstream, monkeypatch, metrics, state, detail):
-    monkeypatch.setattr(Upstream, "owner", "vllm")
-    monkeypatch.setattr(Upstream, "metrics", metrics)
-    check, drafter = check_upstream("up", OpenAISettings(base_url=upstream))
+def test_the_drafter_of_a_vllm_server(upstream, metrics, state, detail):
+    server = upstream(lambda request: answered(request, "vllm", metrics))
+    check, drafter = check_upstream("up", OpenAISettings(base_url=server.url))
     assert "vLLM 0.32.0" in check.detail
     assert (drafter.name, drafter.state) == ("up: drafter", state)
     assert drafter.detail.startswith(detail)

@@ -4,49 +4,44 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-import uvicorn
 
-from agentspec.proxy import create_app
-from agentspec.runtime import Runtime
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Speculation
+from tests.proxy.conftest import Received, ScriptedUpstream, run_gateway
 
 
-class ScriptedServer(ThreadingHTTPServer):
+class ScriptedServer:
     """`bodies` and `request_headers` are what came in; statuses in `failures` are answered first, one a request."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.request_headers: list[dict[str, str]] = []
         self.failures: list[int] = []
+        self.upstream = ScriptedUpstream(self._script)
+        self.base_url = self.upstream.url
 
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
+    def _script(self, request: Received) -> None:
+        if request.method != "POST":
+            return request.answer(b"{}", 501)
+        self.bodies.append(request.json)
+        self.request_headers.append(request.headers)
+        if self.failures:
+            return request.answer(b'{"error": {"message": "scripted"}}', self.failures.pop(0), retry_after="0")
+        events = [*map(json.dumps, _chunks(request.json)), "[DONE]"]
+        return request.answer("".join(f"data: {one}\n\n" for one in events).encode(), 200, "text/event-stream")
 
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     server = ScriptedServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
     try:
         yield server
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        server.upstream.close()
 
 
 @pytest.fixture
@@ -54,42 +49,8 @@ def gateway() -> Iterator[tuple[str, FakeBackend]]:
     """A real gateway on a free port, and the scripted backend behind it."""
     speculation = Speculation(drafted=5, accepted=4, steps=2, estimated_seconds_saved=0.125)
     backend = FakeBackend(Answer(text="hello from behind", speculation=speculation))
-    listener = socket.create_server(("127.0.0.1", 0))
-    runtime = Runtime(backends={"fake": backend})
-    server = uvicorn.Server(uvicorn.Config(create_app(runtime), lifespan="on", log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not (server.started and runtime.ready):
-        time.sleep(0.02)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1", backend
-    server.should_exit = True
-    thread.join()
-    listener.close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: ScriptedServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.bodies.append(body)
-        self.server.request_headers.append({name.lower(): value for name, value in self.headers.items()})
-        if self.server.failures:
-            self._send(self.server.failures.pop(0), "application/json", b'{"error": {"message": "scripted"}}')
-            return
-        events = [*map(json.dumps, _chunks(body)), "[DONE]"]
-        self._send(200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events).encode())
-
-    def _send(self, status: int, content_type: str, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-type", content_type)
-        self.send_header("content-length", str(len(data)))
-        self.send_header("retry-after", "0")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
+    with run_gateway({"fake": backend}) as running:
+        yield f"{running.url}/v1", backend
 
 
 def _chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, TypedDict, cast
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
@@ -293,24 +292,6 @@ async def test_langgraph_nodes_are_steps_and_threads_sessions() -> None:
     ]
 
 
-async def test_a_workflow_around_the_graph_names_it() -> None:
-    model, fake = chat("answer")
-    with workflow("outer", session="mine"):
-        await label(graph_of(model), "inner").ainvoke(ASKED, CONFIG)
-    assert [request.labels for request in fake.requests] == [
-        Labels("mine", "outer", "write"),
-        Labels("mine", "outer", "polish"),
-    ]
-
-
-async def test_langgraph_streams_the_models_tokens() -> None:
-    model, fake = chat("one two", "three")
-    stream = graph_of(model).astream(ASKED, CONFIG, stream_mode="messages")
-    tokens = [(piece.content, metadata["langgraph_node"]) async for piece, metadata in stream if piece.content]
-    assert tokens == [("one", "write"), (" two", "write"), ("three", "polish_node")]
-    assert fake.requests[0].labels == Labels("thread-1", None, "write")
-
-
 # A remote endpoint ---------------------------------------------------------------------------------------------------
 
 
@@ -332,15 +313,6 @@ def test_remote_answers_with_reasoning_usage_and_speculation(server: Any) -> Non
     assert sent["authorization"] == "Bearer k" and sent["x-agentspec-session"] == "s"
     assert sent["x-agentspec-workflow"] == "gr%C3%B6%C3%9Fe"
     assert row(None, "größe").accepted == 3
-
-
-def test_what_is_set_to_openais_default_is_sent(server: Any) -> None:
-    """A server may have another one, as vLLM takes the temperature of the model's generation config."""
-    remote(server, temperature=1.0, top_p=1.0).invoke("hi", presence_penalty=0.0)
-    remote(server).invoke("hi")
-    first, second = server.bodies
-    assert (first["temperature"], first["top_p"], first["presence_penalty"]) == (1.0, 1.0, 0.0)
-    assert not {"temperature", "top_p", "top_k", "repetition_penalty"} & second.keys()
 
 
 def test_remote_statuses(server: Any) -> None:
@@ -375,20 +347,6 @@ async def test_through_a_real_gateway(gateway: tuple[str, FakeBackend]) -> None:
 def lookup(city: str) -> str:
     """The weather in a city."""
     return f"sunny in {city}"
-
-
-def test_tool_calls_stream_in_pieces(server: Any) -> None:
-    model = remote(server).bind_tools([lookup], tool_choice="lookup", parallel_tool_calls=False)
-    whole: Any = None
-    for chunk in model.stream("the weather in 'Paris'?"):
-        whole = chunk if whole is None else whole + chunk
-    assert isinstance(whole, AIMessageChunk)
-    assert [(call["name"], call["args"], call["id"]) for call in whole.tool_calls] == [
-        ("lookup", {"city": "Paris"}, "call_1")
-    ]
-    body = server.bodies[0]
-    assert body["tool_choice"] == {"type": "function", "function": {"name": "lookup"}}
-    assert body["parallel_tool_calls"] is False
 
 
 def test_unknown_tool_choice_and_method() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import math
 from contextlib import nullcontext
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -89,18 +88,6 @@ def test_acceptance_follows_one_path_of_the_tree() -> None:
     assert accepted_nodes(drafted, ints(4)).tolist() == [False, True, False, False, False]
     assert accepted_nodes(drafted, ints(1, 2)).tolist() == [True, False, True, False, False]
     assert not accepted_nodes(drafted, ints(7)).any()
-
-
-def test_calibration_compares_within_bins_of_equal_count() -> None:
-    result = replay([], lambda call: nullcontext(Oracle(call, 0)), 1)
-    predicted = np.repeat(np.linspace(0.1, 1.0, 10, dtype=np.float32), 10)
-    result.predicted, result.accepted = [predicted], [np.arange(100) % 10 < np.repeat(np.arange(1, 11), 10)]
-    bins = result.calibration()
-    assert len(bins) == 10
-    assert all(before[0] < after[0] for before, after in pairwise(bins))
-    assert result.worst_calibration() == pytest.approx(0.0, abs=1e-6)
-    result.accepted = [np.ones(100, dtype=np.bool_)]
-    assert result.worst_calibration() == pytest.approx(1 - bins[0][0])
 
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=25))

@@ -8,9 +8,6 @@ import numpy as np
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.drafters.base import make_draft
-from agentspec.benchmarks.best_of_n.drafters import (
-    SuffixContender,
-)
 from agentspec.benchmarks.best_of_n.record import AnswerRecorder
 from agentspec.benchmarks.best_of_n.replay import (
     Contender,
@@ -66,15 +63,6 @@ def test_replay_counts_every_token_once_and_a_perfect_drafter_saves_all_it_may()
     assert outcome.questions[0].nodes == [3, 3, 3, 2, 3]
     assert outcome.tokens_per_step == 18 / 5
     assert outcome.nodes_per_step == 14 / 5
-
-
-def test_the_cache_drafts_from_finished_answers_and_live_from_running_ones():
-    text = list(range(10, 40))
-    later = question(text[:20], text)
-    assert replay([question(text), later], SuffixContender(), 8).tokens_per_step > 2
-    alone = replay([later], SuffixContender(), 8, beside=True).tokens_per_step
-    staggered = replay([later], SuffixContender(), 8, beside=False).tokens_per_step
-    assert alone == 1.0 < staggered
 
 
 def test_what_is_recorded_is_what_the_engine_answers(tiny_model: Path):

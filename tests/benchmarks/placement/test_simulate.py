@@ -77,11 +77,6 @@ def test_deadlines_first_meets_more_deadlines_where_calls_wait():
     assert arrival.missed_by_waiting > 0.9 * arrival.missed
 
 
-def test_a_call_that_fits_nowhere_is_refused():
-    with pytest.raises(ConfigurationError, match="fits into no engine"):
-        _run(costs=EngineCosts(kv_tokens=1000))
-
-
 def test_a_scenario_is_read_from_a_file(tmp_path):
     file = tmp_path / "scenario.json"
     file.write_text('{"pause": 0.5, "engines": 7, "costs": {"step": 0.02, "kv_tokens": 5000}}')

@@ -127,12 +127,6 @@ def test_an_engine_that_fails_is_told_with_its_log_and_left_out(plan: Any, wrong
     assert "did not run: Arctic, calls" in printed(report)
 
 
-def test_what_does_not_fit_into_the_time_is_left_out(plan: Any, tmp_path: Path) -> None:
-    report = run_forced(plan("agentspec", seconds=0.0))
-    assert report.left_out == ["answers", "calls"] and not report.sound and not (tmp_path / "turns").exists()
-    assert "left out: calls" in printed(report)
-
-
 @pytest.mark.vllm
 @pytest.mark.long
 @pytest.mark.timeout(900)
