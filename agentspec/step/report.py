@@ -73,32 +73,27 @@ class StepStatistics:
 
     def add_run(self, key: Key, seconds: float, *, failed: bool) -> None:
         """Count one run of a step's code."""
-        with self._lock:
-            row = self._row(key)
-            self._put(row, replace(row, runs=row.runs + 1, errors=row.errors + failed, seconds=row.seconds + seconds))
+        self._add(key, runs=1, errors=failed, seconds=seconds)
 
     def add_call(
         self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, *, failed: bool = False
     ) -> None:
         """Count one model call of `seconds` seconds; `usage` and `speculation` are None if unknown."""
         used, speculated = usage or Usage(), speculation or Speculation()
-        with self._lock:
-            row = self._row(key)
-            added = replace(
-                row,
-                calls=row.calls + 1,
-                failed_calls=row.failed_calls + failed,
-                model_seconds=row.model_seconds + seconds,
-                prompt_tokens=row.prompt_tokens + used.prompt_tokens,
-                completion_tokens=row.completion_tokens + used.completion_tokens,
-                verified_tokens=row.verified_tokens + (used.completion_tokens if speculated.forwards else 0),
-                verify_steps=row.verify_steps + speculated.forwards,
-                rounds=row.rounds + speculated.steps - speculated.forwards,
-                drafted=row.drafted + speculated.drafted,
-                accepted=row.accepted + speculated.accepted,
-                estimated_seconds_saved=row.estimated_seconds_saved + speculated.estimated_seconds_saved,
-            )
-            self._put(row, added)
+        self._add(
+            key,
+            calls=1,
+            failed_calls=failed,
+            model_seconds=seconds,
+            prompt_tokens=used.prompt_tokens,
+            completion_tokens=used.completion_tokens,
+            verified_tokens=used.completion_tokens if speculated.forwards else 0,
+            verify_steps=speculated.forwards,
+            rounds=speculated.steps - speculated.forwards,
+            drafted=speculated.drafted,
+            accepted=speculated.accepted,
+            estimated_seconds_saved=speculated.estimated_seconds_saved,
+        )
 
     def rows(self) -> list[StepRow]:
         """The current rows, in the order in which the steps were first seen."""
@@ -110,13 +105,12 @@ class StepStatistics:
         with self._lock:
             self._rows.clear()
 
-    def _row(self, key: Key) -> StepRow:
-        if key not in self._rows and len(self._rows) >= MAX_ROWS:
-            key = OTHER
-        return self._rows.get(key, StepRow(*key))
-
-    def _put(self, old: StepRow, new: StepRow) -> None:
-        self._rows[old.workflow, old.step] = new
+    def _add(self, key: Key, **more: float) -> None:
+        with self._lock:
+            if key not in self._rows and len(self._rows) >= MAX_ROWS:
+                key = OTHER
+            row = self._rows.get(key, StepRow(*key))
+            self._rows[key] = replace(row, **{name: getattr(row, name) + value for name, value in more.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +139,11 @@ class Report:
 
         counted = any(row.calls for row in self.rows)
         table = Table(title="agentspec: model calls by step", caption=None if counted else _UNCOUNTED)
-        columns = self._columns()
-        for name, column in columns:
+        for name, column in _COLUMNS:
             table.add_column(name, justify="left" if column in ("workflow", "step") else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(_cell(getattr(row, column), column) for _, column in columns))
+            table.add_row(*(_cell(getattr(row, column), column) for _, column in _COLUMNS))
         return table
-
-    def _columns(self) -> list[tuple[str, str]]:
-        """What is shown: runs only where steps ran code of their own, as a graph's nodes are known by calls alone."""
-        ran = not self.rows or any(row.runs for row in self.rows)
-        return [(name, column) for name, column in _COLUMNS if ran or column not in ("runs", "errors", "seconds")]
 
 
 _UNCOUNTED = (
@@ -182,9 +170,7 @@ _COLUMNS = (
 
 
 def _cell(value: str | float | None, column: str) -> Text:
-    """A value as the table shows it. A name is no markup; half a surrogate pair in it, which UTF-8 cannot encode,
-    becomes a question mark.
-    """
+    """A value as the table shows it. A name is no markup; a lone surrogate in it becomes a question mark."""
     from rich.text import Text
 
     if value is None:

@@ -26,7 +26,7 @@ Steps = list[tuple[str, str]]  # author, text
 
 WORDS = st.sampled_from(["so", "then 2", "x = 1", "boxed", "wait", "a\nb", "Answer: 1", "one two three four"])
 LISTED = st.lists(WORDS, min_size=1, max_size=6)
-TOKENS = st.sampled_from([*"0123456789", " 7", "good", "10", "²"])
+TOKENS = st.sampled_from([*"0123456789", " 7", "7.", "", "good", "10", "²"])
 
 
 def published(

@@ -42,27 +42,7 @@ ALL_SMALL = [f"s {text}" for text in S3]
 ALL_BASE = [f"b {text}" for text in B3]
 
 
-def scored(said: str, accepted: bool, **settings: Any) -> Case:
-    """The judge says the same of every step."""
-    return Case([said] * 3, ALL_SMALL if accepted else ALL_BASE, settings=settings)
-
-
 CASES = {
-    # The score: the generated token, if it is a number, from the threshold on.
-    **{f"score {score} at 7": scored(str(score), score >= 7) for score in range(10)},
-    **{f"score 5 at {threshold}": scored("5", threshold <= 5, threshold=threshold) for threshold in (0, 3, 5, 5.5, 9)},
-    "above 9 none": Case("", ALL_BASE, settings={"threshold": 9.5}),
-    "a space before the digit": scored(" 7", False),
-    "a word": scored("seven", False),
-    "a word, at threshold 0": scored("seven", True, threshold=0),
-    "nothing": scored("", False),
-    "a number of two digits": scored("10", True),
-    "a superscript": scored("\u00b2", False),
-    "a digit and more": scored("7.", False),
-    # Who writes.
-    "the second is rejected": Case("919", ["s s1\n\n", "b b2\n\n", "s s3 boxed\n\n"]),
-    "the first is rejected": Case("199", ["b b1\n\n", "s s2\n\n", "s s3 boxed\n\n"]),
-    "the last is rejected": Case("991", ["s s1\n\n", "s s2\n\n", "b b3 boxed\n\n"]),
     # How the thinking ends.
     "Answer:": Case("9", ["s Answer: 4\n\n"], small=["Answer: 4\n\n"]),
     "ANSWER:": Case("9", ["s ANSWER: 4\n\n"], small=["ANSWER: 4\n\n"]),

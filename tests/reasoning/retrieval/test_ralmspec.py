@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import re
 import zlib
@@ -23,8 +22,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.errors import ContextLengthError, InvalidRequestError, KnowledgeBaseError
 from agentspec.reasoning.retrieval import ralmspec as ralmspec_module
 from agentspec.reasoning.retrieval import rounds, search
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult, ranked
-from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult, ranked
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.search import AnswerEnded, Event, SearchStats, VerifiedText
 from agentspec.testing import FakeBackend
@@ -414,23 +412,6 @@ async def test_the_answer_is_recorded_and_not_its_rounds(run: Callable[..., Asyn
     assert len(model.recorded) == 1
 
 
-REFUSED: list[dict[str, object]] = [
-    {"n": 2},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": 0.5},
-    {"min_tokens": 2},
-    {"prompt_logprobs": 1},
-    {"bad_words": ("no",)},
-]
-
-
-@pytest.mark.parametrize("sampling", REFUSED, ids=str)
-async def test_what_rounds_cannot_honour_is_refused(sampling: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        await outcome(ralmspec, asking(**sampling), backend=HashedModel(), knowledge=FakeKnowledge([]))
-    assert caught.value.param in sampling
-
-
 async def test_tools_and_schemas_are_refused() -> None:
     tools = ({"type": "function", "function": {"name": "f"}},)
     for request in (
@@ -440,58 +421,10 @@ async def test_tools_and_schemas_are_refused() -> None:
         replace(asking(), extra={"reasoning_effort": "low"}),
         replace(asking(), extra={"max_completion_tokens": 3}),
         replace(asking(), prediction="it"),
+        asking(min_tokens=2),
+        asking(prompt_logprobs=1),
+        asking(bad_words=("no",)),
         GenerateRequest("m", messages=[{"role": "user", "content": "q"}], continue_final=True),
     ):
         with pytest.raises(InvalidRequestError, match="retrieval"):
             await outcome(ralmspec, request, backend=HashedModel(), knowledge=FakeKnowledge([]))
-
-
-class SlowKnowledge:
-    """A service's knowledge base that takes its time, another one for each search."""
-
-    def __init__(self, base: KnowledgeBase) -> None:
-        self._base, self._draw = base, random.Random(7)
-        self.metric = base.metric
-
-    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        await asyncio.sleep(self._draw.choice([0.0, 0.001, 0.004]))
-        return await self._base.search(queries, count)
-
-    async def aclose(self) -> None: ...
-
-
-def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
-    """Real indexes over a few hundred texts of few words: dense, its graph, BM25, and the first behind a delay."""
-    texts = [document.text + document.title for document in corpus(300, 1)]
-    base = IndexKnowledge(make_index("dense" if kind == "slow" else kind, texts))
-    return SlowKnowledge(base) if kind == "slow" else base
-
-
-@pytest.mark.parametrize(
-    ("kind", "questions"),
-    [
-        ("bm25", 16),
-        *(pytest.param(kind, 50, marks=pytest.mark.slow) for kind in ("bm25", "dense", "hnsw", "slow")),
-        *(pytest.param(kind, 200, marks=pytest.mark.long) for kind in ("bm25", "dense", "hnsw", "slow")),
-    ],
-)
-async def test_every_question_is_answered_the_same(
-    make_index: Callable[..., Any], kind: str, questions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Greedy and seeded, synchronously and not, by a fixed stride and by OS3."""
-    monkeypatch.setattr(search, "FOUND", 4)
-    base, model = indexed(make_index, kind), HashedModel()
-    gate, dropped = asyncio.Semaphore(16), [0]
-
-    async def check(number: int) -> None:
-        request = asking(number, max_tokens=16, temperature=number % 2, seed=number)
-        async with gate:
-            plain = await outcome(sequential, request, backend=model, knowledge=base)
-            for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
-                given: dict[str, Any] = {"backend": model, "knowledge": base, "stride": stride}
-                found = await outcome(ralmspec, request, **given, asynchronous=asynchronous)
-                assert found.answer == plain.answer and found.documents == plain.documents
-                dropped[0] += found.stats.dropped_rounds
-
-    await asyncio.gather(*map(check, range(questions)))
-    assert dropped[0] > questions
