@@ -22,8 +22,7 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Progress, Ratio, RatioGoal, paired_ratio, rotated
 from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.reasoning.retrieval.search import SearchStats, VerifiedText
+from agentspec.reasoning.retrieval.ralmspec import SearchStats, VerifiedText, ralmspec, sequential
 from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import GenerateRequest, SamplingParams
 

@@ -11,8 +11,15 @@ from agentspec.backends.base import Capabilities, tokenization_of
 from agentspec.errors import ConfigurationError
 from agentspec.protocol.speculation import RetrievalSpeculation
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.reasoning.retrieval.search import AnswerBegan, AnswerEnded, Event, SearchStats, VerifiedText
+from agentspec.reasoning.retrieval.ralmspec import (
+    AnswerBegan,
+    AnswerEnded,
+    Event,
+    SearchStats,
+    VerifiedText,
+    ralmspec,
+    sequential,
+)
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answers
 from agentspec.speculation.stride import StrideMeasurements

@@ -24,7 +24,7 @@ from agentspec.benchmarks.retrieval.bench import (
     run_retrieval,
     speedup_goal,
 )
-from agentspec.reasoning.retrieval.search import SearchStats
+from agentspec.reasoning.retrieval.ralmspec import SearchStats
 from agentspec.testing import Answer, FakeBackend
 from tests.fakes import FakeEncoder
 

@@ -7,6 +7,7 @@ import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
+from agentspec.reasoning.delegation.speculative_thinking import Overload
 from agentspec.reasoning.delegation.steps import Accepted, Event, Failed, ThinkingText
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
@@ -69,3 +70,12 @@ async def test_what_was_sent_before_the_small_model_failed_stays_part_of_the_thi
     assert (kept[0].author, kept[0].text, kept[0].tokens) == ("small", "one two", 2)
     assert "".join(step.text for step in kept) == sent
     assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "gone")]
+
+
+def test_overload_comes_later_and_lasts_longer_each_time() -> None:
+    overload = Overload(knobs())
+    for time in range(8):
+        overload.doubts = min(15 + 5 * time, 30) - 1
+        assert not overload.due
+        overload.doubts += 1
+        assert overload.due and overload.take() == min(125 + 25 * time, 200) and not overload.doubts

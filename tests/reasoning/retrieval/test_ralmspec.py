@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ContextLengthError, InvalidRequestError, KnowledgeBaseError
 from agentspec.reasoning.retrieval import ralmspec as ralmspec_module
-from agentspec.reasoning.retrieval import rounds, search
+from agentspec.reasoning.retrieval import rounds
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult, ranked
-from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.reasoning.retrieval.search import AnswerEnded, Event, SearchStats, VerifiedText
+from agentspec.reasoning.retrieval.ralmspec import AnswerEnded, Event, SearchStats, VerifiedText, ralmspec, sequential
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, Labels, Message, SamplingParams, Usage
 
@@ -200,8 +199,7 @@ def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -
 
     with (
         patch.multiple(rounds, **lengths),
-        patch.object(search, "FOUND", sought),
-        patch.object(ralmspec_module, "CACHE_BYTES", kept),
+        patch.multiple(ralmspec_module, FOUND=sought, CACHE_BYTES=kept),
     ):
         asyncio.run(both())
 
@@ -308,7 +306,7 @@ async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exce
 
 
 async def test_a_search_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "SEARCH_SECONDS", 0.5)
+    monkeypatch.setattr(ralmspec_module, "SEARCH_SECONDS", 0.5)
     with pytest.raises(KnowledgeBaseError, match=r"0\.5 seconds"):
         await outcome(ralmspec, asking(), backend=HashedModel(), knowledge=FakeKnowledge([], 3600.0))
 

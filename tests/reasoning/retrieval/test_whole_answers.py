@@ -20,9 +20,8 @@ from agentspec.reasoning.retrieval.backend import RetrievalBackend
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
-from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.ralmspec import VerifiedText, ralmspec, sequential
 from agentspec.reasoning.retrieval.rounds import RoundGenerator
-from agentspec.reasoning.retrieval.search import VerifiedText
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.testing import FakeBackend
