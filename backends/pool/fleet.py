@@ -86,8 +86,8 @@ class PoolWatch:
         alive = await is_alive(member)
         member.probed(self._clock(), alive=alive)
         if alive:
-            member.kind = await member.backend.server_kind()
-            if member.kind in ("vllm", "sglang") and now >= member.measure_at:
+            kind = await member.backend.server_kind()
+            if kind in ("vllm", "sglang") and now >= member.measure_at:
                 await self._measure(member)
 
     async def _measure(self, member: PoolMember) -> None:

@@ -8,7 +8,6 @@ from typing import Literal
 
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.metrics import ServerLoad
-from agentspec.backends.openai.server_kind import ServerKind
 from agentspec.backends.settings import FleetSettings
 from agentspec.placement import Member
 from agentspec.telemetry.samples import MemberSample
@@ -110,7 +109,6 @@ class PoolMember:
         lost: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.name, self.group, self.backend = name, group, backend
-        self.kind: ServerKind | None = None  # what it is, once it has been looked at
         self.load: ServerLoad | None = None
         self.in_flight = self.calls = self.retries = self.failures = 0
         self._others = 0
