@@ -47,6 +47,11 @@ class Case:
         return self.ending in ("complete", "length")
 
     @property
+    def own_key(self) -> bool:
+        """Whether the upstream gets the operator's key."""
+        return self.keyed and self.backend in ("upstream", "pool")
+
+    @property
     def refused(self) -> bool:
         """Whether the gateway answers 400: the model cannot do what is asked."""
         unseen = self.content == "image" and self.backend not in FORWARDED

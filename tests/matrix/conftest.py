@@ -114,10 +114,11 @@ class World:
         wait_for(lambda: not self.figures()["agentspec_requests_in_flight",])
         return self.figures()
 
-    def stored(self) -> int:
-        """Tokens that the engine's cache holds."""
-        self.running.runtime.cache.flush()
-        return int(self.running.runtime.cache.stats().tokens)
+    def stored(self) -> tuple[int, set[str]]:
+        """How many tokens the engine's cache holds, and whose."""
+        cache = self.running.runtime.cache
+        cache.flush()
+        return cache.stats().tokens, set(cache.tenant_bytes())
 
     def get(self, path: str, tenant: str) -> httpx.Response:
         return self.client.get(f"{self.running.url}{path}", headers=self.key(tenant))
@@ -163,13 +164,17 @@ def _start(stack: ExitStack, tiny_model: Path, corpus: Path, path: Path, keyed: 
         entries.append(ApiKey(tenant=tenant, key_file=path / tenant, requests_per_minute=10**6))
     backends: dict[str, Any] = {
         name: OpenAISettings(
-            base_url=server.url, model="theirs", server_kind="vllm", api_key=ACCOUNT_KEY if keyed else None, probe=False
+            base_url=server.url,
+            model="theirs",
+            server_kind="vllm",
+            probe=False,
+            api_key=ACCOUNT_KEY if keyed and name != "native" else None,
         )
         for name, server in servers.items()
     }
     names = ("scripted", "small", "large", "reader")
     settings = Settings(
-        server=ServerSettings(api_keys=tuple(entries), request_timeout=HURRY if hurried else 60, max_output_tokens=99),
+        server=ServerSettings(api_keys=tuple(entries), request_timeout=HURRY if hurried else 300, max_output_tokens=99),
         cache=CacheSettings(path=path / "cache"),
         backends=backends
         | {"local": TorchSettings(model=str(tiny_model), device="cpu", kv_bytes=1 << 24)}
@@ -177,7 +182,7 @@ def _start(stack: ExitStack, tiny_model: Path, corpus: Path, path: Path, keyed: 
         models={
             "engine": ModelSettings(backend="local"),
             "strategy": SpecReasonSettings(base="large", small="small"),
-            "retrieval": RaLMSpecSettings(base="reader", knowledge="words", stride=2),
+            "retrieval": RaLMSpecSettings(base="reader", knowledge="words"),
             "pool": ModelSettings(backends=("one", "two"), placement="round_robin"),
             **{name: ModelSettings(backend=name) for name in ("scripted", "upstream", "native")},
         },
@@ -187,5 +192,5 @@ def _start(stack: ExitStack, tiny_model: Path, corpus: Path, path: Path, keyed: 
         stack.callback(server.close)
     scripted, roles = ScriptedModel(), {"small": Thinker(), "large": Thinker(), "reader": Reader()}
     running = stack.enter_context(_fixtures.run_gateway({"scripted": scripted, **roles}, settings))
-    client = stack.enter_context(httpx.Client(timeout=60))
+    client = stack.enter_context(httpx.Client(timeout=300))
     return World(running, keys, scripts, scripted, list(roles.values()), client)
