@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from agentspec.backends.model_store.store import STORE_VARIABLE, store_folder
+from agentspec.backends.model_store import STORE_VARIABLE, store_folder
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError, install_advice
 from agentspec.reasoning.settings import IndexSettings

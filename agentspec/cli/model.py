@@ -21,13 +21,11 @@ def fetch(
     ] = None,
 ) -> None:
     """Fetch a model, verify and prepare it, and print its folder; without NAME, list the built-in models."""
-    from agentspec.backends.model_store import BUILTIN, resolve
+    from agentspec.backends.model_store import resolve
 
     if name is None:
         _list()
         return
-    if name in BUILTIN and BUILTIN[name].notice:
-        typer.echo(BUILTIN[name].notice, err=True)
     typer.echo(str(resolve(name).folder))
 
 

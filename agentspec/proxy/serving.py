@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from agentspec.backends.model_store import store
+from agentspec.backends import model_store
 from agentspec.backends.threads import share_heaps
 from agentspec.errors import ShuttingDownError
 from agentspec.proxy import logs
@@ -125,7 +125,7 @@ def spare_what_is_loaded() -> None:
 
 def end_process() -> NoReturn:
     """End the process with status 0 without waiting for the loading thread, which cannot be interrupted."""
-    store.end_all()
+    model_store.end_all()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

