@@ -24,7 +24,6 @@ from agentspec.backends.torch.engine.delivery import Choices, Inbox
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, prompt_length
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
-from agentspec.backends.torch.grammars.grammar import CompiledGrammar
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
@@ -33,8 +32,8 @@ from agentspec.backends.torch.stepwise import TorchSession, VectorScan, computed
 from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
 from agentspec.backends.torch.text.structured_output import (
     AnswerReader,
-    LargeGrammarError,
     OutputParserSpec,
+    StructuredOutput,
     StructuredOutputBuilder,
 )
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -264,37 +263,31 @@ class TorchBackend(ModelTokens):
     async def _prepared(
         self, request: GenerateRequest, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
     ) -> tuple[list[EngineRequest], OutputParserSpec]:
-        """`prepare_all` off the event loop. Long prompts share few threads, of which one tenant never takes the last;
-        large grammars wait for each other, and in nobody else's way.
+        """An engine request for each choice, and how to parse the answers. Long prompts share few threads, of which one
+        tenant never takes the last; large grammars wait for each other alone.
         """
-        prepare = partial(self.prepare_all, request, may_wait=False, prompt=prompt, answer=answer)
-        try:
-            return await self._off_the_loop(request, prepare)
-        except LargeGrammarError as large:
-            source = large.source
-        compiled = await self._structured_outputs.compiled_in_turn(request.tenant, source)
-        return await self._off_the_loop(request, partial(prepare, compiled=compiled))
+        prepare = partial(self._prepare, request, prompt=prompt, answer=answer)
+        first, output = await self._off_the_loop(request, prepare)
+        source = output.source
+        grammar = None if source is None else await self._structured_outputs.compiled(request.tenant, source)
+        constraints = output.constraints(request.sampling.n, grammar)
+        choices = [replace(first, constraints=each) for each in constraints]
+        choices[0].shares_prompt = len(choices) > 1
+        return choices, output.parser_spec
 
     async def _off_the_loop(self, request: GenerateRequest, prepare: Callable[[], T]) -> T:
         if prompt_length(request) + len(request.prediction or "") > LONG_PROMPT:
             return await self._long_prompts.run(request.tenant, prepare)
         return await asyncio.to_thread(prepare)
 
-    def prepare_all(
-        self,
-        request: GenerateRequest,
-        *,
-        may_wait: bool = True,
-        compiled: CompiledGrammar | None = None,
-        prompt: Sequence[int] | None = None,
-        answer: Sequence[int] = (),
-    ) -> tuple[list[EngineRequest], OutputParserSpec]:
-        """Tokenize and check a request. Returns an engine request for each choice, and how to parse the answers.
+    def _prepare(
+        self, request: GenerateRequest, *, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
+    ) -> tuple[EngineRequest, StructuredOutput]:
+        """Tokenize and check a request. Returns an engine request without constraints, and the form of its answers.
 
         A `prompt` stands for the request's own; `answer` is what has been generated behind it.
 
-        Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`;
-        `LargeGrammarError` instead of waiting for a large grammar unless it `may_wait` or is `compiled` already.
+        Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`.
         """
         text, read = self._tokenizer.read(request, self.context_length) if prompt is None else self._ending(prompt)
         sampling = request.sampling
@@ -305,7 +298,7 @@ class TorchBackend(ModelTokens):
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
         most = self._max_tokens(request, len(prompt))  # before a grammar is compiled for a prompt that does not fit
-        output = self._structured_outputs.build(request, text, may_wait=may_wait, compiled=compiled)
+        output = self._structured_outputs.build(request, text)
         first = EngineRequest(
             original=request,
             prompt=prompt,
@@ -315,9 +308,7 @@ class TorchBackend(ModelTokens):
             deliver=lambda item: None,
             answered=len(answer),
         )
-        choices = [replace(first, constraints=constraints) for constraints in output.constraints(sampling.n)]
-        choices[0].shares_prompt = len(choices) > 1
-        return choices, output.parser_spec
+        return first, output
 
     def _predicted(self, text: str | None, most: int) -> list[int] | None:
         """The tokens of a predicted answer, no more than the answer may have; what lies behind is not even read."""

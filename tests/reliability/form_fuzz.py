@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
-from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
+from agentspec.types import DEFAULT_TENANT, GenerateRequest, SamplingParams, StructuredOutputs
 
 Json = Any
 END = 256
@@ -150,8 +150,8 @@ def grow_forms(examples: int) -> dict[str, int]:
         chosen = random.Random(seed)
         try:
             output = build.build(asked(kind, value), "x")
-            assert output.grammar is not None
-            state = output.grammar.start()
+            assert output.source is not None
+            state = build.compile(DEFAULT_TENANT, output.source).start()
             for _ in range(24):
                 token = chosen.choice(state.mask().nonzero().flatten().tolist())
                 assert state.allows(token)

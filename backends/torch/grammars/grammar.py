@@ -30,24 +30,17 @@ from torch import Tensor
 
 from agentspec.backends.torch.grammars import worker
 from agentspec.backends.torch.grammars.notation import lark_string
-from agentspec.backends.torch.grammars.worker import (
-    FEW_STATES,
-    MOST_STATES,
-    STACK,
-    STATE_BYTES,
-    STEP_SECONDS,
-    TRIED_TOKENS,
-    built_tokenizer,
-    compiled,
-    on_stack,
-)
+from agentspec.backends.torch.grammars.worker import CPU_SECONDS, STACK, built_tokenizer, compiled, on_stack
 from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
+from agentspec.types import DEFAULT_TENANT
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MAX_STARTS: Final = 256  # answers after which a grammar is compiled again, since what its lexer keeps only grows
-RENEWAL_SECONDS: Final = 0.05  # a grammar that takes longer to compile is not compiled again between two steps
+TIMED_MASKS: Final = 48
+STEP_SECONDS: Final = 0.025  # processor time of a mask on average, beyond which a grammar would slow other answers
+QUICK_SECONDS: Final = 0.05  # a grammar that takes longer to compile is not compiled again between two steps
 AGAIN_SECONDS: Final = 5.0  # until such a grammar is compiled for the next request, for Retry-After
-_FILLED_UP: Final = "too many states"  # what answers left in their lexer together, not what one of them did
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,95 +52,29 @@ class TokenTable:
     tokenizer: llguidance.LLTokenizer
 
 
-@dataclass(slots=True, eq=False)
-class SharedLexer:
-    """A grammar at the start of an answer. The answers begun from it share its lexer, which grows up to `states`, and
-    fails for all of them once it failed for one: it is then `broken`.
-    """
-
-    matcher: llguidance.LLMatcher
-    states: int = MOST_STATES
-    broken: bool = False
-
-    def fails(self) -> bool:
-        """Whether the lexer failed; else an answer's error is its own."""
-        fresh = self.matcher.deep_copy()
-        fresh.compute_bitmask()
-        return bool(fresh.is_error())
-
-
 class CompiledGrammar:
-    """A compiled grammar, shared by all answers that must follow it. `param` is the request's field that asked for it,
-    `size` the bytes it takes before any answer.
+    """A compiled grammar, shared by a tenant's answers in one form. `param` is the request's field that asked for it.
 
-    When an answer breaks the lexer of a grammar that is compiled quickly, it is compiled again and the others go on; of
-    one that is not, they end with `OverloadedError`. The first lexer of a `small` grammar that is compiled quickly has
-    few states, so that ever new forms take little memory; those that replace it have many.
+    Its answers share a lexer, which learns from them up to a limit, and fails for all of them once it failed for one:
+    the grammar is then `broken`. Each answer goes on with a lexer of its own if the grammar is `quick` to compile.
     """
 
-    def __init__(self, table: TokenTable, source: str, param: str, *, size: int = 0, small: bool = True) -> None:
+    def __init__(self, table: TokenTable, source: str, param: str) -> None:
         started = time.thread_time()
         self.table = table
         self.param = param
+        self.broken = False
         self._source = source
-        self._size = size
-        self._lexer = self._small() if small else self._compiled()
-        self._starts = 0
-        self._lock = threading.Lock()
-        self.quick = time.thread_time() - started <= RENEWAL_SECONDS
-        if not self.quick and self._lexer.states < MOST_STATES:  # nothing replaces it in time
-            self._lexer = self._compiled()
-
-    @property
-    def nbytes(self) -> int:
-        """The most bytes that it takes, with all that its lexer may learn from answers."""
-        return self._size + self._lexer.states * STATE_BYTES
-
-    @property
-    def worn(self) -> bool:
-        """Whether it should be compiled again before the next answer."""
-        return self._starts > MAX_STARTS or (self._lexer.broken and not self.quick)
+        self._matcher = compiled(table.tokenizer, source)
+        self.quick = time.thread_time() - started <= QUICK_SECONDS
 
     def start(self) -> GrammarMatcher:
-        """The state at the start of an answer. Raises `OverloadedError` as `sound_lexer` does."""
-        self._starts += 1
-        return GrammarMatcher(self, self.sound_lexer())
+        """The state at the start of an answer."""
+        return GrammarMatcher(self, self._matcher.deep_copy())
 
-    def sound_lexer(self) -> SharedLexer:
-        """The lexer that answers share now. Raises `OverloadedError` if it is broken and takes long to compile again,
-        which the next request with this grammar then does.
-        """
-        with self._lock:
-            if self._lexer.broken:
-                if not self.quick:
-                    message = (
-                        "another answer in this form went beyond the limits of its grammar; send the request again"
-                    )
-                    raise OverloadedError(message, retry_after=AGAIN_SECONDS)
-                self._lexer = self._compiled_again()
-            return self._lexer
-
-    def own_lexer(self) -> SharedLexer | None:
-        """A lexer for one answer alone; None if it would take long to compile one."""
-        return self._compiled_again() if self.quick else None
-
-    def _compiled(self, states: int = MOST_STATES) -> SharedLexer:
-        return SharedLexer(compiled(self.table.tokenizer, self._source, states), states)
-
-    def _small(self) -> SharedLexer:
-        """With few states, unless more are needed before the first token."""
-        try:
-            lexer = self._compiled(FEW_STATES)
-        except ValueError as error:
-            if _FILLED_UP not in str(error):
-                raise
-        else:
-            if not lexer.fails():
-                return lexer
-        return self._compiled()
-
-    def _compiled_again(self) -> SharedLexer:
-        return on_stack(STACK, self._compiled)
+    def own(self) -> llguidance.LLMatcher:
+        """The grammar with a lexer for one answer alone."""
+        return on_stack(STACK, lambda: compiled(self.table.tokenizer, self._source))
 
 
 class GrammarMatcher:
@@ -158,15 +85,14 @@ class GrammarMatcher:
     `OverloadedError` when another answer broke a lexer that takes long to compile again.
     """
 
-    def __init__(self, grammar: CompiledGrammar, lexer: SharedLexer) -> None:
+    def __init__(self, grammar: CompiledGrammar, matcher: llguidance.LLMatcher) -> None:
         self._grammar = grammar
         self._table = table = grammar.table
-        self._lexer = lexer
-        self._matcher = lexer.matcher.deep_copy()
+        self._matcher = matcher
         self._bits = np.zeros((max(table.vocab_size, table.tokenizer.vocab_size) + 31) // 32, dtype=np.int32)
         self._forced: list[int] = []
         self._tokens: list[int] = []
-        self._broke_one = False  # whether a step of this answer broke a lexer
+        self._alone = False  # whether the lexer is this answer's own
         self._drafts = True
         self._masks, self._seconds = 0, 0.0  # of this thread, for the masks of late
 
@@ -187,7 +113,7 @@ class GrammarMatcher:
     def _took(self, seconds: float) -> None:
         """Count a mask. Raises the error with which the answer ends if masks take so long that others wait for it."""
         self._masks, self._seconds = self._masks + 1, self._seconds + seconds
-        if self._masks < TRIED_TOKENS:
+        if self._masks < TIMED_MASKS:
             return
         each, self._masks, self._seconds = self._seconds / self._masks, 0, 0.0
         if each > STEP_SECONDS:
@@ -218,12 +144,10 @@ class GrammarMatcher:
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
         admitted: list[int] = []
-        if not self._drafts or self._lexer.broken:
-            return admitted
-        matcher = self._matcher.deep_copy()
-        self._visit(matcher, -1, children, tokens, admitted)
-        if matcher.is_error():  # that may cost drafts only, even if the lexer is broken, which is the answer's too
-            self._drafts, self._lexer.broken = False, self._lexer.fails()
+        if self._drafts:
+            matcher = self._matcher.deep_copy()
+            self._visit(matcher, -1, children, tokens, admitted)
+            self._drafts = not matcher.is_error()
         return sorted(admitted)
 
     def _visit(
@@ -252,28 +176,25 @@ class GrammarMatcher:
         return [self._table.end_ids[-1]] if matcher.is_stopped() else list(matcher.compute_ff_tokens())
 
     def _try(self, step: Callable[[llguidance.LLMatcher], T]) -> T:
-        """Take a step. If it fails because of the lexer, take it again with another one: with the one that answers
-        share now if another answer broke it, and else with one of its own, so that what fails then is this answer's.
+        """Take a step. If it fails, take it again with a lexer of the answer's own: what fails then is this answer's.
+        Raises the error with which the answer ends.
         """
         result = step(self._matcher)
-        while self._matcher.is_error():
-            self._move(self._matcher.get_error())
+        if not self._matcher.is_error():
+            return result
+        others, self._grammar.broken = self._grammar.broken, True
+        if self._grammar.quick and not self._alone:
+            self._go_alone()
             result = step(self._matcher)
-        return result
+            if not self._matcher.is_error():
+                return result
+        elif others and not self._alone:
+            message = "another answer in this form went beyond the limits of its grammar; send the request again"
+            raise OverloadedError(message, retry_after=AGAIN_SECONDS)
+        raise self._failure(reason(self._matcher.get_error()))
 
-    def _move(self, error: str) -> None:
-        """Go on with another lexer after `error`. Raises the error with which the answer ends if there is none."""
-        lexer = None
-        if not self._lexer.broken:
-            self._lexer.broken = self._lexer.fails()
-            if self._broke_one or not self._lexer.broken:
-                raise self._failure(reason(error))
-            self._broke_one = True
-            lexer = self._grammar.own_lexer()
-            if lexer is None and _FILLED_UP not in error:
-                raise self._failure(reason(error))
-        self._lexer = lexer or self._grammar.sound_lexer()
-        self._matcher = self._lexer.matcher.deep_copy()
+    def _go_alone(self) -> None:
+        self._alone, self._matcher = True, self._grammar.own()
         for token in self._tokens:
             if not self._matcher.consume_token(token):
                 break
@@ -297,21 +218,12 @@ def reason(error: str) -> str:
     return first.strip()[:300]
 
 
-logger = logging.getLogger(__name__)
-
-KEPT: Final = 48  # compiled grammars kept, since agents send the same schema again and again
-KEPT_BYTES: Final = 256 << 20  # with all that they may learn from answers
+KEPT: Final = 32  # compiled grammars kept, since agents send the same schema again and again
+LARGE: Final = 16  # small grammars that a large one counts for
 SMALL: Final = 20_000  # characters
 # Expressions that must hold at once, and counted groups in counted groups, take much of both however short they are.
 _COSTLY: Final = re.compile(r"&|\)\s*\{\s*\d.*\)\s*\{\s*\d", re.DOTALL)
-MAX_GRAMMAR_BYTES: Final = 128 << 20
 MOST_SECONDS: Final = 60.0  # of a trial, with the start of its process, on a machine however busy
-_DEATHS: Final[dict[int, str]] = {
-    signal.SIGSEGV: "compiling it needs too much stack: nest less, and let fewer rules lead to one another",
-    signal.SIGBUS: "compiling it needs too much stack: nest less, and let fewer rules lead to one another",
-    signal.SIGABRT: "compiling it needs too much memory: make it smaller",
-    signal.SIGXCPU: f"compiling it takes more than {worker.CPU_SECONDS} seconds: make it smaller",
-}
 
 
 class GrammarTrial:
@@ -322,29 +234,25 @@ class GrammarTrial:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def bytes_of(self, setup: dict[str, Any], source: str) -> int:
-        """How many bytes the compiled grammar takes, with the tokenizer that `setup` describes. Blocks until a process
-        has compiled it.
+    def check(self, setup: dict[str, Any], source: str) -> None:
+        """Block until a process has compiled a grammar, with the tokenizer that `setup` describes.
 
         Raises `ValueError` with the reason why it cannot be compiled within the limits, `OverloadedError` if that is
         not known now, `ShuttingDownError` after `close`, and `EngineError` if no process can be started.
         """
+        asked = json.dumps({**setup, "source": source}).encode()
         with self._lock, self._started() as process:
-            late = threading.Timer(MOST_SECONDS, process.kill)
-            late.start()
             try:
-                said, _ = process.communicate(json.dumps({**setup, "source": source}).encode())
-            finally:
-                late.cancel()
+                said, _ = process.communicate(asked, timeout=MOST_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said = b""
         self._require_open()
         if not said.endswith(b"\n"):
-            raise _death(process.returncode, len(source))
-        verdict = json.loads(said)
-        if "error" in verdict:
-            raise ValueError(verdict["error"])
-        if verdict["nbytes"] > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"it takes more than {MAX_GRAMMAR_BYTES >> 20} MiB: make it smaller")
-        return int(verdict["nbytes"])
+            logger.warning("a grammar of %d characters ended its compiler with %d", len(source), process.returncode)
+            raise _death(process.returncode)
+        if error := json.loads(said):
+            raise ValueError(error)
 
     def close(self) -> None:
         """End the process, and whatever it is compiling."""
@@ -374,14 +282,17 @@ class GrammarTrial:
         return process
 
 
-def _death(status: int, length: int) -> Exception:
+def _death(status: int) -> Exception:
     """What the end of the process without a verdict says of a grammar."""
-    logger.warning("a grammar of %d characters ended its compiler with status %d", length, status)
     if status >= 0:
         return EngineError("large grammars cannot be compiled: the process that tries them out does not start")
     if -status == signal.SIGKILL:  # the machine is too busy, or short of memory
         return OverloadedError("this machine has no time or memory to compile a large grammar now")
-    return ValueError(_DEATHS.get(-status, _DEATHS[signal.SIGABRT]))
+    if -status in (signal.SIGSEGV, signal.SIGBUS):
+        return ValueError("compiling it needs too much stack: nest less, and let fewer rules lead to one another")
+    if -status == signal.SIGXCPU:
+        return ValueError(f"compiling it takes more than {CPU_SECONDS} seconds: make it smaller")
+    return ValueError("compiling it needs too much memory: make it smaller")
 
 
 class GrammarCompiler:
@@ -394,7 +305,7 @@ class GrammarCompiler:
         self._table: TokenTable | None = None
         self._lock = threading.Lock()
         self._building = threading.Lock()
-        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
         self._trial = GrammarTrial()
 
     @property
@@ -407,31 +318,40 @@ class GrammarCompiler:
                 self._table = TokenTable(self.vocab_size, self.end_ids, tokenizer)
             return self._table
 
-    def compile(self, source: str, *, param: str) -> CompiledGrammar:
+    def known(self, source: str, *, param: str, tenant: str = DEFAULT_TENANT) -> CompiledGrammar | None:
+        """The grammar if it was compiled before for this tenant, and no answer broke it."""
+        key = _key(source, param, tenant)
+        with self._lock:
+            grammar, _ = self._kept.get(key, (None, 0))
+            if grammar is None or grammar.broken:
+                return None
+            self._kept.move_to_end(key)
+            return grammar
+
+    def compile(self, source: str, *, param: str, tenant: str = DEFAULT_TENANT) -> CompiledGrammar:
         """Compile `source`, in llguidance's notation; blocks, for a large one for seconds.
 
         Raises `InvalidRequestError` naming `param` for a grammar that is invalid or beyond the limits, and
         `EngineError` if no process can try out a large one.
         """
-        key = _key(source, param)
-        grammar = self._known(key)
-        if grammar is None:
-            try:
-                small = _small(source)
-                size = len(source) if small else self._trial.bytes_of(self._setup(), source)
-                grammar = on_stack(STACK, lambda: self._compiled(source, param, size, small))
-            except ValueError as error:
-                message = f"the grammar of this request is refused: {reason(str(error))}"
-                raise InvalidRequestError(message, param=param) from None
-            except InvalidRequestError as error:
-                error.param = error.param or param
-                raise
-        self._keep(key, grammar)  # a known one too: answers may have let it, or others, grow
+        if (known := self.known(source, param=param, tenant=tenant)) is not None:
+            return known
+        large = is_large(source)
+        try:
+            if large:
+                self._trial.check(self._setup(), source)
+            grammar = on_stack(STACK, lambda: self._compiled(source, param))
+        except ValueError as error:
+            message = f"the grammar of this request is refused: {reason(str(error))}"
+            raise InvalidRequestError(message, param=param) from None
+        except InvalidRequestError as error:
+            error.param = error.param or param
+            raise
+        with self._lock:
+            self._kept[_key(source, param, tenant)] = (grammar, LARGE if large else 1)
+            while sum(weight for _, weight in self._kept.values()) > KEPT:
+                self._kept.popitem(last=False)
         return grammar
-
-    def waits(self, source: str, *, param: str) -> bool:
-        """Whether `compile` would wait for another process: for a large grammar that it does not know yet."""
-        return not _small(source) and self._known(_key(source, param)) is None
 
     def symbol(self, text: str) -> str:
         """How a grammar must write `text`: as a token if it is one special token, else as a string literal."""
@@ -443,22 +363,10 @@ class GrammarCompiler:
         """End the other process."""
         self._trial.close()
 
-    def _known(self, key: bytes) -> CompiledGrammar | None:
-        with self._lock:
-            kept = self._kept.get(key)
-        return None if kept is None or kept.worn else kept
-
-    def _compiled(self, source: str, param: str, size: int, small: bool) -> CompiledGrammar:
-        grammar = CompiledGrammar(self.table, source, param, size=size, small=small)
+    def _compiled(self, source: str, param: str) -> CompiledGrammar:
+        grammar = CompiledGrammar(self.table, source, param)
         grammar.start().mask()  # a grammar that allows no first token is refused now
         return grammar
-
-    def _keep(self, key: bytes, grammar: CompiledGrammar) -> None:
-        with self._lock:
-            self._kept[key] = grammar
-            self._kept.move_to_end(key)
-            while len(self._kept) > KEPT or sum(one.nbytes for one in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
 
     def _setup(self) -> dict[str, Any]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -470,10 +378,10 @@ class GrammarCompiler:
         return {"tokenizer": backend.to_str(), "vocab_size": size, "end_ids": list(self.end_ids)}
 
 
-def _small(source: str) -> bool:
-    """Whether a grammar is compiled at once: llguidance's own limits end it before it takes much time or memory."""
-    return len(source) <= SMALL and not _COSTLY.search(source)
+def is_large(source: str) -> bool:
+    """Whether a grammar is tried out first. Of a small one llguidance's limits end it before it takes much."""
+    return len(source) > SMALL or _COSTLY.search(source) is not None
 
 
-def _key(source: str, param: str) -> bytes:
-    return hashlib.sha256(f"{param}\0{source}".encode(errors="surrogatepass")).digest()
+def _key(source: str, param: str, tenant: str) -> bytes:
+    return hashlib.sha256(f"{tenant}\0{param}\0{source}".encode(errors="surrogatepass")).digest()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.threads import TenantThreads
-from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler
+from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler, is_large
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.answer_grammar import BEGIN, END, TOOLS, Expectation, GrammarSource, grammar_of
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, template_of, tool_format
@@ -157,23 +158,15 @@ class StructuredOutput:
     """One request's grammar and bad words for the engine, and how to parse its answers."""
 
     parser_spec: OutputParserSpec
-    grammar: CompiledGrammar | None
+    source: GrammarSource | None
     bad_words: tuple[tuple[int, ...], ...]
     shown: frozenset[int]
     thinking: ThinkingLimit | None = None
 
-    def constraints(self, choices: int) -> list[ConstraintSpec]:
-        """The constraints of each choice."""
-        common = (self.grammar, self.bad_words)
+    def constraints(self, choices: int, grammar: CompiledGrammar | None) -> list[ConstraintSpec]:
+        """The constraints of each choice; `grammar` is compiled from `source`."""
+        common = (grammar, self.bad_words)
         return [ConstraintSpec(*common, choice, self.shown, self.thinking) for choice in range(choices)]
-
-
-class LargeGrammarError(Exception):
-    """Building this output would wait for another process that tries out its grammar, `source`."""
-
-    def __init__(self, source: GrammarSource) -> None:
-        super().__init__("large grammar")
-        self.source = source
 
 
 class StructuredOutputBuilder:
@@ -187,24 +180,15 @@ class StructuredOutputBuilder:
         self._vocabulary = _vocabulary(tokenizer)
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
 
-    def build(
-        self,
-        request: GenerateRequest,
-        prompt: str,
-        *,
-        may_wait: bool = True,
-        compiled: CompiledGrammar | None = None,
-    ) -> StructuredOutput:
-        """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`, and
-        `LargeGrammarError` instead of waiting unless it `may_wait` or its grammar is `compiled` already.
-        """
+    def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
+        """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`."""
         chat = request.messages is not None
         parser_spec, shown = self.reading(request, prompt)
         format, expected = parser_spec.format, self._expected(request, prompt)
         source = self._source(request, format, expected) if request.sampling.structured_outputs or format else None
         return StructuredOutput(
             parser_spec=parser_spec,
-            grammar=None if source is None else compiled or self._compiled(source, may_wait),
+            source=source,
             bad_words=self._bad_words(request.sampling.bad_words),
             shown=shown,
             thinking=self._thinking_limit(request.thinking_budget, expected) if chat else None,
@@ -219,11 +203,21 @@ class StructuredOutputBuilder:
         spec = OutputParserSpec.of(request, format, self._expected(request, prompt))
         return spec, frozenset() if request.messages is None else self._shown(format, BEGIN, END)
 
-    async def compiled_in_turn(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
-        """The compiled grammar, for which tenants take turns. Raises what `GrammarCompiler.compile` raises, and
-        `ShuttingDownError`.
+    async def compiled(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
+        """The compiled grammar. Tenants take turns with large ones, which hold up no other request.
+
+        Raises what `GrammarCompiler.compile` raises, and `ShuttingDownError`.
         """
-        return await self._threads.run(tenant, self._compile, source)
+        known = self._grammars.known(source.text, param=source.param, tenant=tenant)
+        if known is not None:
+            return known
+        if is_large(source.text):
+            return await self._threads.run(tenant, self.compile, tenant, source)
+        return await asyncio.to_thread(self.compile, tenant, source)
+
+    def compile(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
+        """As `compiled`, in the caller's thread."""
+        return self._grammars.compile(source.text, param=source.param, tenant=tenant)
 
     def close(self) -> None:
         """End the thread and the process that try out large grammars."""
@@ -243,14 +237,6 @@ class StructuredOutputBuilder:
     def _expected(self, request: GenerateRequest, prompt: str) -> Expectation:
         """Whether thoughts come first; `OutputParserSpec.expected` says whether they are split off."""
         return expectation(prompt, thinks=request.messages is not None and self._thinks)
-
-    def _compiled(self, source: GrammarSource, may_wait: bool) -> CompiledGrammar:
-        if not may_wait and self._grammars.waits(source.text, param=source.param):
-            raise LargeGrammarError(source)
-        return self._compile(source)
-
-    def _compile(self, source: GrammarSource) -> CompiledGrammar:
-        return self._grammars.compile(source.text, param=source.param)
 
     def _shown(self, format: ToolFormat | None, *markers: str) -> frozenset[int]:
         """The special tokens among the strings that the answer's parser looks for."""

@@ -208,12 +208,11 @@ async def test_a_form_that_fails_on_the_way_ends_its_answer_alone(
 async def test_a_large_grammar_waits_beside_other_requests(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, tried, go_on = backend_of(), threading.Event(), threading.Event()
 
-    def slow(trial: GrammarTrial, setup: Any, source: str) -> int:
+    def slow(trial: GrammarTrial, setup: Any, source: str) -> None:
         tried.set()
         assert go_on.wait(60)
-        return len(source)
 
-    monkeypatch.setattr(GrammarTrial, "bytes_of", slow)
+    monkeypatch.setattr(GrammarTrial, "check", slow)
     formed = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z]{500}|&"))
     several = [asyncio.create_task(answer(backend, ask(formed))) for _ in range(20)]
     await asyncio.to_thread(tried.wait, 60)
@@ -228,13 +227,13 @@ async def test_a_large_grammar_waits_beside_other_requests(backend_of: Any, monk
 
 async def test_long_prompts_of_one_tenant_hold_up_no_other(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and however long reading one takes."""
-    backend, go, prepare = backend_of(), threading.Event(), TorchBackend.prepare_all
+    backend, go, prepare = backend_of(), threading.Event(), TorchBackend._prepare
 
     def slow(self: TorchBackend, request: GenerateRequest, **how: Any) -> Any:
         assert request.tenant != "hog" or go.wait(60)
         return prepare(self, request, **how)
 
-    monkeypatch.setattr(TorchBackend, "prepare_all", slow)
+    monkeypatch.setattr(TorchBackend, "_prepare", slow)
     hogs = [asyncio.create_task(answer(backend, ask(text="x" * (LONG_PROMPT + 1), tenant="hog"))) for _ in range(64)]
     await asyncio.sleep(0)
     await answer(backend, ask(tenant="other"))

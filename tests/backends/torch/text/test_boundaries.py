@@ -16,7 +16,7 @@ import pytest
 
 from agentspec.backends.torch.text.structured_output import OutputParserSpec, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
+from agentspec.types import DEFAULT_TENANT, GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
 CUT_CASES = [25, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
@@ -145,8 +145,9 @@ def test_forms_and_calls_are_those_without_drafts(
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
     request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=asked, **fields)
-    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).build(request, "x")
-    (rules,) = form.constraints(1)
+    builder = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END}))
+    form = builder.build(request, "x")
+    (rules,) = form.constraints(1, None if form.source is None else builder.compile(DEFAULT_TENANT, form.source))
     requests = [
         ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, constraints=rules)
         for seed, prompt in enumerate(PROMPTS * 2)

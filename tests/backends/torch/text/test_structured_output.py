@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ThinkingLimit
 from agentspec.backends.torch.text.structured_output import StructuredOutput, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
-from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 END = 256
 TOOLS = tuple(
@@ -37,8 +38,9 @@ def ask(form: StructuredOutputs | None = None, **fields: Any) -> GenerateRequest
 
 
 def allows(form: StructuredOutput, tokenizer: Any, text: str) -> bool:
-    assert form.grammar is not None
-    state = form.grammar.start()
+    assert form.source is not None
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [END])
+    state = compiler.compile(form.source.text, param=form.source.param).start()
     for token in tokenizer.encode(text, add_special_tokens=False):
         if not state.allows(token):
             return False
@@ -52,11 +54,11 @@ def called(name: str) -> str:
 
 def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
     form = forms.build(ask(), "x")
-    assert form.grammar is None and form.parser_spec.format is None and form.shown == frozenset()
-    assert forms.build(ask(tools=TOOLS), "x").grammar is None
+    assert form.source is None and form.parser_spec.format is None and form.shown == frozenset()
+    assert forms.build(ask(tools=TOOLS), "x").source is None
     assert forms.build(ask(tools=TOOLS), "x").parser_spec.format is not None
     assert forms.build(ask(tools=TOOLS, tool_choice="none"), "x").parser_spec.format is None
-    assert [rules.choice for rules in form.constraints(3)] == [0, 1, 2]
+    assert [rules.choice for rules in form.constraints(3, None)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marke
     if marked:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     forms = StructuredOutputBuilder(TokenizerAdapter(tokenizer), len(tokenizer), frozenset({END}))
-    assert forms.build(ask(tools=TOOLS), "x").grammar is None
+    assert forms.build(ask(tools=TOOLS), "x").source is None
     form = forms.build(ask(tools=STRICT), "x")
     assert [allows(form, tokenizer, text) for text in FREE] == [True] * 4
     assert [allows(form, tokenizer, text) for text in BOUND] == [False] * 4
@@ -131,7 +133,9 @@ def test_every_kind_of_form(
 )
 def test_forms_that_cannot_be_are_refused(forms: StructuredOutputBuilder, form: StructuredOutputs) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        forms.build(ask(form), "x")
+        source = forms.build(ask(form), "x").source
+        assert source is not None
+        forms.compile(DEFAULT_TENANT, source)
     assert caught.value.param == "structured_outputs"
 
 
@@ -191,9 +195,9 @@ def test_a_budget_bounds_thoughts_to_come(tokenizer_of: Any, prompt: str, budget
     marked.add_tokens(["<think>", "</think>"], special_tokens=True)
     begin, end = marked.convert_tokens_to_ids(["<think>", "</think>"])
     builder = StructuredOutputBuilder(TokenizerAdapter(marked), len(marked), frozenset({END}))
-    found = {rules.thinking for rules in builder.build(ask(thinking_budget=budget), prompt).constraints(2)}
+    found = {rules.thinking for rules in builder.build(ask(thinking_budget=budget), prompt).constraints(2, None)}
     assert found == ({ThinkingLimit(5, end, begin, begun=prompt != "q")} if limited else {None})
 
 
 def test_a_budget_is_inert_without_a_token_for_the_end(thinking: StructuredOutputBuilder) -> None:
-    assert thinking.build(ask(thinking_budget=5), "q<think>").constraints(1)[0].thinking is None
+    assert thinking.build(ask(thinking_budget=5), "q<think>").constraints(1, None)[0].thinking is None
