@@ -30,15 +30,21 @@ from torch import Tensor
 
 from agentspec.backends.torch.grammars import worker
 from agentspec.backends.torch.grammars.notation import lark_string
-from agentspec.backends.torch.grammars.worker import CPU_SECONDS, STACK, built_tokenizer, compiled, on_stack
+from agentspec.backends.torch.grammars.worker import (
+    CPU_SECONDS,
+    STACK,
+    STEP_SECONDS,
+    built_tokenizer,
+    compiled,
+    on_stack,
+)
 from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 from agentspec.types import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TIMED_MASKS: Final = 48
-STEP_SECONDS: Final = 0.025  # processor time of a mask on average, beyond which a grammar would slow other answers
+TIMED_MASKS: Final = 48  # after which the time that they took is judged
 QUICK_SECONDS: Final = 0.05  # a grammar that takes longer to compile is not compiled again between two steps
 AGAIN_SECONDS: Final = 5.0  # until such a grammar is compiled for the next request, for Retry-After
 

@@ -1,7 +1,8 @@
 """Compiles grammars, and the program that tries out a large one in a process that may die.
 
-The program reads a tokenizer and a grammar, compiles the grammar under limits of processor time, memory and stack, and
-prints the error, if any, all in JSON. It imports nothing of agentspec, so that it starts fast: run it by its path.
+The program reads a tokenizer and a grammar, compiles the grammar and follows an answer for a few tokens under limits of
+processor time, memory and stack, and prints the error, if any, all in JSON. It imports nothing of agentspec, so that it
+starts fast: run it by its path.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ T = TypeVar("T")
 STACK: Final = 64 << 20  # bytes of stack where a grammar is compiled; on trial it has half of that
 CPU_SECONDS: Final = 4
 MEMORY: Final = 256 << 20  # bytes that compiling may take
+TRIED_TOKENS: Final = 24
+STEP_SECONDS: Final = 0.025  # processor time of a step on average, beyond which a grammar would slow other answers
 # A lexer finds its states as answers go on and keeps them: usual forms need hundreds; 28 MB were measured of 25,000.
 LIMITS: Final = llguidance.LLParserLimits(
     max_items_in_row=8_000,
@@ -93,13 +96,24 @@ def _limit_to(kind: int, most: int) -> None:
 
 
 def _error(tokenizer: llguidance.LLTokenizer, source: str) -> str:
-    """Why the grammar is refused; empty if it can be compiled and an answer can begin."""
+    """Why the grammar is refused; empty if it can be compiled and followed."""
     try:
-        matcher = compiled(tokenizer, source)
-        matcher.compute_bitmask()
+        state = compiled(tokenizer, source)
     except ValueError as error:
         return str(error)[:2000]
-    return matcher.get_error()[:2000] if matcher.is_error() else ""
+    started, steps = time.thread_time(), 0
+    while steps < TRIED_TOKENS:
+        steps += 1
+        bits = state.compute_bitmask()
+        at = next((place for place, byte in enumerate(bits) if byte), None)
+        state.compute_ff_tokens()
+        if at is None or not state.consume_token(at * 8 + bits[at].bit_length() - 1):
+            break
+    if state.is_error():
+        return state.get_error()[:2000]
+    seconds = (time.thread_time() - started) / steps
+    slow = f"each of its tokens takes {seconds * 1000:.0f} ms: shorten its texts and repetitions"
+    return slow if seconds > STEP_SECONDS else ""
 
 
 def main() -> None:

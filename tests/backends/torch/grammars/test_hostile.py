@@ -155,7 +155,7 @@ def test_an_answer_whose_masks_take_long_ends(
 ) -> None:
     """Small forms are not tried out before."""
     state, clock, masks = grammars.compile("start: /x*/", param="p").start(), itertools.count(), 0
-    seconds = module.STEP_SECONDS * (2.0 if slow else 0.5)
+    seconds = worker.STEP_SECONDS * (2.0 if slow else 0.5)
     monkeypatch.setattr("time.thread_time", lambda: next(clock) * seconds)
     with pytest.raises(InvalidRequestError, match="takes 50 ms") if slow else nullcontext():
         while masks < 4 * module.TIMED_MASKS:
