@@ -20,12 +20,11 @@ from agentspec.settings.load import Settings
 from agentspec.version import __version__
 
 if TYPE_CHECKING:
-    from agentspec.backends.openai import DraftCounts, ProbeReport, ServerMetrics, VllmReport
+    from agentspec.backends.openai import DrafterInfo, ProbeReport
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
 # Distributions whose name differs from the package's by more than a dash.
 _DISTRIBUTIONS = {"faiss": "faiss-cpu"}
-_ROOM = 2 << 30  # bytes; more than a built-in model needs while it is prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     if isinstance(settings.cache.path, Path):
         yield check_folder("cache folder", settings.cache.path, "cache.path")
     if local := _local(settings):
-        yield check_folder("model store", store_folder(), STORE_VARIABLE, room=_ROOM)
+        yield check_folder("model store", store_folder(), STORE_VARIABLE)
     for name, run_here in local.items():
         yield check_device(name, run_here)
         yield check_model(name, run_here)
@@ -92,16 +91,12 @@ def check_native() -> Check:
     return Check("native extension", "ok", str(module.__file__))
 
 
-def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Check:
-    """Whether `folder` exists or can be created, is writable, and has `room` bytes free."""
+def check_folder(name: str, folder: Path, setting: str) -> Check:
+    """Whether `folder` exists or can be created, and is writable."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check(name, "fail", f"{folder} cannot be written", f"make it writable or set {setting}")
-    free = shutil.disk_usage(existing).free
-    detail = f"{folder} is writable, {free / 1e9:.1f} GB free"
-    if free < room:
-        return Check(name, "fail", detail, f"free {room / 1e9:.0f} GB or set {setting} to another disk")
-    return Check(name, "ok", detail)
+    return Check(name, "ok", f"{folder} is writable, {shutil.disk_usage(existing).free / 1e9:.1f} GB free")
 
 
 def check_device(name: str, settings: TorchSettings | EncoderSettings) -> Check:
@@ -172,14 +167,12 @@ def check_upstream(name: str, settings: OpenAISettings, address: str | None = No
         return
     if report.error is not None:
         advice = f"correct backends.{name} and its API key" if report.reachable else "start it"
-        whose = name.partition("/")[0]
-        yield Check(
-            label, "fail", report.error, f"{advice}, or correct backends.{whose}.base_url, which usually ends in /v1"
-        )
+        setting = f"backends.{name.partition('/')[0]}.base_url"
+        yield Check(label, "fail", report.error, f"{advice}, or correct {setting}, which usually ends in /v1")
         return
     yield Check(label, "ok", _described(report))
-    if report.vllm is not None:
-        yield check_drafter(name, report.vllm)
+    if report.drafter is not None:
+        yield check_drafter(name, report.drafter)
 
 
 def _described(report: ProbeReport) -> str:
@@ -188,37 +181,16 @@ def _described(report: ProbeReport) -> str:
     detail = f"models: {models or 'none listed'}; can do: {', '.join(abilities) or 'plain answers only'}"
     if report.other_tokenizer:
         detail += "; its /tokenize is not the model's tokenizer, so no token ids are used"
-    if report.vllm is None:
-        return detail
-    return f"vLLM {report.vllm.version or 'of unknown version'}; {detail}"
+    return detail
 
 
-def check_drafter(name: str, server: VllmReport) -> Check:
-    """The drafter that a vLLM server uses, as far as its metrics tell, and the counts of its drafts."""
-    metrics, label = server.metrics, f"{name}: drafter"
-    if metrics is None or not metrics.published:
-        return Check(label, "note", "cannot be told: the server publishes no metrics")
-    counts = f"; {_counted(metrics.drafts)}" if metrics.drafts else ""
-    if metrics.drafter is not None and metrics.drafter.name == "agentspec":
-        detail = f"agentspec {metrics.drafter.version}, as vLLM's {metrics.drafter.method} method"
-        return Check(label, "ok", detail + counts)
-    return Check(
-        label, "note", _other_drafter(metrics) + counts, "docs/engines.md says how to use agentspec's drafter instead"
-    )
-
-
-def _other_drafter(metrics: ServerMetrics) -> str:
-    """The drafter of a server that does not use agentspec's, if known. A server that never drafts has no counters."""
-    none, drafter = "none: the server does not speculate", metrics.drafter
-    if drafter is None:
-        return "cannot be told: no plug-in of agentspec is loaded there" if metrics.drafts else none
-    known = {"none": none, "arctic": "vLLM's suffix method, with Arctic Inference"}
-    return known.get(drafter.name, f"vLLM's {drafter.method} method")
-
-
-def _counted(acceptance: DraftCounts) -> str:
-    kept, drafted = acceptance.accepted_tokens, acceptance.draft_tokens
-    return f"kept {kept:.0f} of {drafted:.0f} tokens in {acceptance.drafts:.0f} drafts"
+def check_drafter(name: str, drafter: DrafterInfo) -> Check:
+    """The drafter that a vLLM server uses, as far as its metrics show it."""
+    label = f"{name}: drafter"
+    if drafter.name == "agentspec":
+        return Check(label, "ok", f"agentspec {drafter.version}, as vLLM's {drafter.method} method")
+    detail = drafter.name or "unknown: agentspec's plug-in is not loaded there, or the server publishes no metrics"
+    return Check(label, "note", detail, "docs/engines.md says how to use agentspec's drafter")
 
 
 def _local(settings: Settings) -> dict[str, TorchSettings | EncoderSettings]:

@@ -2,15 +2,7 @@
 
 from agentspec.backends.http import UpstreamResponse
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.openai.metrics import DraftCounts, DrafterInfo, ServerMetrics
-from agentspec.backends.openai.probe import ProbeReport, VllmReport
+from agentspec.backends.openai.metrics import DrafterInfo
+from agentspec.backends.openai.probe import ProbeReport
 
-__all__ = [
-    "DraftCounts",
-    "DrafterInfo",
-    "OpenAIBackend",
-    "ProbeReport",
-    "ServerMetrics",
-    "UpstreamResponse",
-    "VllmReport",
-]
+__all__ = ["DrafterInfo", "OpenAIBackend", "ProbeReport", "UpstreamResponse"]

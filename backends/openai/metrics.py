@@ -1,4 +1,4 @@
-"""Reads the draft counts of a vLLM server from its Prometheus metrics."""
+"""Reads the drafter and the load of a server from its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -11,66 +11,37 @@ from agentspec.backends.http import MAX_LIST_BYTES, Endpoint
 from agentspec.errors import UpstreamError
 
 DRAFTER_METRIC = "agentspec_vllm_drafter_info"  # published by our plug-in in the server
-_COUNTERS = {
-    "vllm:spec_decode_num_drafts_total": "drafts",
-    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
-}
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
 _LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*+)"')
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """Totals since the server started, summed over its models and engines."""
-
-    drafts: float = 0.0
-    draft_tokens: float = 0.0
-    accepted_tokens: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """The drafter `name`: "agentspec", "arctic", a method of vLLM, or "none"; `version` is the server's agentspec."""
+    """A vLLM server's drafter: "agentspec", "arctic", a method of vLLM, or "none"; `version` is the server's agentspec.
 
-    name: str
-    method: str
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMetrics:
-    """`published`: the server shows vLLM's metrics; only then do missing values mean anything.
-
-    `drafts` is None if the server does not draft, `drafter` is None if no plug-in of ours names the drafter.
+    All are "" where no plug-in of ours names the drafter.
     """
 
-    published: bool = False
-    drafts: DraftCounts | None = None
-    drafter: DrafterInfo | None = None
+    name: str = ""
+    method: str = ""
+    version: str = ""
 
 
-async def read_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics | None:
-    """The server's metrics; None if it does not answer in `timeout` seconds."""
+async def read_drafter(endpoint: Endpoint, timeout: float) -> DrafterInfo | None:
+    """The drafter in the server's metrics; None if it does not answer in `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
             content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_LIST_BYTES)
     except (UpstreamError, TimeoutError):
         return None
-    return parse_metrics(content.decode("utf-8", "replace"))
+    return parse_drafter(content.decode("utf-8", "replace"))
 
 
-def parse_metrics(text: str) -> ServerMetrics:
-    """Parse Prometheus' text format. Lines in another format and counters without a number are skipped."""
-    totals: dict[str, float] = {}
-    drafter, published = None, False
-    for name, labels, value in samples(text, ("vllm:", DRAFTER_METRIC)):
-        published = published or name.startswith("vllm:")
-        if name in _COUNTERS:
-            totals[_COUNTERS[name]] = totals.get(_COUNTERS[name], 0.0) + value
-        elif name == DRAFTER_METRIC:
-            drafter = DrafterInfo(labels.get("drafter", ""), labels.get("method", ""), labels.get("version", ""))
-    return ServerMetrics(published, DraftCounts(**totals) if totals else None, drafter)
+def parse_drafter(text: str) -> DrafterInfo:
+    """The drafter in metrics of Prometheus' text format."""
+    for _, labels, _ in samples(text, (DRAFTER_METRIC,)):
+        return DrafterInfo(labels.get("drafter", ""), labels.get("method", ""), labels.get("version", ""))
+    return DrafterInfo()
 
 
 def samples(text: str, beginnings: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.backends.http import Endpoint, decode_json
-from agentspec.backends.openai.metrics import ServerMetrics, read_metrics
+from agentspec.backends.openai.metrics import DrafterInfo, read_drafter
 from agentspec.backends.openai.server_kind import configured_kind, list_models, owner_of
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
@@ -26,20 +26,12 @@ _TELLING = [
 
 
 @dataclass(frozen=True, slots=True)
-class VllmReport:
-    """A vLLM server's version, and its metrics, None if it shows none."""
-
-    version: str | None = None
-    metrics: ServerMetrics | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ProbeReport:
     """The result of a probe. `reachable`: an OpenAI-like server answered. `answers`: a chat request succeeded.
 
     Without `answers` no ability is reported. `tokenizes`: the server has tokenizer endpoints, as vLLM does, and they
-    read a prompt as the model does; `other_tokenizer` if they do not. `error` is the first failure, if any. `vllm` is
-    None for servers other than vLLM.
+    read a prompt as the model does; `other_tokenizer` if they do not. `error` is the first failure, if any. `drafter`
+    is None for servers other than vLLM.
     """
 
     reachable: bool = False
@@ -53,7 +45,7 @@ class ProbeReport:
     tokenizes: bool = False
     other_tokenizer: bool = False
     context_length: int | None = None
-    vllm: VllmReport | None = None
+    drafter: DrafterInfo | None = None
 
 
 async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) -> ProbeReport:
@@ -85,7 +77,7 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
         tokenizes=tokenizes and not other,
         other_tokenizer=other,
         context_length=_context_length(listed, model),
-        vllm=await prober.vllm() if is_vllm else None,
+        drafter=(await read_drafter(endpoint, timeout) or DrafterInfo()) if is_vllm else None,
     )
 
 
@@ -151,13 +143,6 @@ class _Prober:
         continued = _prompt_tokens(answer)
         return plain is not None and continued is not None and continued < plain
 
-    async def vllm(self) -> VllmReport:
-        """The version and metrics of a vLLM server."""
-        return VllmReport(
-            version=await read_version(self.endpoint, self.timeout),
-            metrics=await read_metrics(self.endpoint, self.timeout),
-        )
-
     async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
         """The answer, empty for a refusal. A request that times out is tried twice, since a server may prepare an
         ability on first use."""
@@ -193,13 +178,3 @@ def _prompt_tokens(answer: dict[str, Any]) -> int | None:
     usage = answer.get("usage")
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     return count if isinstance(count, int) else None
-
-
-async def read_version(endpoint: Endpoint, timeout: float) -> str | None:
-    """The server's vLLM version; None if the server does not tell it."""
-    try:
-        answer = await endpoint.fetch("GET", "/version", above=True, timeout=timeout)
-    except UpstreamError:
-        return None
-    version = object_in(answer).get("version")
-    return version if isinstance(version, str) else None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from agentspec.backends.http import MAX_LIST_BYTES, Endpoint, decode_json
-from agentspec.backends.openai.metrics import read_metrics
+from agentspec.backends.openai.metrics import read_drafter
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError
 
@@ -74,11 +74,10 @@ class ServerDetector:
         if (now := time.monotonic()) >= self._look_at:
             if self._keeps_latency is not None:
                 self._look_at = now + RETRY_SECONDS  # meanwhile other requests use the last result
-            metrics = await read_metrics(self._endpoint, LOOK_SECONDS)
-            self._look_at = time.monotonic() + (RETRY_SECONDS if metrics is None else FRESH_SECONDS)
-            if metrics is not None:
-                drafter = metrics.drafter
-                self._keeps_latency = drafter is not None and (drafter.name, drafter.method) == _DRAFTER
+            drafter = await read_drafter(self._endpoint, LOOK_SECONDS)
+            self._look_at = time.monotonic() + (RETRY_SECONDS if drafter is None else FRESH_SECONDS)
+            if drafter is not None:
+                self._keeps_latency = (drafter.name, drafter.method) == _DRAFTER
         return bool(self._keeps_latency)
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:

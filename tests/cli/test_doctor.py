@@ -23,12 +23,11 @@ __all__ = ["upstream"]
 
 
 def answered(request: Received, owner: str = "somebody", metrics: str | None = None) -> None:
-    """One model is listed, and every chat answered; a server of "vllm" has its version and metrics."""
+    """One model is listed, and every chat answered; a server of "vllm" has metrics."""
     message = {"role": "assistant", "content": "Hello"}
     choice = {"index": 0, "message": message, "finish_reason": "length"}
     known = {
         "/v1/models": {"data": [{"id": "tiny", "owned_by": owner}]},
-        "/version": {"version": "0.32.0"},
         "/v1/chat/completions": {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}},
     }
     if request.target == "/metrics" and metrics is not None:
@@ -44,33 +43,24 @@ def test_an_upstream_that_answers(upstream):
 
 
 SAID = 'agentspec_vllm_drafter_info{{drafter="{0}",method="{1}",version="0.1.0"}} 1.0\n'
-COUNTED = "".join(
-    f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n'
-    for name, count in (("drafts", 5), ("draft_tokens", 40), ("accepted_tokens", 30))
-)
 
 
 @pytest.mark.parametrize(
     ("metrics", "state", "detail"),
     [
-        (COUNTED + SAID.format("agentspec", "suffix"), "ok", "agentspec 0.1.0, as vLLM's suffix method; kept 30 of 40"),
-        (COUNTED + SAID.format("arctic", "suffix"), "note", "vLLM's suffix method, with Arctic Inference; kept 30"),
-        (COUNTED + SAID.format("ngram", "ngram"), "note", "vLLM's ngram method; kept 30 of 40 tokens in 5 drafts"),
-        (COUNTED + SAID.format("eagle3", "eagle3"), "note", "vLLM's eagle3 method; kept 30"),
-        (COUNTED, "note", "cannot be told"),
+        (SAID.format("agentspec", "suffix"), "ok", "agentspec 0.1.0, as vLLM's suffix method"),
+        (SAID.format("arctic", "suffix"), "note", "arctic"),
         ("vllm:x 1\n" + SAID.format("none", ""), "note", "none"),
-        ("vllm:x 1\n", "note", "none"),
-        ("python_info 1\n", "note", "cannot be told: the server publishes no metrics"),
-        (None, "note", "cannot be told: the server publishes no metrics"),
+        ("vllm:x 1\n", "note", "unknown: agentspec's plug-in is not loaded there"),
+        (None, "note", "unknown"),
     ],
 )
 def test_the_drafter_of_a_vllm_server(upstream, metrics, state, detail):
     server = upstream(lambda request: answered(request, "vllm", metrics))
-    check, drafter = check_upstream("up", OpenAISettings(base_url=server.url))
-    assert "vLLM 0.32.0" in check.detail
+    _, drafter = check_upstream("up", OpenAISettings(base_url=server.url))
     assert (drafter.name, drafter.state) == ("up: drafter", state)
     assert drafter.detail.startswith(detail)
-    assert (drafter.advice == "") == (state == "ok" or "no metrics" in detail)
+    assert (drafter.advice == "") == (state == "ok")
 
 
 def test_an_upstream_that_does_not():
@@ -98,8 +88,6 @@ def test_folders(tmp_path: Path):
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     assert check_folder("f", tmp_path / "file" / "below", "X").state == "fail"
-    full = check_folder("f", tmp_path, "X", room=1 << 60)
-    assert (full.state, "set X to another disk" in full.advice) == ("fail", True)
 
 
 def test_devices():

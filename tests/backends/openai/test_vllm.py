@@ -10,8 +10,8 @@ import pytest
 
 from agentspec.backends.base import CHAT
 from agentspec.backends.http import httpx
-from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, server_kind
-from agentspec.backends.openai.metrics import parse_metrics
+from agentspec.backends.openai import DrafterInfo, OpenAIBackend, server_kind
+from agentspec.backends.openai.metrics import parse_drafter, parse_load
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Delta, GenerateRequest, Labels
@@ -32,7 +32,7 @@ DRAFTER = 'agentspec_vllm_drafter_info{drafter="agentspec",method="suffix",versi
 
 
 class VllmServer:
-    """Answers as `vllm serve` does: `/metrics` and `/version` beside `/v1`, unknown fields ignored."""
+    """Answers as `vllm serve` does: `/metrics` beside `/v1`, unknown fields ignored."""
 
     def __init__(self, owner: str = "vllm", metrics: str = COUNTERS + DRAFTER, key: str | None = None) -> None:
         self.owner, self.metrics, self.key = owner, metrics, key
@@ -46,9 +46,7 @@ class VllmServer:
         guarded = request.url.path.startswith("/v1")
         if guarded and self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return reply({"error": "Unauthorized"}, 401)
-        return {"/metrics": self._metrics, "/version": self._version, "/v1/models": self._models}.get(
-            request.url.path, self._chat
-        )(request)
+        return {"/metrics": self._metrics, "/v1/models": self._models}.get(request.url.path, self._chat)(request)
 
     @property
     def paths(self) -> list[str]:
@@ -60,9 +58,6 @@ class VllmServer:
 
     def _metrics(self, request: httpx.Request) -> httpx.Response:
         return reply(self.metrics)
-
-    def _version(self, request: httpx.Request) -> httpx.Response:
-        return reply({"version": "0.32.0"})
 
     def _models(self, request: httpx.Request) -> httpx.Response:
         return reply({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": self.owner}]})
@@ -187,35 +182,30 @@ async def test_who_drafts_is_asked_again_after_a_while(monkeypatch: pytest.Monke
     assert await upstream.keeps_latency(CHAT)  # silence is no other drafter
 
 
-def test_counters_are_summed_over_engines_and_models() -> None:
-    expected = ServerMetrics(True, DraftCounts(7, 120, 90), DrafterInfo("agentspec", "suffix", "0.1.0"))
-    assert parse_metrics(COUNTERS + DRAFTER) == expected
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", ServerMetrics()),
-        ("python_info 1.0\nvllm\n", ServerMetrics()),
-        ('vllm:num_requests_running{engine="0"} 0.0\n', ServerMetrics(True)),
-        ("vllm:spec_decode_num_drafts_total NaN\nvllm:spec_decode_num_drafts_total +Inf\n", ServerMetrics()),
-        ("vllm:spec_decode_num_drafts_total 2 1700000000\n", ServerMetrics(True, DraftCounts(2))),
-        ("<html>vllm:spec_decode_num_drafts_total 2</html>", ServerMetrics()),
+        (COUNTERS + DRAFTER, DrafterInfo("agentspec", "suffix", "0.1.0")),
+        (COUNTERS, DrafterInfo()),
+        ("", DrafterInfo()),
+        (DRAFTER.replace("1.0\n", "NaN\n"), DrafterInfo()),
+        (f"<html>{DRAFTER}</html>", DrafterInfo()),
     ],
 )
-def test_metrics_of_all_sorts(text: str, expected: ServerMetrics) -> None:
-    assert parse_metrics(text) == expected
+def test_the_drafter_in_metrics_of_all_sorts(text: str, expected: DrafterInfo) -> None:
+    assert parse_drafter(text) == expected
 
 
 def test_labels_without_end_take_time_by_their_length() -> None:
     """By the square of it the longest answer that is read would hold the gateway up for a day."""
     for labels in ("x" * 200_000, 'x="' + "y" * 200_000, 'x="' * 50_000):
-        assert parse_metrics(f"vllm:spec_decode_num_drafts_total{{{labels}}} 3\n").drafts == DraftCounts(3.0)
+        load = parse_load(f"vllm:num_requests_running{{{labels}}} 3\n")
+        assert load is not None and load.running == 3
 
 
-async def test_the_probe_tells_what_the_server_tells() -> None:
+async def test_the_probe_finds_the_drafter() -> None:
     server = VllmServer()
     report = await backend(server).probe()
-    assert report.token_ids and report.vllm == VllmReport("0.32.0", parse_metrics(COUNTERS + DRAFTER))
-    assert (await backend(VllmServer("somebody")).probe()).vllm is None
-    assert (await backend(server, server_kind="other").probe()).vllm is None
+    assert report.token_ids and report.drafter == DrafterInfo("agentspec", "suffix", "0.1.0")
+    assert (await backend(VllmServer("somebody")).probe()).drafter is None
+    assert (await backend(server, server_kind="other").probe()).drafter is None

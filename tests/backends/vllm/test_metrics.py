@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import generate_latest
 
-from agentspec.backends.openai.metrics import DRAFTER_METRIC, DrafterInfo, parse_metrics
+from agentspec.backends.openai.metrics import DRAFTER_METRIC, DrafterInfo, parse_drafter
 from agentspec.backends.vllm.plugin import METRIC, drafter_of, publish
 from agentspec.version import __version__
 
@@ -40,5 +40,4 @@ def test_what_is_published_is_what_the_upstream_backend_reads() -> None:
     for _ in range(2):
         publish(speculative("suffix"), took_over=True)
     assert METRIC == DRAFTER_METRIC
-    found = parse_metrics(generate_latest().decode())
-    assert found.drafter == DrafterInfo("agentspec", "suffix", __version__)
+    assert parse_drafter(generate_latest().decode()) == DrafterInfo("agentspec", "suffix", __version__)

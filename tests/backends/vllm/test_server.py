@@ -249,7 +249,7 @@ def test_a_gateway_in_front_and_the_doctor(launch: Launch, tmp_path: Path) -> No
     with post(server, messages=[question], stream=True, ignore_eos=True, max_tokens=1500, vllm_xargs=left) as stream:
         assert stream.readline()
     upstream, drafter = doctor(server)
-    assert "vLLM 0.32" in upstream.detail and "token_ids" in upstream.detail
+    assert "token_ids" in upstream.detail
     assert drafter.state == "ok" and drafter.detail.startswith("agentspec ")
     time.sleep(3)  # until what was said is on disk
     server.stop()
