@@ -27,7 +27,7 @@ from agentspec.cli.recorded_files import (
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall
 from agentspec.recordings.formats import Format
-from agentspec.recordings.redaction import SECRETS, Redaction
+from agentspec.recordings.redaction import Redaction
 from agentspec.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -277,11 +277,6 @@ def import_files(
     tenant: Annotated[str, typer.Option(help="Whose they become")] = DEFAULT_TENANT,
     format_: FormatOption = None,
     skip_bad: SkipOption = False,
-    redact: Annotated[
-        list[str] | None,
-        typer.Option(help="Replace what matches this regular expression too, as keys are", metavar="REGEX"),
-    ] = None,
-    keep_secrets: Annotated[bool, typer.Option("--keep-secrets", help="Do not look for keys and passwords")] = False,
     config: ConfigOption = None,
     path: PathOption = None,
     json: JsonOption = False,
@@ -289,13 +284,13 @@ def import_files(
     """Remember the answers of recorded calls, so that the first request of the day finds them.
 
     Reads conversations, logged calls of OpenAI's and Anthropic's APIs, the sessions that coding agents keep (Claude
-    Code, Codex), traces, and LangGraph's SQLite checkpoints. Keys and passwords are replaced by [REDACTED] first. All
-    files are read before anything is stored; what is there already is not stored again. A server may use the folder.
+    Code, Codex), and traces. Keys and passwords are replaced by [REDACTED] first. All files are read before anything is
+    stored; what is there already is not stored again. A server may use the folder.
     """
     settings = load(config)
     folder = folder_of(settings, path, create=True)
     text = _text(settings, model)
-    redaction = Redaction([*(() if keep_secrets else SECRETS), *(redact or ())])
+    redaction = Redaction()
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         rows: list[SequenceRecord] = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.errors import InvalidRequestError
 from agentspec.recordings.calls import RecordedCall
 from agentspec.types import Labels
 
@@ -35,16 +35,10 @@ SECRETS = (
 
 
 class Redaction:
-    """Replaces what matches one of the patterns; of a match with a named group, only the group.
+    """Replaces what matches one of the patterns; of a match with a named group, only the group."""
 
-    Raises `ConfigurationError` for an invalid pattern.
-    """
-
-    def __init__(self, patterns: Sequence[str] = SECRETS) -> None:
-        try:
-            self._patterns = [re.compile(pattern) for pattern in patterns]
-        except re.error as error:
-            raise ConfigurationError(f"redaction patterns must be regular expressions: {error}") from error
+    def __init__(self) -> None:
+        self._patterns = [re.compile(pattern) for pattern in SECRETS]
         self._before: dict[str, str] = {}  # texts of the call before: the next one of a conversation repeats them
         self._now: dict[str, str] = {}
 

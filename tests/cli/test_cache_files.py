@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -123,17 +122,7 @@ def test_imported_calls_are_what_the_gateway_stores_and_drafts(program, tmp_path
 
 
 @pytest.mark.model
-def test_checkpoints_and_conversations_by_a_configured_name(program, tmp_path, default_model):
-    from langchain_core.messages import AIMessage, HumanMessage
-    from langgraph.checkpoint.sqlite import SqliteSaver
-    from langgraph.graph import END, START, MessagesState, StateGraph
-
-    graph: Any = StateGraph(MessagesState)
-    graph.add_node("answer", lambda state: {"messages": AIMessage("one two three")})
-    graph.add_edge(START, "answer").add_edge("answer", END)
-    with SqliteSaver.from_conn_string(str(tmp_path / "graph.sqlite")) as saver:
-        config = {"configurable": {"thread_id": "thread"}}
-        graph.compile(checkpointer=saver).invoke({"messages": [HumanMessage(MESSAGES[0]["content"])]}, config)
+def test_conversations_by_a_configured_name(program, tmp_path, default_model):
     chat = tmp_path / "chat.jsonl"
     lines = [
         {
@@ -148,12 +137,11 @@ def test_checkpoints_and_conversations_by_a_configured_name(program, tmp_path, d
         f'[cache]\npath = "{tmp_path / "a"}"\nrefuse_patterns = ["secret"]\n'
         f'[backends.local]\nkind = "torch"\nmodel = "{default_model.folder}"\n[models.mine]\nbackend = "local"\n'
     )
-    result = program("cache", "import", tmp_path / "graph.sqlite", "--model", "mine")
-    assert result.stdout == "imported 1 sequence\n", result.stderr
     result = program("cache", "import", chat, "--model", "mine")
     assert (result.exit_code, f"{chat}:2: " in result.stderr) == (2, True)
-    result = program("cache", "import", chat, "--model", "mine", "--skip-bad")
-    assert result.stdout == "imported 0 sequences, 1 known already, 1 lines left out\n", result.stderr
+    for said in ("1 sequence", "0 sequences, 1 known already"):
+        result = program("cache", "import", chat, "--model", "mine", "--skip-bad")
+        assert result.stdout == f"imported {said}, 1 lines left out\n", result.stderr
 
 
 @pytest.mark.model
@@ -169,10 +157,6 @@ def test_the_folder_of_a_coding_agent_leaves_no_secret(program, default_model, t
     told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "a"))
     assert "[REDACTED]" in told and "The login is fixed" in told and '"name": "Read"' in told
     assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]
-    kept = ("--keep-secrets", "--redact", "login")
-    program("cache", "import", written, "--model", default_model.folder, "--path", tmp_path / "b", *kept)
-    told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "b"))
-    assert SECRETS["asked"] in told and "login" not in told
 
 
 @pytest.mark.model
