@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 from agentspec.backends.base import NONE, Capabilities
-from agentspec.errors import ContextLengthError, OverloadedError
+from agentspec.errors import ContextLengthError
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, Speculation, TokenLogprob, Usage
 
 _WORD = re.compile(r"\n\n|(?:(?!\n\n)\s)*\S+|(?:(?!\n\n)\s)+")
@@ -49,8 +49,8 @@ class FakeBackend:
     """A `Backend` that answers from a script, `FakeBackend("first answer", "second")`, and repeats it when it ends.
 
     A script entry is a text, token ids, an exception to raise, an `Answer`, or a function from the request to one of
-    these. `max_tokens`, `stop`, `stop_token_ids`, `logprobs` and `prediction` act as on a real backend; other sampling
-    options do nothing, since the script decides. More than `max_active` generations at once raise `OverloadedError`.
+    these. `max_tokens`, `stop`, `stop_token_ids` and `logprobs` act as on a real backend; other options do nothing,
+    since the script decides.
 
     `requests` lists all requests, `cancelled` the requests cancelled before their end; `active` counts running ones.
     """
@@ -59,14 +59,13 @@ class FakeBackend:
         self,
         *script: Scripted,
         latency: float = 0.0,
-        max_active: int | None = None,
         capabilities: Capabilities | None = None,
     ) -> None:
         self._script = script or ("ok",)
         self._latency = latency
-        self._max_active = max_active
         self._capabilities = capabilities or Capabilities(token_ids=True, logprobs=True, speculation=True)
-        self._vocabulary = _Vocabulary()
+        self._ids: dict[str, int] = {}  # of words, in the order in which they were first seen
+        self._words: dict[int, str] = {}
         self._lock = threading.Lock()
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[GenerateRequest] = []
@@ -79,11 +78,15 @@ class FakeBackend:
 
     def encode(self, text: str) -> list[int]:
         """The ids of the words of `text`; a word includes the blanks before it."""
-        return [self._vocabulary.id_of(word) for word in _WORD.findall(text)]
+        words = _WORD.findall(text)
+        with self._lock:
+            ids = [self._ids.setdefault(word, len(self._ids)) for word in words]
+            self._words.update(zip(ids, words, strict=True))
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`; an id that `encode` never returned becomes ` <id>`."""
-        return "".join(self._vocabulary.word_of(token_id) for token_id in token_ids)
+        return "".join(map(self._word_of, token_ids))
 
     def prompt_text(self, request: GenerateRequest) -> str:
         """The prompt of `request` as the text that a model would read, whatever form the request has."""
@@ -114,7 +117,7 @@ class FakeBackend:
             for position, delta in enumerate(self._deltas(request, answer)):
                 if answer.error is not None and position == answer.error_after:
                     break
-                await anyio.sleep(self._delay(answer, position))
+                await anyio.sleep((answer.latency or self._latency) + (answer.first_latency if position == 0 else 0.0))
                 finished = delta.finish_reason is not None
                 yield delta
             if answer.error is not None:
@@ -130,8 +133,6 @@ class FakeBackend:
         with self._lock:
             entry = self._script[len(self.requests) % len(self._script)]
             self.requests.append(request)
-            if self._max_active is not None and self.active >= self._max_active:
-                raise OverloadedError(f"{self.active} generations are running already; try again later")
             self.active += 1
         try:
             if not isinstance(entry, (str, Sequence, Exception, Answer)):
@@ -147,8 +148,8 @@ class FakeBackend:
             if not finished:
                 self.cancelled.append(request)
 
-    def _delay(self, answer: Answer, position: int) -> float:
-        return (answer.latency or self._latency) + (answer.first_latency if position == 0 else 0.0)
+    def _word_of(self, token_id: int) -> str:
+        return self._words.get(token_id, f" <{token_id}>")
 
     def _deltas(self, request: GenerateRequest, answer: Answer) -> list[Delta]:
         prompt = self._prompt(request)
@@ -163,7 +164,7 @@ class FakeBackend:
         ]
         if answer.extra:
             deltas.append(Delta(extra=answer.extra))
-        usage = answer.usage or _usage(request, prompt, token_ids, self.encode)
+        usage = answer.usage or Usage(prompt_tokens=len(prompt), completion_tokens=len(token_ids))
         speculation = answer.speculation if request.speculation else None
         return [*deltas, Delta(finish_reason=reason, stop_reason=stop, usage=usage, speculation=speculation)]
 
@@ -184,7 +185,7 @@ class FakeBackend:
             token_ids, reason = token_ids[:stopped], "stop"
         if sampling.max_tokens is not None and len(token_ids) > sampling.max_tokens:
             token_ids, reason = token_ids[: sampling.max_tokens], "length"
-        words = [self._vocabulary.word_of(token_id) for token_id in token_ids]
+        words = [self._word_of(token_id) for token_id in token_ids]
         text = "".join(words)
         at, stop = min(((text.find(stop), stop) for stop in sampling.stop if stop in text), default=(0, None))
         if stop is None:
@@ -202,24 +203,6 @@ def _rendered(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *
     return f"{text}<|assistant|>\n" if start else text.removesuffix("<|end|>\n")
 
 
-class _Vocabulary:
-    """Numbers words in the order in which they are first seen. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
-        self._words: dict[int, str] = {}
-        self._lock = threading.Lock()
-
-    def id_of(self, word: str) -> int:
-        with self._lock:
-            token_id = self._ids.setdefault(word, len(self._ids))
-            self._words[token_id] = word
-            return token_id
-
-    def word_of(self, token_id: int) -> str:
-        return self._words.get(token_id, f" <{token_id}>")
-
-
 def _answer(entry: Script) -> Answer:
     if isinstance(entry, Answer):
         return entry
@@ -228,20 +211,6 @@ def _answer(entry: Script) -> Answer:
     if isinstance(entry, str):
         return Answer(text=entry)
     return Answer(token_ids=tuple(entry))
-
-
-def _usage(
-    request: GenerateRequest, prompt: list[int], token_ids: list[int], encode: Callable[[str], list[int]]
-) -> Usage:
-    usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(token_ids))
-    if request.prediction is None:
-        return usage
-    predicted = encode(request.prediction)
-    accepted = 0
-    while accepted < min(len(predicted), len(token_ids)) and predicted[accepted] == token_ids[accepted]:
-        accepted += 1
-    rejected = len(predicted) - accepted
-    return replace(usage, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
 
 
 def _logprobs(request: GenerateRequest, token_id: int, word: str) -> tuple[TokenLogprob, ...]:

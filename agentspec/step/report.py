@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentspec.protocol.headers import StepPolicy, label_headers
 from agentspec.step.scope import current, current_labels, current_policy, entered
 from agentspec.types import Labels, Speculation, Usage
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
 
 Key = tuple[str | None, str | None]
 
 MAX_ROWS = 1024
 OTHER: Key = ("(other)", "(other)")
 NO_STEP = "(no step)"
+_NAMES = 2  # columns of names; the others are numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +111,7 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A snapshot of the statistics. `print(report)` shows a table, and so does rich's `console.print(report)`."""
+    """A snapshot of the statistics. `print(report)` shows a table."""
 
     rows: tuple[StepRow, ...]
     statistics: StepStatistics
@@ -128,22 +124,11 @@ class Report:
         self.statistics.reset()
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=200, color_system=None).print(self.__rich__())
-        return text.getvalue()
-
-    def __rich__(self) -> Table:
-        from rich.table import Table
-
-        counted = any(row.calls for row in self.rows)
-        table = Table(title="agentspec: model calls by step", caption=None if counted else _UNCOUNTED)
-        for name, column in _COLUMNS:
-            table.add_column(name, justify="left" if column in ("workflow", "step") else "right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*(_cell(getattr(row, column), column) for _, column in _COLUMNS))
-        return table
+        cells = [[_cell(getattr(row, column), column) for _, column in _COLUMNS] for row in self.rows]
+        lines = [[title for title, _ in _COLUMNS], *cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        shown = ["  ".join(map(_aligned, line, widths, range(len(line)))).rstrip() for line in lines]
+        return "\n".join(shown if any(row.calls for row in self.rows) else [*shown, _UNCOUNTED])
 
 
 _UNCOUNTED = (
@@ -169,13 +154,15 @@ _COLUMNS = (
 )
 
 
-def _cell(value: str | float | None, column: str) -> Text:
-    """A value as the table shows it. A name is no markup; a lone surrogate in it becomes a question mark."""
-    from rich.text import Text
-
+def _cell(value: str | float | None, column: str) -> str:
+    """A value as the table shows it; a lone surrogate in a name becomes a question mark."""
     if value is None:
         value = NO_STEP if column == "step" else "-"
-    return Text((f"{value:.2f}" if isinstance(value, float) else str(value)).encode("utf-8", "replace").decode())
+    return (f"{value:.2f}" if isinstance(value, float) else str(value)).encode("utf-8", "replace").decode()
+
+
+def _aligned(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column < _NAMES else cell.rjust(width)
 
 
 @dataclass(slots=True)

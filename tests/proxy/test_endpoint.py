@@ -100,13 +100,6 @@ def test_the_stream_helper_of_the_client(client: openai.OpenAI) -> None:
     assert [entry.token for entry in final.choices[0].logprobs.content] == ["brave", " new", " wörld"]
 
 
-def test_prediction_counts(client: openai.OpenAI) -> None:
-    answer = ask(client, prediction={"type": "content", "content": "brave new car"})
-    details = answer.usage.completion_tokens_details
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 1)
-    assert ask(client).usage.completion_tokens_details is None
-
-
 def test_what_the_backend_is_asked(client: openai.OpenAI, backend: FakeBackend) -> None:
     headers = {
         "x-agentspec-session": "s1",

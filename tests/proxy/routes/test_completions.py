@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from agentspec.errors import OverloadedError
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Speculation
 
@@ -100,6 +101,6 @@ def test_the_local_engine_answers_each_prompt_as_alone(tiny_model: Any, gateway:
 
 
 def test_prompts_that_find_no_place_at_all_are_refused(gateway: Any) -> None:
-    running = gateway({"m": FakeBackend(max_active=0)})
+    running = gateway({"m": FakeBackend(OverloadedError("busy", retry_after=1.0))})
     answer = httpx.post(f"{running.url}/v1/completions", json={"model": "m", "prompt": ["a", "b", "c"]})
     assert answer.status_code == 429 and "retry-after" in answer.headers
