@@ -184,8 +184,7 @@ class SamplingParams:
     """How tokens are sampled. Defaults are OpenAI's; `temperature` 0 is greedy.
 
     `n` answers are sampled independently. Before `min_tokens` neither an end token nor a stop string ends an answer;
-    with `ignore_eos` the model's end token never does. `bad_words` never appear. `prompt_logprobs` requests the
-    log-probability of each prompt token, with those of that many most probable tokens at its position.
+    with `ignore_eos` the model's end token never does. `bad_words` never appear.
 
     Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
     """
@@ -209,7 +208,6 @@ class SamplingParams:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._require("temperature", 0.0, 2.0)
@@ -222,8 +220,6 @@ class SamplingParams:
         self._require("top_logprobs", 0, 20)
         self._require("n", 1, MAX_CHOICES)
         self._require("min_tokens", 0, math.inf if self.max_tokens is None else self.max_tokens)
-        if self.prompt_logprobs is not None:
-            self._require("prompt_logprobs", 0, 20)
         if self.max_tokens is not None:
             self._require("max_tokens", 1, math.inf)
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
@@ -335,17 +331,14 @@ class TokenLogprob:
     text: str
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt as the model read it. `logprobs`, if requested, has no entry for the first token, which nothing
-    precedes."""
+    """The prompt as the model read it."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,8 +405,7 @@ class Delta:
     def size(self) -> int:
         """About how many bytes it adds to an answer that is stored."""
         prompt = self.prompt or Prompt()
-        logprobs = (*self.logprobs, *(prompt.logprobs or ()))
-        tokens = sum(_TOKEN_BYTES + len(one.text) for token in logprobs for one in (token, *token.top))
+        tokens = sum(_TOKEN_BYTES + len(one.text) for token in self.logprobs for one in (token, *token.top))
         extra = len(str(self.extra)) if self.extra else 0
         texts, ids = len(prompt.text) + len(self.text), len(prompt.token_ids) + len(self.token_ids)
         return _TOKEN_BYTES + texts + extra + 8 * ids + tokens

@@ -14,7 +14,7 @@ from agentspec.types import GenerateRequest, Namespace, SamplingParams, Structur
         {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.1},
         {"repetition_penalty": 0.0}, {"max_tokens": 0}, {"top_logprobs": 21}, {"logit_bias": {1: 101.0}},
         {"stop": ("",)}, {"stop": "END"}, {"n": 0}, {"min_tokens": -1}, {"min_tokens": 2, "max_tokens": 1},
-        {"bad_words": (" ",)}, {"bad_words": "x"}, {"prompt_logprobs": 21},
+        {"bad_words": (" ",)}, {"bad_words": "x"},
     ],
 )  # fmt: skip
 def test_sampling_options_out_of_range_are_named(options: dict[str, Any]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import MAX_TOP_LOGPROBS, AnswerFormat, GenerationBody
-from agentspec.protocol.responses import Accumulator, ChunkBuilder, clamped, prompt_logprobs
+from agentspec.protocol.responses import Accumulator, ChunkBuilder, clamped
 from agentspec.protocol.validation import Count, Text, TokenIds, must, only, validated, wrong_type
 from agentspec.types import MAX_CHOICES, Delta, GenerateRequest, Prompt, SamplingParams, TokenLogprob
 
@@ -35,11 +35,11 @@ def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFo
     form = AnswerFormat(
         **stream,
         token_ids=bool(fields.return_token_ids),
-        prompt_logprobs=sampling.prompt_logprobs is not None,
         echo=fields.echo,
     )
-    if form.echo and sampling.logprobs and not form.prompt_logprobs:
-        sampling = replace(sampling, prompt_logprobs=sampling.top_logprobs)
+    if form.echo and sampling.logprobs:
+        message = "echo and logprobs together are not supported by this model: leave one of them out"
+        raise InvalidRequestError(message, param="echo")
     request = GenerateRequest(
         model=fields.model,
         **prompt,
@@ -75,8 +75,8 @@ def _prompt(value: Any) -> dict[str, Any]:
 class CompletionWriter:
     """Writes text completions. `text_offset` counts characters from the start of the choice's text.
 
-    With `echo` every choice begins with the prompt, and with the log-probabilities of its tokens if requested. Of
-    several prompts, each has `per_prompt` choices, and theirs come one after the other.
+    With `echo` every choice begins with the prompt. Of several prompts, each has `per_prompt` choices, and theirs come
+    one after the other.
     """
 
     request: GenerateRequest
@@ -119,32 +119,13 @@ class CompletionWriter:
         self._offsets.setdefault(index, 0)
         known = self._prompts.get(index // self.per_prompt)
         prompt = known if begins and known is not None else Prompt()
-        before = self._echoed(index, prompt) if self.format.echo and begins else None
-        shown = self._logprobs(index, logprobs) if self.request.sampling.logprobs else None
-        if shown and before:
-            shown = {name: before[name] + values for name, values in shown.items()}
         return {
             "index": index,
             "text": (prompt.text if self.format.echo else "") + text,
-            "logprobs": shown,
+            "logprobs": self._logprobs(index, logprobs) if self.request.sampling.logprobs else None,
             "finish_reason": finish_reason,
             **({"token_ids": list(token_ids)} if self.format.token_ids else {}),
             **({"prompt_token_ids": list(prompt.token_ids)} if self.format.token_ids and begins else {}),
-            **({"prompt_logprobs": prompt_logprobs(prompt)} if self.format.prompt_logprobs and begins else {}),
-        }
-
-    def _echoed(self, index: int, prompt: Prompt) -> dict[str, list[Any]] | None:
-        """The log-probability entries of the prompt; its first token, which nothing precedes, has None."""
-        if prompt.logprobs is None:
-            return None
-        known = self._logprobs(index, prompt.logprobs)
-        first = prompt.text[: max(0, len(prompt.text) - self._offsets[index])]
-        self._offsets[index] += len(first)
-        return {
-            "tokens": [first, *known["tokens"]],
-            "token_logprobs": [None, *known["token_logprobs"]],
-            "top_logprobs": [None, *known["top_logprobs"]],
-            "text_offset": [0, *(offset + len(first) for offset in known["text_offset"])],
         }
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:

@@ -59,7 +59,6 @@ class AnswerFormat:
     stream: bool = False
     usage: bool = False
     token_ids: bool = False
-    prompt_logprobs: bool = False
     echo: bool = False
     obfuscation: bool | None = None
 
@@ -109,10 +108,9 @@ class SamplingFields(BaseModel):
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     bad_words: Texts | None = None
-    prompt_logprobs: Count | None = None
 
 
-SAMPLED = frozenset(SamplingFields.model_fields) - {"max_tokens", "n", "prompt_logprobs"}
+SAMPLED = frozenset(SamplingFields.model_fields) - {"max_tokens", "n"}
 """The sampling fields that every API calls so: none for several answers, or for a length with names of its own."""
 
 
@@ -163,8 +161,6 @@ class GenerationBody(_CommonBody):
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse fields that `sampling` does not support."""
-        if self.stream and sampling.prompt_logprobs is not None:
-            raise InvalidRequestError("prompt_logprobs needs stream = false", param="prompt_logprobs")
         if self.best_of is not None and (type(self.best_of), self.best_of) != (int, sampling.n):
             message = f"best_of = {short(self.best_of)} is not supported by this model"
             raise InvalidRequestError(message, param="best_of")

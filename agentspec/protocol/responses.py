@@ -203,17 +203,6 @@ def speculation_object(speculation: Speculation) -> dict[str, Any]:
     return asdict(speculation) | {"estimated_seconds_saved": round(speculation.estimated_seconds_saved, 6)}
 
 
-def prompt_logprobs(prompt: Prompt) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: per prompt token, that token and the most probable ones by id; None for the first."""
-    if prompt.logprobs is None:
-        return None
-    return [None, *({str(one.token_id): _ranked(one) for one in (*token.top, token)} for token in prompt.logprobs)]
-
-
-def _ranked(token: TokenLogprob) -> dict[str, Any]:
-    return {"logprob": clamped(token.logprob), "rank": token.rank, "decoded_token": token.text}
-
-
 def obfuscated(chunk: dict[str, Any]) -> bytes:
     """The JSON of `chunk` with as many random characters in OpenAI's field `obfuscation` as fill the block."""
     plain = encode(chunk)
@@ -273,10 +262,7 @@ class ChatWriter:
         }
 
     def _prompt(self, prompt: Prompt | None) -> dict[str, Any]:
-        if prompt is None:
-            return {}
-        ids = {"prompt_token_ids": list(prompt.token_ids)} if self.format.token_ids else {}
-        return ids if prompt.logprobs is None else {**ids, "prompt_logprobs": prompt_logprobs(prompt)}
+        return {"prompt_token_ids": list(prompt.token_ids)} if prompt and self.format.token_ids else {}
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -229,12 +229,7 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]], lend: Lend) -
 def require_one_answer(request: GenerateRequest) -> None:
     """Raise `InvalidRequestError` if the request asks for something that stepwise decoding does not support."""
     sampling = request.sampling
-    carried = {
-        "n": sampling.n == 1,
-        "logprobs": not sampling.logprobs,
-        "prompt_logprobs": sampling.prompt_logprobs is None,
-    }
-    for name, can in carried.items():
+    for name, can in (("n", sampling.n == 1), ("logprobs", not sampling.logprobs)):
         if not can:
             raise InvalidRequestError(f"an answer made token by token comes without {name}", param=name)
 

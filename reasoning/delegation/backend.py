@@ -262,10 +262,10 @@ def _checked(request: GenerateRequest) -> GenerateRequest:
         raise InvalidRequestError("a strategy's model takes messages: use chat completions", param="prompt")
     if request.continue_final:
         raise InvalidRequestError("a strategy's model does not continue messages", param="continue_final_message")
-    for name, least in (("n", 1), ("prompt_logprobs", None)):
-        given = getattr(request.sampling, name)
-        if given != least or request.extra.get(name) not in (None, least):
-            raise InvalidRequestError(f"a strategy's model answers without {name}", param=name)
+    if request.sampling.n != 1 or request.extra.get("n") not in (None, 1):
+        raise InvalidRequestError("a strategy's model answers without n", param="n")
+    if request.extra.get("prompt_logprobs") is not None:
+        raise InvalidRequestError("a strategy's model answers without prompt_logprobs", param="prompt_logprobs")
     return request
 
 

@@ -286,7 +286,7 @@ def _words(step: Step) -> str:
 # Sampling fields that apply to the answer and not to the thinking.
 _OF_ANSWERS = (
     *("stop", "stop_token_ids", "logprobs", "top_logprobs", "max_tokens", "min_tokens", "ignore_eos"),
-    *("structured_outputs", "prompt_logprobs"),
+    "structured_outputs",
 )
 
 

@@ -26,10 +26,10 @@ QUERY_TOKENS = 32  # last tokens whose text is the query: q of RaLMSpec
 SEPARATOR = "\n\n"  # between the document and the question
 # Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.
 WHOLE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
-REFUSED = ("n", "min_tokens", "prompt_logprobs")
+REFUSED = ("n", "min_tokens")
 _UNREAD = (  # fields of a chat, which endpoints know and rounds of token ids do not
     *("tools", "functions", "response_format", "chat_template_kwargs", "reasoning_effort", "chat_template"),
-    *("max_completion_tokens", "continue_final_message", "add_generation_prompt"),
+    *("max_completion_tokens", "continue_final_message", "add_generation_prompt", "prompt_logprobs"),
 )
 _OF_ENDPOINTS = (*WHOLE_ANSWER, *_UNREAD)
 _DEFAULTS = SamplingParams()

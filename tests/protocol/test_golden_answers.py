@@ -34,16 +34,15 @@ TYPES: dict[str, tuple[Any, Any]] = {  # of completions the client's has no null
 CASES = [json.loads(line) for line in FILE.read_text().splitlines()]
 
 
-def token(text: str, id: int, logprob: float, *top: list[Any], rank: int = 0) -> TokenLogprob:
-    return TokenLogprob(id, text, logprob, tuple(token(*one) for one in top), rank)
+def token(text: str, id: int, logprob: float, *top: list[Any]) -> TokenLogprob:
+    return TokenLogprob(id, text, logprob, tuple(token(*one) for one in top))
 
 
 def delta(given: dict[str, Any]) -> Delta:
     """A `Delta` of JSON: its parts by the names of their fields, a token as [text, id, logprob, *top]."""
     made: dict[str, Any] = dict(given)
     if prompt := made.get("prompt"):
-        logprobs = tuple(token(*one) for one in prompt["logprobs"]) if "logprobs" in prompt else None
-        made["prompt"] = Prompt(prompt.get("text", ""), tuple(prompt["token_ids"]), logprobs)
+        made["prompt"] = Prompt(prompt.get("text", ""), tuple(prompt["token_ids"]))
     made["logprobs"] = tuple(token(*one) for one in given.get("logprobs", ()))
     made["token_ids"] = tuple(given.get("token_ids", ()))
     made["usage"] = Usage(*given["usage"]) if "usage" in given else None

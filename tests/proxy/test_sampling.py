@@ -203,20 +203,3 @@ def test_token_ids_go_in_and_out(running: Any, client: openai.OpenAI) -> None:
     ).to_dict()
     assert plain["choices"][0]["token_ids"] == ids
     assert plain["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"]
-
-
-def test_a_prompt_is_scored_as_an_answer_is(client: openai.OpenAI) -> None:
-    text = "the quick brown fox jumps over the lazy dog, and again over the lazy dog, and so on and on"
-    first = client.completions.create(model=MODEL, prompt=text[:60], max_tokens=1, temperature=0, logprobs=2)
-    echoed = client.completions.create(
-        model=MODEL, prompt=text[:60] + first.choices[0].text, echo=True, max_tokens=1, logprobs=2, temperature=0
-    ).choices[0]
-    logprobs: Any = echoed.logprobs
-    assert echoed.text.startswith(text[:60]) and "".join(logprobs.tokens) == echoed.text
-    assert logprobs.token_logprobs[0] is None and len(logprobs.tokens) == len(text[:60]) + 2
-    wanted: Any = first.choices[0].logprobs
-    assert logprobs.token_logprobs[60] == pytest.approx(wanted.token_logprobs[0], abs=1e-3)
-    assert logprobs.text_offset == [sum(map(len, logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
-    scored = ask(client, text, max_tokens=1, extra_body={"prompt_logprobs": 1}).to_dict()["prompt_logprobs"]
-    assert scored[0] is None and len(scored) == len(text) + 2
-    assert all(min(entry["rank"] for entry in one.values()) == 1 and len(one) <= 2 for one in scored[1:])

@@ -132,8 +132,8 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         },
     ],
     COMPLETIONS: [
-        {"prompt": "hi", "logprobs": 1, "echo": True, "stop": "x", "min_p": 0.1, "top_k": 3, "bad_words": ["y"]},
-        {"prompt": [1, 2, 3], "return_token_ids": True, "prompt_logprobs": 1, "stop_token_ids": [5], "n": 2},
+        {"prompt": "hi", "logprobs": 1, "echo": False, "stop": "x", "min_p": 0.1, "top_k": 3, "bad_words": ["y"]},
+        {"prompt": [1, 2, 3], "return_token_ids": True, "echo": True, "stop_token_ids": [5], "n": 2},
         {"prompt": ["hi"], "structured_outputs": {"choice": ["a", "b"]}, "stream": True, "priority": 1, "suffix": ""},
     ],
     EMBEDDINGS: [{"input": "hi"}, {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 3, "user": "u"}],

@@ -13,7 +13,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.drafters.base import draft_together
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.compute_thread import compute_thread, stopped_by
-from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, Scheduler, kv_length
+from agentspec.backends.torch.engine.scheduler import ScheduledSequence, Scheduler, kv_length
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
 from agentspec.backends.torch.model.device import is_async_device, is_device_error, is_out_of_memory, synchronize
@@ -177,8 +177,8 @@ class Engine:
     def _step(self) -> None:
         self._pause_prefills()
         self.scheduler.remove_cancelled()
-        schedule = self.scheduler.schedule(self._start)
-        for sequence, outcome in run_step(schedule, self.context):
+        scheduled = self.scheduler.schedule(self._start)
+        for sequence, outcome in run_step(scheduled, self.context):
             try:
                 self._finish(sequence, outcome)
             except Exception as error:
@@ -264,12 +264,11 @@ class Engine:
 Outcome = Delta | Exception | None
 
 
-def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence, Outcome]]:
+def run_step(scheduled: list[ScheduledSequence], context: EngineContext) -> list[tuple[Sequence, Outcome]]:
     """Run one step and return each sequence's outcome: a delta, None while it reads its prompt, or its own error."""
-    outcomes: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
-    scheduled, device = schedule.scheduled, context.target.device
     if not scheduled:
-        return outcomes
+        return []
+    device = context.target.device
     drawing = [each for each in scheduled if each.draws]
     context.drawing = len(drawing)
     propose(drawing)
@@ -284,8 +283,7 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
     deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
     if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
         context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
-    outcomes += [(each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True)]
-    return outcomes
+    return [(each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True)]
 
 
 def propose(scheduled: list[ScheduledSequence]) -> None:
@@ -296,18 +294,6 @@ def propose(scheduled: list[ScheduledSequence]) -> None:
             each.fail(proposal)
         else:
             each.proposal = proposal
-
-
-def score(sequence: Sequence) -> Exception | None:
-    """Score the next chunk of a prompt in a forward of its own, since the logits of all its tokens are needed."""
-    try:
-        if sequence.scorer:
-            sequence.scorer.step(sequence.kv_cache)
-    except Exception as error:
-        if is_device_error(error):
-            raise
-        return error
-    return None
 
 
 def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor) -> StepEstimate:

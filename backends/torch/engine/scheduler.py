@@ -66,27 +66,19 @@ class ScheduledSequence:
         return self.sequence.commit(self.num_tokens, self.proposal, cost)
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step: `scheduled` sequences share a forward; each `scoring` sequence scores its prompt in its own forward."""
-
-    scheduled: list[ScheduledSequence]
-    scoring: list[Sequence]
-
-    @classmethod
-    def of(cls, active: Iterable[Sequence], context: EngineContext) -> Schedule:
-        """Schedule the sequences that decode first, then prompt chunks in order, within the step's token budget."""
-        ready, scoring = [each for each in active if not each.scorer], [each for each in active if each.scorer]
-        scheduled = [ScheduledSequence(sequence, 1, draws=True) for sequence in ready if sequence.num_uncomputed == 1]
-        targets = [target for each in scheduled if (target := each.sequence.target_seconds_per_token) is not None]
-        budget = context.governor.chunk(len(scheduled), kv_length(scheduled), targets)
-        for sequence in ready:
-            uncomputed = sequence.num_uncomputed
-            if uncomputed > 1 and budget > 0:
-                tokens = min(uncomputed, budget)
-                scheduled.append(ScheduledSequence(sequence, tokens, draws=tokens == uncomputed))
-                budget -= tokens
-        return cls(scheduled, scoring)
+def plan_step(active: Iterable[Sequence], context: EngineContext) -> list[ScheduledSequence]:
+    """The sequences that decode first, then prompt chunks in order, within the step's token budget."""
+    ready = list(active)
+    scheduled = [ScheduledSequence(sequence, 1, draws=True) for sequence in ready if sequence.num_uncomputed == 1]
+    targets = [target for each in scheduled if (target := each.sequence.target_seconds_per_token) is not None]
+    budget = context.governor.chunk(len(scheduled), kv_length(scheduled), targets)
+    for sequence in ready:
+        uncomputed = sequence.num_uncomputed
+        if uncomputed > 1 and budget > 0:
+            tokens = min(uncomputed, budget)
+            scheduled.append(ScheduledSequence(sequence, tokens, draws=tokens == uncomputed))
+            budget -= tokens
+    return scheduled
 
 
 def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
@@ -168,7 +160,7 @@ class Scheduler:
             self._context.counters.cancelled += 1
             return True
 
-    def schedule(self, start: Callable[[EngineRequest, Sequence | None], Sequence | None]) -> Schedule:
+    def schedule(self, start: Callable[[EngineRequest, Sequence | None], Sequence | None]) -> list[ScheduledSequence]:
         """Admit the requests that fit, reserve the KV slots that active sequences may need, and plan the next step.
 
         `start` opens the sequence of a request, or resumes the one that was preempted, with KV slots from `allocate`;
@@ -180,7 +172,7 @@ class Scheduler:
                 self.active.append(sequence)
         self._reserve()
         self.prefix_cache.shrink(self.kv_budget.idle_bytes(self.active))
-        return Schedule.of(self.active, self._context)
+        return plan_step(self.active, self._context)
 
     def _next(self) -> EngineRequest | None:
         """Return the next request if there is a slot and memory for it; else None."""

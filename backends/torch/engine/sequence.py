@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +16,6 @@ from agentspec.backends.torch.drafters.base import Drafter, Drafting
 from agentspec.backends.torch.drafters.cheap import ConstrainedDrafter, DrafterFactory, PredictionDrafter
 from agentspec.backends.torch.drafters.draft_model import SharedNoiseSampler
 from agentspec.backends.torch.engine.cache_session import CacheSession
-from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate, accept_path
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
@@ -119,11 +120,11 @@ class AnswerText:
         return text
 
 
-def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter, scorer: PromptScorer | None = None) -> Prompt:
-    """The prompt as the model reads it, with the log-probabilities of its tokens if they were scored."""
+def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter) -> Prompt:
+    """The prompt as the model reads it."""
     ids, text = tuple(request.prompt), request.original.text
     shown = tokenizer.decode(ids) if text is None else text
-    return Prompt(shown, ids, None if scorer is None else tuple(scorer.entries))
+    return Prompt(shown, ids)
 
 
 def prompt_length(request: GenerateRequest) -> int:
@@ -183,9 +184,6 @@ class Sequence:
         self._latency = None if target_ms is None else LatencyGoal(target_ms / 1000.0)
         self._context = context
         self._session = session
-        self._scorer = self._prompt_scorer()
-        if self._scorer:
-            kv_cache.truncate(0)  # reused slots have no logits
         self._reused = kv_cache.length
         target = context.target
         asked = len(request.prompt) - request.answered
@@ -207,7 +205,7 @@ class Sequence:
         self._speculator = Speculator(
             self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
-        self._prompt_due = request.original.return_prompt or self._scorer is not None
+        self._prompt_due = request.original.return_prompt
         rule = None if self._drafter is None else request.original.acceptance
         self._substitutes = (
             None if rule is None else Substitutes.of(rule, self.sampler, context.judge_heads, request.stop_ids)
@@ -241,18 +239,6 @@ class Sequence:
         self.kv_cache = self._context.target.new_cache(1)
         if self._drafter is not None:
             self._drafter.rest()
-
-    def _prompt_scorer(self) -> PromptScorer | None:
-        """A scorer for the first choice of a request that asks for prompt log-probabilities; else None."""
-        top, context = self.request.sampling.prompt_logprobs, self._context
-        if top is None or self.request.constraints.choice:
-            return None
-        return PromptScorer(context.target, self.request.prompt, top, context.tokenizer.spell)
-
-    @property
-    def scorer(self) -> PromptScorer | None:
-        """The scorer that must finish before the prompt is read; None if nothing is left to score."""
-        return None if self._scorer is None or self._scorer.done else self._scorer
 
     @property
     def num_uncomputed(self) -> int:
@@ -337,7 +323,7 @@ class Sequence:
             stop_reason=self._answer.stop_reason,
             usage=self._usage() if self.finish else None,
             speculation=self._speculation() if self.finish else None,
-            prompt=prompt_of(self.request, self._context.tokenizer, self._scorer) if self._prompt_due else None,
+            prompt=prompt_of(self.request, self._context.tokenizer) if self._prompt_due else None,
         )
         self._prompt_due = False
         return delta
@@ -351,7 +337,7 @@ class Sequence:
         if not sampling.logprobs:
             return ()
         rows = self._logits.index_select(0, to_device(torch.tensor(self._drawn_from), self._logits.device))
-        return tuple(token_logprobs(rows, fresh, sampling.top_logprobs, self._context.tokenizer.spell))
+        return token_logprobs(rows, fresh, sampling.top_logprobs, self._context.tokenizer.spell)
 
     def _usage(self) -> Usage:
         prediction = self._prediction
@@ -364,6 +350,27 @@ class Sequence:
             accepted_prediction_tokens=None if prediction is None else prediction.accepted,
             rejected_prediction_tokens=None if prediction is None else prediction.rejected,
         )
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Items[int], top: int, spell: Callable[[int], str]
+) -> tuple[TokenLogprob, ...]:
+    """The natural-log probability of each token under its own float32 row of the model's raw `logits` [tokens, vocab],
+    and those of the `top` best tokens of that row. The host waits for the device once: the log-probabilities are
+    transferred as the integers of their bits, so that one tensor carries everything.
+    """
+    scores = logits.log_softmax(-1)
+    chosen = to_device(torch.tensor(tokens), logits.device)[:, None]
+    best = scores.topk(min(top, logits.shape[-1]))
+    reals = torch.cat([scores.gather(-1, chosen), best.values], dim=-1)
+    found = torch.cat([reals.view(torch.int32), best.indices.int()], dim=-1).cpu().numpy()
+    entries = []
+    for token, row in zip(tokens, found, strict=True):
+        own, *values = row[: reals.shape[-1]].view(np.float32).tolist()
+        ids = row[reals.shape[-1] :].tolist()
+        others = tuple(TokenLogprob(other, spell(other), value) for other, value in zip(ids, values, strict=True))
+        entries.append(TokenLogprob(token, spell(token), own, others))
+    return tuple(entries)
 
 
 def _step_name(request: EngineRequest) -> str | None:

@@ -47,7 +47,7 @@ def test_a_default_that_was_given_is_sent() -> None:
 def test_every_sampling_field_travels() -> None:
     given: dict[str, Any] = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1}
     given |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 0, "max_tokens": 9, "min_tokens": 4}
-    given |= {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0, "ignore_eos": True}
+    given |= {"logprobs": True, "top_logprobs": 2, "ignore_eos": True}
     lists = {"stop": ["a", "b"], "stop_token_ids": [1, 2], "bad_words": ["x"]}
     form = StructuredOutputs(regex="a")
     sampling = SamplingParams(

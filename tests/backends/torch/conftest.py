@@ -46,7 +46,7 @@ from agentspec.backends.torch.drafters.base import make_draft
 from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import run_step
-from agentspec.backends.torch.engine.scheduler import Schedule
+from agentspec.backends.torch.engine.scheduler import plan_step
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.loader import LoadedModel, prepare
@@ -324,7 +324,7 @@ class Lab:
         with torch.inference_mode():
             while active:
                 between(active)
-                for sequence, outcome in run_step(Schedule.of(active, context), context):
+                for sequence, outcome in run_step(plan_step(active, context), context):
                     if isinstance(outcome, Exception):
                         raise outcome
                     if outcome is not None:

@@ -62,7 +62,7 @@ BATCH_MUTATIONS: Mutations = {
         "all_keys, all_values = self._caches[0].update(",
     ),
     "rows lost in growing": ("_room", "room[:, :, :length] = rows[:, :, :length]", "pass"),
-    "a prompt's chunk draws": ("Schedule.of", "draws=tokens == uncomputed", "draws=True"),
+    "a prompt's chunk draws": ("plan_step", "draws=tokens == uncomputed", "draws=True"),
     "logits of another sequence": (
         "run_forward",
         "zip(scheduled, target.forward_batch(items), strict=True)",

@@ -108,7 +108,7 @@ async def test_stop_strings_and_ends_cut_what_is_told(backend: TorchBackend) -> 
     assert backend.decode(delta.token_ids) == "Hello"
 
 
-@pytest.mark.parametrize("sampling", [{"n": 2}, {"logprobs": True}, {"prompt_logprobs": 0}])
+@pytest.mark.parametrize("sampling", [{"n": 2}, {"logprobs": True}])
 async def test_only_one_plain_answer_is_made_by_steps(backend: TorchBackend, sampling: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
         await backend.open_steps(asked(**sampling))

@@ -248,7 +248,7 @@ async def test_long_prompts_are_read_in_chunks(backend: TorchBackend, folder: Pa
     assert last.usage is not None and last.usage.prompt_tokens == len(backend.encode(prompt)) > 600
 
 
-@pytest.mark.parametrize(("name", "value"), [("n", 2), ("logprobs", True), ("prompt_logprobs", 1)])
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("logprobs", True)])
 async def test_what_it_does_not_carry_is_refused(backend: TorchBackend, folder: Path, name: str, value: Any) -> None:
     model = await opened(backend, folder)
     with pytest.raises(InvalidRequestError) as caught:

@@ -420,7 +420,7 @@ async def test_tools_and_schemas_are_refused() -> None:
         replace(asking(), extra={"max_completion_tokens": 3}),
         replace(asking(), prediction="it"),
         asking(min_tokens=2),
-        asking(prompt_logprobs=1),
+        replace(asking(), extra={"prompt_logprobs": 1}),
         asking(bad_words=("no",)),
         GenerateRequest("m", messages=[{"role": "user", "content": "q"}], continue_final=True),
     ):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine import engine as step
-from agentspec.backends.torch.engine.scheduler import Schedule
+from agentspec.backends.torch.engine.scheduler import plan_step
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -131,11 +131,11 @@ def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> 
     asks = [ask_of(PROMPT, SAMPLINGS[1], max_tokens=20, stop_ids=()), ask_of(PROMPT * 20, SAMPLINGS[1], max_tokens=1)]
     short, long = (ask.begin(shared, None) for ask in asks)
     with torch.inference_mode():
-        step.run_step(Schedule.of([short], shared), shared)
+        step.run_step(plan_step([short], shared), shared)
         for chunk in range(1, 10):
-            step.run_step(Schedule.of([short, long], shared), shared)
+            step.run_step(plan_step([short, long], shared), shared)
             assert (len(short.tokens), long.kv_cache.length) == (len(PROMPT) + 1 + chunk, CHUNKS[-1] * chunk)
-        step.run_step(Schedule.of([short, long], shared), shared)
+        step.run_step(plan_step([short, long], shared), shared)
     assert long.finish == "length"
     for ask, sequence in zip(asks, (short, long), strict=True):
         answer = sequence.tokens[len(ask.prompt) :]
@@ -168,7 +168,7 @@ def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
     failed: list[EngineSequence] = []
     with torch.inference_mode():
         while active := [g for g in sequences if g.finish is None and g not in failed]:
-            for sequence, outcome in step.run_step(Schedule.of(active, shared), shared):
+            for sequence, outcome in step.run_step(plan_step(active, shared), shared):
                 if isinstance(outcome, Exception):
                     failed.append(sequence)
                 elif outcome is not None:

@@ -50,7 +50,7 @@ def test_what_waits_is_joined_and_nothing_is_lost(told: list[tuple[int, str]], e
 
 def test_a_joined_delta_is_what_its_parts_are() -> None:
     entry = [TokenLogprob(n, str(n), -1.0) for n in range(3)]
-    prompt = Prompt("p", (1,), None)
+    prompt = Prompt("p", (1,))
     parts = [
         Delta("a", (1,), (entry[0],), prompt=prompt),
         Delta("", (2, 3), (entry[1],)),

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine import engine as step
+from agentspec.backends.torch.engine import scheduler as planning
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
-from agentspec.backends.torch.engine.scheduler import Schedule, Scheduler
+from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -39,7 +40,7 @@ PHASES: list[tuple[Any, str]] = [
     (TargetModel, "forward_batch"), (TargetModel, "new_cache"), (SequenceCache, "update"), (SequenceCache, "commit"),
     (SequenceCache, "rows"), (SequenceCache, "joined"), (PrefixCache, "find"), (PrefixCache, "keep"),
     (Sampler, "begin"), (Sampler, "choose"), (EngineSequence, "commit"), (EngineSequence, "proposing"),
-    (Scheduler, "allocate"), (Schedule, "of"), (step, "fetch"), (step, "synchronize"),
+    (Scheduler, "allocate"), (planning, "plan_step"), (step, "fetch"), (step, "synchronize"),
     (step, "allocate_draft_budget"),
 ]  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_a_prompt_is_read_in_chunks_behind_the_sequences_that_draw(scheduler_of:
     scheduler = scheduler_of()
     scheduler.add(request_of([1]))
     scheduler.add(request_of(PROMPT * 20))
-    first, second = scheduler.schedule(opened).scheduled
+    first, second = scheduler.schedule(opened)
     assert (first.num_tokens, first.draws) == (1, True)
     assert second.num_tokens in CHUNKS and not second.draws
     assert second.batch_item.tokens == second.sequence.tokens[: second.num_tokens]
@@ -48,11 +48,11 @@ def test_a_prompt_is_read_in_chunks_behind_the_sequences_that_draw(scheduler_of:
 def test_alone_a_prompt_takes_the_largest_chunk_and_draws_behind_its_last_token(scheduler_of: Any, opened: Any) -> None:
     scheduler = scheduler_of()
     scheduler.add(request_of(PROMPT * 20))
-    (only,) = scheduler.schedule(opened).scheduled
+    (only,) = scheduler.schedule(opened)
     assert (only.num_tokens, only.draws) == (CHUNKS[0], False)
     scheduler = scheduler_of()
     scheduler.add(request_of())
-    (only,) = scheduler.schedule(opened).scheduled
+    (only,) = scheduler.schedule(opened)
     assert (only.num_tokens, only.draws) == (len(PROMPT), True)
 
 

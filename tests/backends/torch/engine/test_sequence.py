@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from agentspec.backends.torch.engine.sequence import token_logprobs
 from agentspec.types import SamplingParams
 
 PROMPT = list(b"Once upon a time")
@@ -78,3 +80,19 @@ def test_an_answer_without_a_seed_can_be_had_again(lab: Any) -> None:
     free = lab.run(PROMPT, SamplingParams(temperature=1.5))
     again = SamplingParams(temperature=1.5, seed=free.sequence.seed)
     assert lab.run(PROMPT, again).tokens == free.tokens == lab.oracle(PROMPT, again)
+
+
+@pytest.mark.parametrize("top", [0, 1, 7])
+def test_rows_together_have_the_values_of_each_alone_and_come_in_one_transfer(waits: Any, top: int) -> None:
+    """To the last bit, ties and tokens that cannot be among them."""
+    logits, tokens = (torch.randn(9, 500) * 8).round() / 2, list(range(0, 450, 50))
+    logits[3, 150] = logits[4, 7] = -torch.inf
+    with waits(seen := Counter[str]()):
+        entries = token_logprobs(logits, tokens, top, str)
+    assert seen == {"cpu": 1}
+    for row, token, entry in zip(logits, tokens, entries, strict=True):
+        scores = row.log_softmax(-1)
+        best = scores.topk(top)
+        assert (entry.token_id, entry.text, entry.logprob) == (token, str(token), float(scores[token]))
+        assert [one.token_id for one in entry.top] == best.indices.tolist()
+        assert [one.logprob for one in entry.top] == best.values.tolist()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentspec.backends.torch.engine import engine as step
-from agentspec.backends.torch.engine.scheduler import Schedule
+from agentspec.backends.torch.engine.scheduler import plan_step
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.model.target import TargetModel
@@ -77,8 +77,8 @@ def test_answers_are_the_same_drawn_ahead(
     for start in range(0, len(asks), together):
         for got, want in zip(lab.run_batch(asks[start : start + together]), wants[start:], strict=False):
             assert (got.tokens, got.text, got.finish) == (want.tokens, want.text, want.finish)
-            assert [(one.token_id, one.rank, one.text) for one in got.logprobs] == [
-                (one.token_id, one.rank, one.text) for one in want.logprobs
+            assert [(one.token_id, one.text) for one in got.logprobs] == [
+                (one.token_id, one.text) for one in want.logprobs
             ]
             for one, other in zip(got.logprobs, want.logprobs, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -106,6 +106,6 @@ def test_a_step_waits_once_for_its_draws_and_once_for_an_answers_log_probabiliti
     monkeypatch.setattr(TargetModel, "forward_batch", computed)
     with torch.inference_mode(), waits(seen):
         for _ in range(3):
-            step.run_step(Schedule.of(sequences, shared), shared)
+            step.run_step(plan_step(sequences, shared), shared)
             assert seen == {"tolist": 1, "cpu": scored}
             assert not any(sequence.finish for sequence in sequences), "ended too early to be counted"
