@@ -147,7 +147,7 @@ def cache(
     """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
     from agentspec.benchmarks.cache.costs import measure_costs
     from agentspec.benchmarks.cache.replay import run_cache
-    from agentspec.recordings.replay import load_encoder
+    from agentspec.benchmarks.traces import load_encoder
 
     run = partial(
         run_cache,

@@ -385,7 +385,7 @@ def replay(
 
     Every call is drafted step by step against what was really answered. The files are one log, in the order given.
     """
-    from agentspec.recordings.replay import measure, print_savings, replay_cache
+    from agentspec.recordings.replay import measure, replay_cache
 
     encode = _encoder(load(config), model)
     with progress() as (console, advance):
@@ -405,7 +405,7 @@ def replay(
     if json:
         print_json(asdict(savings) | {"budget": budget, "bad": len(bad)})
     else:
-        print_savings(savings)
+        typer.echo(str(savings))
 
 
 def _encoder(settings: Settings, model: str) -> Callable[[RecordedCall], EncodedCall]:

@@ -14,7 +14,8 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
 from agentspec.benchmarks.report import Figure, Progress, names_of
-from agentspec.recordings.replay import Encode, Replay, geometric_mean, read_calls, replay_cache
+from agentspec.benchmarks.traces import Encode, read_calls
+from agentspec.recordings.replay import Replay, replay_cache
 
 
 def run_cache(
@@ -86,7 +87,7 @@ class CacheReport:
     def mean_ratio(self, budget: int) -> float | None:
         """The geometric mean of `ratios`; None if there are none."""
         ratios = self.ratios(budget)
-        return geometric_mean(ratios) if ratios else None
+        return float(np.exp(np.mean(np.log(ratios)))) if ratios else None
 
     def goals(self) -> list[Figure]:
         """Every goal, including goals without a measurement."""
@@ -123,7 +124,7 @@ def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
         least = min(ratios) if ratios else None
         yield Figure(f"tokens/step vs peer, budget {budget}, lowest file", least, "x", worst, worst, at_most=False)
     judged = [file.replays[_CALIBRATED] for file in found.files if _CALIBRATED in file.replays]
-    value = max((replay.worst_calibration() for replay in judged), default=None)
+    value = max((worst_calibration(replay) for replay in judged), default=None)
     yield Figure(f"calibration at budget {_CALIBRATED}, worst bin of any file", value, "", 0.05, 0.02)
 
 
@@ -191,8 +192,8 @@ def _calibration_table(found: CacheReport) -> RenderableType:
 
 
 def _calibration_cells(name: str, replay: Replay) -> list[str]:
-    bins = [f"{100 * predicted:.1f}/{100 * measured:.1f}" for predicted, measured in replay.calibration()]
-    return [name, *bins, *[""] * (10 - len(bins)), f"{100 * replay.worst_calibration():.1f}"]
+    bins = [f"{100 * predicted:.1f}/{100 * measured:.1f}" for predicted, measured in calibration(replay)]
+    return [name, *bins, *[""] * (10 - len(bins)), f"{100 * worst_calibration(replay):.1f}"]
 
 
 def _timing_table(found: CacheReport) -> RenderableType:
@@ -250,10 +251,22 @@ def _file_data(file: FileResult) -> dict[str, Any]:
                 "drafted_per_step": replay.drafted_per_step,
                 "peer": file.peer.get(budget),
                 "ratio": file.ratio(budget),
-                "calibration": replay.calibration(),
+                "calibration": calibration(replay),
                 "seconds": _times(replay),
                 "calls": {"tokens": replay.tokens, "steps": replay.steps, "drafted": replay.drafted},
             }
             for budget, replay in file.replays.items()
         },
     }
+
+
+def calibration(replay: Replay, bins: int = 10) -> list[tuple[float, float]]:
+    """(mean predicted, measured) acceptance of drafted nodes, in bins of equal size, sorted by prediction."""
+    predicted, accepted = np.concatenate(replay.predicted), np.concatenate(replay.accepted)
+    groups = np.array_split(np.argsort(predicted, kind="stable"), bins)
+    return [(float(predicted[group].mean()), float(accepted[group].mean())) for group in groups if len(group)]
+
+
+def worst_calibration(replay: Replay) -> float:
+    """Largest distance between predicted and measured acceptance over the bins."""
+    return max((abs(predicted - measured) for predicted, measured in calibration(replay)), default=0.0)

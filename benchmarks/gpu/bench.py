@@ -34,8 +34,8 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.gpu.random_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress, Ratio, paired_ratio
 from agentspec.benchmarks.runs import OFF, RunTable
+from agentspec.benchmarks.traces import load_encoder, read_calls
 from agentspec.cache import SuffixCache
-from agentspec.recordings.replay import load_encoder, read_calls
 from agentspec.types import SamplingParams
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -24,6 +24,7 @@ import numpy as np
 
 from agentspec.benchmarks.gpu.random_model import CONTEXT
 from agentspec.benchmarks.report import Progress, rotated
+from agentspec.benchmarks.traces import load_encoder, read_calls
 from agentspec.benchmarks.vllm.engine import FIXED, EngineAnswer, EngineFailedError, EngineProcess, started
 from agentspec.benchmarks.vllm.report import AnswerTurn, ForcedCall, ForcedReport, ForcedRun
 from agentspec.benchmarks.vllm.shapes import (
@@ -37,7 +38,7 @@ from agentspec.benchmarks.vllm.shapes import (
     scripted_model,
 )
 from agentspec.errors import ConfigurationError, install_advice
-from agentspec.recordings.replay import EncodedCall, load_encoder, read_calls
+from agentspec.recordings.replay import EncodedCall
 
 WORKER = "agentspec.benchmarks.vllm.worker"
 CONTEXTS = (1500, 7000)

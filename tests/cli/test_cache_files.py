@@ -190,16 +190,15 @@ def log(tmp_path: Path) -> Path:
 def test_what_a_log_would_have_saved(program, log, default_model):
     result = program("cache", "replay", log, "--model", default_model.folder, "--json")
     values = json.loads(result.stdout)
-    assert (values["calls"], values["window"], values["bad"], values["budget"]) == (12, 2, 0, 32)
+    assert (values["calls"], values["bad"], values["budget"]) == (12, 0, 32)
     assert values["tokens"] > values["steps"] and 0 < values["saved"] < 1
-    assert values["tokens_per_step_over_time"][-1] > 5 > values["tokens_per_step_over_time"][0]
-    assert values["hit_rate_over_time"][-1] > 0.5
+    assert values["tokens_per_step"] > 2 and values["hit_rate"] > 0.4
     short = json.loads(
         program("cache", "replay", log, log, "--model", default_model.folder, "--calls", "13", "--json").stdout
     )
     assert short["calls"] == 13
     result = program("cache", "replay", log, "--model", default_model.folder)
-    assert "steps with a hit" in result.stdout and "of its steps saved" in result.stdout
+    assert "of the steps have a hit" in result.stdout and "of its steps saved" in result.stdout
     (done,) = [line for line in result.stderr.splitlines() if "replaying 12 calls" in line]
     assert " 12/" in done.partition("calls")[2]  # the bar ends at what was replayed
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import math
 from contextlib import nullcontext
 
@@ -8,11 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
-from agentspec.recordings.replay import EncodedCall, accepted_nodes, measure, print_savings, replay, replay_cache
+from agentspec.recordings.replay import EncodedCall, accepted_nodes, measure, replay, replay_cache
 from agentspec.types import Draft
 
 
@@ -91,22 +89,10 @@ def test_acceptance_follows_one_path_of_the_tree() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=25))
-def test_the_whole_and_its_course_agree(answers: list[list[int]]) -> None:
+def test_the_savings_of_a_log(answers: list[list[int]]) -> None:
     replayed = replay_cache(calls_of(answers), 8)
     savings = measure(replayed)
     assert savings.tokens == sum(map(len, answers)) and savings.steps == sum(replayed.steps) <= savings.tokens
     assert savings.saved == pytest.approx(1 - 1 / savings.tokens_per_step)
-    windows = [replayed.steps[i : i + savings.window] for i in range(0, savings.calls, savings.window)]
-    assert len(windows) == len(savings.hit_rate_over_time) == len(savings.tokens_per_step_over_time) <= 10
-    hits = sum(rate * sum(steps) for rate, steps in zip(savings.hit_rate_over_time, windows, strict=True))
-    assert hits == pytest.approx(savings.hit_rate * savings.steps)
-    assert hits == pytest.approx(sum(bool(nodes.any()) for nodes in replayed.accepted))
-
-
-def test_what_is_shown() -> None:
-    savings = measure(replay_cache(calls_of([[5, 6, 7, 8, 9]] * 30), 8))
-    out = io.StringIO()
-    print_savings(savings, Console(file=out, width=100))
-    assert (
-        "1-3" in out.getvalue() and "28-30" in out.getvalue() and f"{savings.saved:.0%} of its steps" in out.getvalue()
-    )
+    assert savings.hit_rate * savings.steps == pytest.approx(sum(bool(nodes.any()) for nodes in replayed.accepted))
+    assert f"{savings.saved:.0%} of its steps" in str(savings)

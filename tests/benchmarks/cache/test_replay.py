@@ -8,7 +8,7 @@ import pytest
 
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.replay import run_cache
-from agentspec.recordings.replay import END, START
+from agentspec.benchmarks.traces import END, START
 
 IDS = {START: 1, END: 2}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from agentspec.benchmarks.traces import END, START, load_encoder, read_calls
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.recordings.replay import END, START, load_encoder, read_calls
 
 MARKS = {START: 1, END: 2}
 
