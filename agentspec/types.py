@@ -91,11 +91,10 @@ class Source:
     SESSION = 0  # the session's own prompts and outputs
     SHARED = 1  # finished requests of the same namespace
     PREDICTION = 2  # the text a client sent as `prediction`
-    NGRAM = 3  # the request's own text, without a token cache
-    MODEL = 4  # a small model
-    GRAMMAR = 5  # tokens that the request's grammar forces
+    MODEL = 3  # a small model
+    GRAMMAR = 4  # tokens that the request's grammar forces
 
-    NAMES = ("session", "shared", "prediction", "ngram", "model", "grammar")
+    NAMES = ("session", "shared", "prediction", "model", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class StructuredOutputs:
     """The form an answer must have; exactly one kind of form is given. The names are vLLM's.
 
     `json` is a JSON schema, `json_object` allows any JSON object, `regex` matches the whole answer, `choice` lists the
-    allowed answers, `grammar` is a context-free grammar in Lark's or GBNF's notation with the rule `start` or `root`.
+    allowed answers, `grammar` is a context-free grammar in Lark's notation with the rule `start`.
     `param` is the request's field that asks for it.
     """
 

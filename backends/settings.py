@@ -12,7 +12,6 @@ from agentspec.errors import ConfigurationError
 from agentspec.settings_model import SettingsModel
 
 _HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$|^[0-9a-fA-F:]*:[0-9a-fA-F:.]*$"
-DrafterName = Literal["suffix", "prediction", "ngram", "model"]
 
 
 def _root(url: HttpUrl) -> HttpUrl:
@@ -43,11 +42,6 @@ class TorchSettings(SettingsModel):
     )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
-
-    def drafter_names(self, *, cache: bool) -> tuple[DrafterName, ...]:
-        """The drafters to use: without a token cache, "ngram" over the request's text replaces "suffix"."""
-        own: tuple[DrafterName, ...] = ("suffix" if cache else "ngram", "prediction")
-        return own if self.draft_model is None else (*own, "model")
 
     def require_draft_model(self) -> None:
         """Raises `ConfigurationError` without a draft model that drafts, whose tokens lossy rules are about."""

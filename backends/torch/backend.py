@@ -61,8 +61,8 @@ ENDING_TOKENS = 64  # of a prompt, in which a template may open the thinking
 class TorchBackend(ModelTokens):
     """Generates with a Hugging Face model in this process and drafts from the token cache `cache`.
 
-    The caller owns the cache: `aclose` does not close it. Without a cache, drafts come from an n-gram index of each
-    request's own text, from its `prediction` and from the draft model `small`, if there is one. Without
+    The caller owns the cache: `aclose` does not close it. Without a cache, drafts come from a request's
+    `prediction` and from the draft model `small`, if there is one. Without
     `keeps_prefixes` each prompt is computed whole, whatever was computed before.
     """
 
@@ -86,9 +86,11 @@ class TorchBackend(ModelTokens):
         self._tokenizer = TokenizerAdapter(loaded.tokenizer)
         self._stop_ids = ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
         self._structured_outputs = StructuredOutputBuilder(self._tokenizer, loaded.target.vocab_size, self._stop_ids)
-        drafters = DrafterFactory(settings.drafter_names(cache=cache is not None), small)
         context = EngineContext(
-            loaded.target, self._tokenizer, max_draft_tokens=settings.max_draft_tokens, drafters=drafters
+            loaded.target,
+            self._tokenizer,
+            max_draft_tokens=settings.max_draft_tokens,
+            drafters=DrafterFactory(draft_model=small),
         )
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))

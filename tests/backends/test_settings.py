@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agentspec.backends.settings import TorchSettings, read_secret, sendable
+from agentspec.backends.settings import read_secret, sendable
 from agentspec.errors import ConfigurationError
-
-
-@pytest.mark.parametrize(
-    ("given", "cache", "want"),
-    [
-        ({}, True, ("suffix", "prediction")),
-        ({}, False, ("ngram", "prediction")),
-        ({"draft_model": "m"}, True, ("suffix", "prediction", "model")),
-    ],
-)
-def test_what_is_of_use_drafts(given: dict[str, Any], cache: bool, want: tuple[str, ...]) -> None:
-    assert TorchSettings(**given).drafter_names(cache=cache) == want
 
 
 def test_a_key_file_of_another_editor(tmp_path: Path) -> None:

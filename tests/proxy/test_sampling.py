@@ -67,7 +67,7 @@ def ask(client: openai.OpenAI, content: str = "hello", **fields: Any) -> Any:
         ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
         ({"guided_regex": "(ab){2}"}, ("abab",)),
         ({"structured_outputs": {"regex": "a/b|[0-9]{2}c"}}, ("a/b", *(f"{n:02}c" for n in range(100)))),
-        ({"guided_grammar": 'root ::= "x" | "(" root ")"'}, tuple("(" * n + "x" + ")" * n for n in range(60))),
+        ({"guided_grammar": 'start: "x" | "(" start ")"'}, tuple("(" * n + "x" + ")" * n for n in range(60))),
         ({"structured_outputs": {"grammar": 'start: "1" | "2"'}}, ("1", "2")),
         ({"guided_json": {"enum": [1, 22]}}, ("1", "22")),
     ],

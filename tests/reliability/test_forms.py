@@ -64,8 +64,6 @@ def tools(parameters: Json, **fields: Json) -> Json:
 REFUSED: dict[str, Json] = {
     "a chain of 30,000 rules": {"guided_grammar": rules(30_000)},
     "a chain of 40,000 terminals": {"guided_grammar": rules(40_000).replace("r", "R").replace("staRt", "start")},
-    "3,000 rules in GBNF": {"guided_grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(3000))},
-    "brackets in GBNF": {"guided_grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
     "nested arrays": schema(nested(400)),
     "1,500 nested arrays": {**schema("RAW"), "raw": '{"type":"array","items":' * 1500 + "{}" + "}" * 1500},
     "900 nested arrays": {**schema("RAW"), "raw": '{"type":"array","items":' * 900 + "{}" + "}" * 900},

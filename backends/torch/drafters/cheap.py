@@ -6,10 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from agentspec.backends.settings import DrafterName
 from agentspec.backends.torch.drafters.base import (
     MIN_PROBABILITY,
     Drafter,
@@ -113,73 +109,6 @@ class PredictionDrafter(Drafter):
         self._seen = len(context)
 
 
-LONGEST_MATCH = 16  # tokens; longer matches are treated alike
-SHORTEST_MATCH = 2
-RATE = 0.1  # how fast the confidence of a match length follows the observed hits
-
-
-class NgramDrafter(Drafter):
-    """Finds the longest earlier match of the context's end, the latest of several, and copies the tokens after it.
-
-    A copy that reaches the end of the text starts over with the tokens it copied, which continues a repetition. A
-    token's confidence is the running hit rate for the length of the match that it would extend.
-    """
-
-    def __init__(self) -> None:
-        self._text = np.empty(1024, dtype=np.int32)
-        self._length = 0
-        self._proposed: tuple[int, list[int]] = (0, [])  # match length, and the tokens that were proposed
-        self._rates = [length / (length + 2) for length in range(LONGEST_MATCH + 1)]
-
-    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        fresh = context[self._length :]
-        self._learn(fresh)
-        self._append(fresh)
-        matched, end = longest_match(self._text[: self._length])
-        if matched < SHORTEST_MATCH or budget <= 0:
-            return None
-        tokens = self._copy(end, budget)
-        rates = [self._rates[min(matched + i, LONGEST_MATCH)] for i in range(len(tokens))]
-        kept = max(1, int((np.cumprod(rates) >= MIN_PROBABILITY).sum()))
-        self._proposed = matched, tokens[:kept]
-        return chain_draft(tokens[:kept], rates[:kept], Source.NGRAM)
-
-    def _copy(self, end: int, count: int) -> list[int]:
-        behind: list[int] = self._text[end : self._length].tolist()
-        return (behind * (1 + count // len(behind)))[:count]
-
-    def _append(self, fresh: Sequence[int]) -> None:
-        end = self._length + len(fresh)
-        if end > len(self._text):
-            self._text = np.resize(self._text, 2 * end)
-        self._text[self._length : end] = fresh
-        self._length = end
-
-    def _learn(self, fresh: Sequence[int]) -> None:
-        """Update the hit rates by the last proposal's tokens, up to its first miss."""
-        matched, tokens = self._proposed
-        for i, (token, real) in enumerate(zip(tokens, fresh, strict=False)):
-            length = min(matched + i, LONGEST_MATCH)
-            self._rates[length] += RATE * ((token == real) - self._rates[length])
-            if token != real:
-                break
-        self._proposed = 0, []
-
-
-def longest_match(text: NDArray[np.int32]) -> tuple[int, int]:
-    """How many tokens at the end of `text` also occur earlier (at most `LONGEST_MATCH`), and where the latest such
-    occurrence ends; (0, 0) for none.
-    """
-    ends, matched = np.arange(1, len(text)), 0
-    while len(ends) and matched < LONGEST_MATCH:
-        longer = ends[ends > matched]
-        longer = longer[text[longer - 1 - matched] == text[-1 - matched]]
-        if not len(longer):
-            break
-        ends, matched = longer, matched + 1
-    return (matched, int(ends[-1])) if matched else (0, 0)
-
-
 FORCED = 0.9  # how likely the model is to spell a forced text in the same tokens as the tokenizer
 
 
@@ -223,9 +152,9 @@ class ConstrainedDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class DrafterFactory:
-    """Opens each answer's drafters: those of `names`, where `model` stands for `draft_model`."""
+    """Opens each answer's drafters: those of `names`, where `model` stands for `draft_model` if there is one."""
 
-    names: Sequence[DrafterName] = ("suffix", "prediction")
+    names: Sequence[str] = ("suffix", "prediction", "model")
     draft_model: DraftModel | None = None
 
     @property
@@ -250,8 +179,6 @@ class DrafterFactory:
             found.append(SuffixDrafter(session))
         if "prediction" in self.names and prediction is not None:
             found.append(prediction)
-        if "ngram" in self.names:
-            found.append(NgramDrafter())
         cheap = MergedDrafter(found)
         if "model" not in self.names or self.draft_model is None:
             return cheap

@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import llguidance
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from agentspec.errors import InvalidRequestError
 
 BLANKS: Final = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}  # unlimited blanks would let a weak model ramble
 COMBINATORS = ("allOf", "unevaluatedProperties", "dependentSchemas", "then", "not")
-MAX_GBNF_CHARACTERS: Final = 100_000
-MAX_GBNF_RULES: Final = 500  # the conversion's time grows with their square
-MAX_GBNF_NESTING: Final = 60
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples")
 _LARK = re.compile(r"[ \t\r\f\v]*+(?:%llguidance\b|start[ \t]*+:)")
@@ -35,22 +31,11 @@ def lark_regex(regex: str) -> str:
 
 
 def as_lark(grammar: str, param: str) -> str:
-    """A grammar in Lark's notation, or in GBNF, in Lark's notation. Raises `InvalidRequestError`."""
-    if any(map(_LARK.match, grammar.split("\n"))):
-        return grammar
-    limits = (
-        (len(grammar), MAX_GBNF_CHARACTERS, "characters"),
-        (grammar.count("::="), MAX_GBNF_RULES, "rules"),
-        (_nesting(grammar), MAX_GBNF_NESTING, "levels of nesting"),
-    )
-    for found, most, what in limits:
-        if found > most:
-            message = f"the grammar in GBNF has {found:,} {what}; {most:,} are allowed: write it in Lark's notation"
-            raise InvalidRequestError(message, param=param)
-    try:
-        return gbnf_to_lark(grammar)
-    except Exception as error:  # its parser raises what Python raises where the text ends, besides its own errors
-        raise InvalidRequestError(f"the grammar cannot be read: {str(error)[:300]}", param=param) from None
+    """A grammar in Lark's notation. Raises `InvalidRequestError` for one in GBNF."""
+    if "::=" in grammar and not any(map(_LARK.match, grammar.split("\n"))):
+        message = "the grammar is in GBNF: write it in Lark's notation, with a rule `start: ...`"
+        raise InvalidRequestError(message, param=param)
+    return grammar
 
 
 def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,11 +80,3 @@ def _inner(key: str, value: Any) -> Any:
     if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
         return {name: _closed(one) for name, one in value.items()}
     return value if key in _VALUES else _closed(value)
-
-
-def _nesting(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth = depth + 1 if character == "(" else max(0, depth - 1) if character == ")" else depth
-        deepest = max(deepest, depth)
-    return deepest

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
 from agentspec.backends.torch.drafters.cheap import (
-    LONGEST_MATCH,
-    SHORTEST_MATCH,
     ConstrainedDrafter,
     MergedDrafter,
-    NgramDrafter,
     PredictionDrafter,
-    longest_match,
     merge,
 )
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
@@ -116,38 +112,6 @@ def test_proposals_come_from_the_prediction_and_counts_add_up(
             assert any(prediction[i : i + len(tokens)] == tokens for i in range(len(prediction)))
     assert 0 <= drafter.accepted <= len(answer)
     assert drafter.rejected == max(0, len(prediction) - drafter.accepted)
-
-
-def plain_match(text: Sequence[int]) -> tuple[int, int]:
-    """Longest suffix that occurs earlier, and where its latest earlier occurrence ends."""
-    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
-        for end in range(len(text) - 1, length - 1, -1):
-            if list(text[end - length : end]) == list(text[-length:]):
-                return length, end
-    return 0, 0
-
-
-@given(st.lists(st.integers(0, 2), max_size=60))
-def test_the_match_is_the_latest_of_the_longest(text: list[int]) -> None:
-    assert longest_match(np.asarray(text, dtype=np.int32)) == plain_match(text)
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=12), st.integers(0, 9))
-def test_a_draft_continues_the_match_and_its_own_copy(rounds: list[list[int]], budget: int) -> None:
-    drafter, context = NgramDrafter(), list[int]()
-    for fresh in rounds:
-        context += fresh
-        draft = drafter.propose(context, budget)
-        matched, end = plain_match(context) if context else (0, 0)
-        if matched < SHORTEST_MATCH or budget == 0:
-            assert draft is None
-            continue
-        whole = list(context)
-        for _ in range(budget):
-            whole.append(whole[end + len(whole) - len(context)])
-        assert draft is not None and 0 < len(draft) <= budget
-        assert draft.tokens.tolist() == whole[len(context) :][: len(draft)]
-        assert (np.diff(draft.probabilities) <= 0).all() and set(draft.source.tolist()) == {Source.NGRAM}
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def small_models(lab: Any, lab_class: Any, tiny_model: Any) -> dict[str, DraftMo
 
 
 OFTEN = ("suffix", "all", "another family", "through text")
-PARTS = ("prediction", "ngram", "close", "itself")  # of which the others are made, or like them
+PARTS = ("prediction", "close", "itself")  # of which the others are made, or like them
 
 
 @pytest.fixture(params=[*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in PARTS)])
@@ -77,9 +77,7 @@ def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]
     name = request.param
     if name in small_models:
         return DrafterFactory(("model",), small_models[name])
-    return DrafterFactory(
-        ("suffix", "prediction", "ngram", "model") if name == "all" else (name,), small_models["close"]
-    )
+    return DrafterFactory(("suffix", "prediction", "model") if name == "all" else (name,), small_models["close"])
 
 
 def test_every_drafter_gives_the_oracles_answer(
@@ -164,6 +162,6 @@ def test_a_draft_model_that_computes_nonsense_changes_nothing(
     model, sampling = small_models["close"].model, SAMPLINGS[1]
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *args: broken(forward(*args)))
-    drafting = DrafterFactory(("model", "ngram"), small_models["close"])
+    drafting = DrafterFactory(("model",), small_models["close"])
     got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafters=drafting, governor=slow)
     lab.require_same(PROMPT, sampling, got.tokens, lab.oracle(PROMPT, sampling, max_tokens=20, stop_ids=()))

@@ -111,7 +111,6 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marke
         (StructuredOutputs(json={"enum": ["a", 1]}), '"a"', "2"),
         (StructuredOutputs(json=True), "[1, null]", "[1"),
         (StructuredOutputs(grammar='start: "a" b\nb: "b" | "c"'), "ac", "a"),
-        (StructuredOutputs(grammar='root ::= "a" root?'), "aaa", "b"),
     ],
 )
 def test_every_kind_of_form(
