@@ -140,7 +140,7 @@ def locate(ref: str) -> ModelFiles | None:
         return _checked_folder(ref, path)
     try:
         return _checked_folder(ref, _snapshot(ref, local=True)) if _ID.fullmatch(ref) else None
-    except ModelUnavailableError:
+    except (OSError, ModelUnavailableError):  # a file of the hub client's cache may be gone
         return None
 
 
@@ -187,7 +187,7 @@ def _snapshot(repository: str, *, local: bool = False) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelUnavailableError(f"model-hub ids need huggingface_hub; {install_advice('torch')}") from None
-    wanted = list(ALLOWED)
+    wanted: list[str] = list(ALLOWED)
     try:
         folder = snapshot_download(repository, local_files_only=local, allow_patterns=wanted, ignore_patterns=["*/*"])
         return Path(folder)
