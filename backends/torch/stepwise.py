@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentspec.backends.base import Floats
 from agentspec.backends.torch.engine.compute_thread import Tasks
@@ -21,7 +21,6 @@ from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest, 
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.hidden_states import forward_with_states, states_batch
-from agentspec.backends.torch.model.layers import PackedLinear, can_pack
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.structured_output import OutputParser
@@ -234,52 +233,39 @@ def require_one_answer(request: GenerateRequest) -> None:
             raise InvalidRequestError(f"an answer made token by token comes without {name}", param=name)
 
 
-BLOCK = 8192  # rows packed together
+BLOCK = 8192  # rows whose lengths are computed together
 ROUNDOFF = 2.0**-24  # unit roundoff of float32, rounding to nearest
 
 
 class VectorScan:
-    """Holds rows [n, width] in linear layers, which score all queries at once for about the cost of one query.
+    """Holds rows [n, width] in float32, and scores all queries at once.
 
-    A row's score is query . row - |row|^2 / 2, greater for nearer rows. Holds the rows in float32. Only the computing
-    thread may use it.
+    A row's score is query . row - |row|^2 / 2, greater for nearer rows. Only the computing thread may use it.
     """
 
     def __init__(self, rows: NDArray[np.float16], device: torch.device) -> None:
-        self._device = device
-        self._width = rows.shape[1]
-        self._blocks = list[nn.Module]()
-        self._longest = 0.0
-        for start in range(0, len(rows), BLOCK):
-            self._add(rows[start : start + BLOCK])
+        parts = (rows[start : start + BLOCK].astype(np.float64) for start in range(0, len(rows), BLOCK))
+        halves = np.concatenate([np.square(part).sum(1) / 2 for part in parts])
+        self._rows = torch.from_numpy(rows.astype(np.float32)).to(device)
+        self._halves = torch.from_numpy(halves).float().to(device)
+        self._longest = float(np.sqrt(2 * halves.max()))
 
     def near(self, queries: Floats, count: int) -> list[NDArray[np.int64]]:
         """For each of `queries` [q, width], the indices, ascending, of the rows that may be among its `count` nearest.
 
         The result contains all nearest rows, equally near ones included, however the float32 sums were rounded.
         """
-        asked = torch.from_numpy(queries).to(self._device)
-        scores = torch.cat([block(asked) for block in self._blocks], dim=1)
+        scores = torch.from_numpy(queries).to(self._rows.device) @ self._rows.T - self._halves
         margins = (2 * self._error(np.linalg.norm(queries.astype(np.float64), axis=1))).tolist()
         return [_within(row, count, margin) for row, margin in zip(scores, margins, strict=True)]
-
-    def _add(self, rows: NDArray[np.float16]) -> None:
-        halves = np.square(rows.astype(np.float64)).sum(1) / 2
-        self._longest = max(self._longest, float(np.sqrt(2 * halves.max())))
-        with torch.device("meta"):
-            linear = nn.Linear(self._width, len(rows))
-        linear.weight = nn.Parameter(torch.from_numpy(rows.astype(np.float32)).to(self._device), requires_grad=False)
-        linear.bias = nn.Parameter(torch.from_numpy(-halves).float().to(self._device), requires_grad=False)
-        packs = self._device.type == "cpu" and can_pack()
-        self._blocks.append(PackedLinear(linear) if packs else linear)
 
     def _error(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """The largest error of a computed score, for queries of these lengths (norms).
 
         A sum of w products in any order has an error of at most w u |q| |r| to first order (Higham 2002, section 3.1);
-        the bias adds its own rounding and that of its addition. Twice the bound covers the second order.
+        the half adds its own rounding and that of its subtraction. Twice the bound covers the second order.
         """
-        products = (self._width + 2) * lengths * self._longest
+        products = (self._rows.shape[1] + 2) * lengths * self._longest
         return np.asarray(2 * ROUNDOFF * (products + self._longest**2))
 
 

@@ -1,10 +1,10 @@
-"""Drafters that need no model (the token cache, the client's prediction, the request's own text), and their factory."""
+"""Drafters that need no model (the token cache, the client's prediction), and their factory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from agentspec.backends.torch.drafters.base import (
     MIN_PROBABILITY,
@@ -65,20 +65,17 @@ def merge(drafts: Iterable[Draft | None]) -> Draft | None:
     return make_draft(*zip(*rows, strict=True))
 
 
-class DraftingRequest(Protocol):
-    """The open cache request that a `SuffixDrafter` drafts from."""
-
-    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None: ...
+CacheDraft = Callable[[int, float], Draft | None]  # of a budget and the least probability
 
 
 class SuffixDrafter(Drafter):
-    """Asks the token cache for a draft; the open cache request already knows the context."""
+    """Asks the token cache for a draft: `ask` of the open cache request, which already knows the context."""
 
-    def __init__(self, request: DraftingRequest) -> None:
-        self._request = request
+    def __init__(self, ask: CacheDraft) -> None:
+        self._ask = ask
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return self._request.draft(budget, MIN_PROBABILITY)
+        return self._ask(budget, MIN_PROBABILITY)
 
 
 class PredictionDrafter(Drafter):
@@ -164,7 +161,7 @@ class DrafterFactory:
 
     def open(
         self,
-        session: DraftingRequest,
+        ask: CacheDraft,
         prediction: PredictionDrafter | None,
         noise: SharedNoiseSampler,
         token_seconds: TokenSeconds,
@@ -176,7 +173,7 @@ class DrafterFactory:
         """
         found: list[Drafter] = []
         if "suffix" in self.names:
-            found.append(SuffixDrafter(session))
+            found.append(SuffixDrafter(ask))
         if "prediction" in self.names and prediction is not None:
             found.append(prediction)
         cheap = MergedDrafter(found)

@@ -226,7 +226,9 @@ class Sequence:
     def _open_drafter(self) -> Drafter:
         context, request, constraints = self._context, self.request, self.sampler.constraints
         noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
-        drafter = context.drafters.open(self._session, self._prediction, noise, context.token_seconds, self._draft_room)
+        drafter = context.drafters.open(
+            self._session.draft, self._prediction, noise, context.token_seconds, self._draft_room
+        )
         grammar = None if constraints is None else constraints.grammar
         return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
 

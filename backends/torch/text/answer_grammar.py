@@ -60,15 +60,6 @@ def grammar_of(
     return _source(json.dumps({"grammars": grammars}), param)
 
 
-def holds_calls(request: GenerateRequest, format: ToolFormat) -> bool:
-    """Whether the grammar of `request` holds every call of a strict tool to its parameters.
-
-    Calls in a free text are found by their opening, which bare ones lack.
-    """
-    free = request.tool_choice == "auto" and request.sampling.structured_outputs is None
-    return not (free and format.bare)
-
-
 def _source(text: str, param: str) -> GrammarSource:
     if len(text) > MAX_CHARACTERS:
         message = f"the required form has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed: send a shorter one"
@@ -119,9 +110,11 @@ def _parameters(index: int) -> str:
 def _strict(
     request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
 ) -> GrammarSource | None:
-    """The grammar of any text in which every call opening is followed by a call that the tools allow."""
+    """The grammar of any text in which every call opening is followed by a call that the tools allow; bare calls have
+    none.
+    """
     strict = any(tool["function"].get("strict") for tool in request.tools)
-    if format is None or not strict or request.tool_choice != "auto" or not holds_calls(request, format):
+    if format is None or not strict or request.tool_choice != "auto" or format.bare:
         return None
     tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
     _check_tools(dict(enumerate(tools)))
