@@ -3,7 +3,7 @@
 # make check       everything that must hold before a change is merged: lint, documentation, types, import contracts,
 #                  and all tests but the long ones, with coverage
 # make check-long  what takes from minutes to an hour: faults and load at full length, real vLLM servers
-# make mutants     breaks the guards of exactness one by one; the tests have to notice each of them
+# make mutants     breaks the guards of exactness and of requests one by one; a test has to notice each
 #
 # PYTHON       the interpreter to build .venv with (3.11 to 3.14)
 # TORCH_INDEX  a further package index to take torch from, for instance

@@ -33,6 +33,15 @@ def functions(package: ModuleType) -> dict[str, list[FunctionType]]:
     return {name: list(alike) for name, alike in found.items()}
 
 
+def function_at(place: str) -> FunctionType:
+    """The function or method at "package.module:Class.method", without what decorates it."""
+    module, _, name = place.partition(":")
+    found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    function = inspect.unwrap(getattr(found, "fget", found))
+    assert isinstance(function, FunctionType)
+    return function
+
+
 def mutant_of(function: FunctionType, old: str, new: str) -> CodeType:
     """The code of a function with one expression or statement changed, both written as `ast.unparse` writes them."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body

@@ -131,7 +131,7 @@ def check_sent(case: Case, path: str, headers: dict[str, str], body: dict[str, A
     off = [name for name in ("store", "speculation") if told.get(f"agentspec_{name}") == "off"]
     if path != "messages":
         assert off == [name for name in ("store", "speculation") if not getattr(case, name)]
-    session = told.get("agentspec_session") or headers.get("x-agentspec-session")
+    session = headers.get("x-agentspec-session") if path == "messages" else told.get("agentspec_session")
     assert bool(session) == case.labels
     if case.labels:
         assert (session == LABELS["x-agentspec-session"]) == (not case.keyed)  # a tenant's own name for it

@@ -40,7 +40,7 @@ def test_whatever_is_measured_the_curve_is_one(
         ((18,), [(4, 2.0), (22, 4.0), (27, 2.0), (4, 4.0), (23, 4.0)]),
     ],
 )
-def test_a_ramp_may_come_to_lie_above_all_that_is_measured(
+def test_a_line_may_come_to_lie_above_all_that_is_measured(
     calibrated: tuple[int, ...], seen: list[tuple[int, float]]
 ) -> None:
     """Where the mean of the largest sizes, which it explained, falls to where it begins, or it was only assumed."""
