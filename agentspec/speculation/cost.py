@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 PRIOR_RISE = 0.02  # assumed cost of one more token, as a share of a one-token forward, until it is measured
-SPREAD = 4  # the largest measured size over the smallest, from which that is
+SPREAD = 4  # of the largest measured size to the smallest: below it a slope is hardly measured
 EARLY = 64  # the curve is fitted after each of the first measurements,
 SELDOM = 4  # and then after every fourth
 MEMORY = 100.0  # most measurements that count at one knot: later ones replace earlier ones
@@ -41,7 +41,7 @@ class CostCurve:
 
     It is flat up to one of `KNOTS` and then a line, by weighted least squares: a machine that computes token by token
     has no flat part, a device that reads its weights in the time of many tokens a long one. A slope, and a flat part,
-    must each explain more than noise would. Until sizes far enough apart are measured, the slope is assumed.
+    must each explain more than noise would; until sizes far apart are measured, a slope that does not is assumed.
     """
 
     def __init__(self, seen: Mapping[int, float], visits: Iterable[float]) -> None:
@@ -121,11 +121,8 @@ class CostCurve:
         weights = visits / (self._variance * seconds**2)
         total = weights.sum()
         level = seconds @ weights / total
-        if tokens[-1] < SPREAD * tokens[0]:
-            self._flat, self._fixed = 1.0, level / (1.0 + PRIOR_RISE * (tokens @ weights / total - 1.0))
-            self._slope = PRIOR_RISE * self._fixed
-            return
-        flats = _KNOTS[tokens[-1] > _KNOTS]
+        narrow = tokens[-1] < SPREAD * tokens[0]
+        flats = _KNOTS[:1] if narrow else _KNOTS[tokens[-1] > _KNOTS]
         rises = np.maximum(tokens - flats[:, None], 0.0)  # [flats, sizes]
         mean = rises @ weights / total
         off = rises - mean[:, None]
@@ -136,8 +133,10 @@ class CostCurve:
         errors[fixed <= 0.0] = np.inf
         best = int(errors.argmin())
         self._flat, self._fixed, self._slope = flats[best], fixed[best], slopes[best]
-        if weights @ (seconds - level) ** 2 < errors[best] + RISE:
-            self._fixed, self._slope = level, 0.0
+        if weights @ (seconds - level) ** 2 < errors[best] + (BEND if narrow else RISE):
+            rise = PRIOR_RISE if narrow else 0.0
+            self._fixed = level / (1.0 + rise * mean[0])
+            self._slope = rise * self._fixed
 
 
 def nearest(tokens: float) -> int:

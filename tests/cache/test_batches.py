@@ -37,7 +37,7 @@ def test_a_batch_drafts_what_each_request_would(
             with cache.request([7]) as request:
                 request.extend(output)
         requests = [
-            cache.request(prompt, session=str(number), namespace=str(number % 3) if namespaces else None)
+            cache.request(prompt, session=str(number), namespace=str(number % 3) if namespaces else "default")
             for number, prompt in enumerate(prompts)
         ]
         budgets = budgets[: len(prompts)]
