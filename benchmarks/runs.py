@@ -164,9 +164,6 @@ class EngineBench:
         return Run(*self.peer.generate(prompt, max_tokens, **options))
 
 
-if TYPE_CHECKING:
-    from agentspec.backends.torch import TorchBackend
-
 _model: Any = None  # set only in the peer's process
 _kept: tuple[list[int], Any] = ([], None)  # also: the tokens and the KV cache of the latest answer
 

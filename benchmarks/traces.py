@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.protocol.validation import NOT_TEXT, is_text
+from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import BadLineError, RecordedCall
 from agentspec.recordings.formats import Format, read
 from agentspec.recordings.replay import EncodedCall
@@ -30,36 +29,22 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def load_encoder(folder: Path) -> Encode:
-    """An encoder from the `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` if it is missing.
-
-    The encoder raises `InvalidRequestError` for half a surrogate pair.
-    """
+    """An encoder from the `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` if it is missing."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigurationError(f"there is no tokenizer.json in {str(folder)!r}")
     tokenizer = Tokenizer.from_file(str(file))
-
-    def encode(text: str) -> Sequence[int]:
-        if not is_text(text):
-            raise InvalidRequestError(f"the text{NOT_TEXT}")
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    return encode
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[EncodedCall]:
-    """The first `limit` calls of a trace. Raises `ConfigurationError` for a bad line, and what `chatml` raises."""
-    return list(map(chatml(encode), islice(read(path, Format.trace), limit)))
+    """The first `limit` calls of a trace.
 
-
-def chatml(encode: Encode) -> Callable[[RecordedCall], EncodedCall]:
-    """A function that turns recorded calls into token arrays, for models with a ChatML template.
-
-    It encodes each distinct message once. The result equals the encoding of the whole prompt, because the tokenizer
-    splits at its special tokens first. Raises `ConfigurationError` if `<|im_start|>` or `<|im_end|>` is not a single
-    token, and for messages that are not text.
+    Each distinct message is encoded once. The result equals the encoding of the whole prompt, because the tokenizer
+    splits at its special tokens first. Raises `ConfigurationError` for a bad line, and if `<|im_start|>` or
+    `<|im_end|>` is not a single token.
     """
     for mark in (START, END):
         if len(encode(mark)) != 1:
@@ -69,31 +54,16 @@ def chatml(encode: Encode) -> Callable[[RecordedCall], EncodedCall]:
     def tokens(text: str) -> Tokens:
         return np.asarray(encode(text), dtype=np.int32)
 
-    generation = tokens(f"{START}assistant\n")
+    def encoded(call: RecordedCall) -> EncodedCall:
+        rendered = (f"{START}{message['role']}\n{_text(message, call)}{END}\n" for message in call.messages)
+        prompt = np.concatenate([tokens(text) for text in (*rendered, f"{START}assistant\n")])
+        return EncodedCall(call.labels.session or "", prompt, tokens(_text(call.answer, call) + END))
 
-    def call(recorded: RecordedCall) -> EncodedCall:
-        if recorded.prompt is not None:
-            prompt = tokens(recorded.prompt)
-        else:
-            rendered = (_rendered(message, recorded) for message in recorded.messages)
-            prompt = np.concatenate([*(tokens(text) for text in rendered), generation])
-        end = END if recorded.finished else ""
-        answer = tokens(_text(recorded.answer, recorded) + end)
-        if not len(answer):
-            raise BadLineError(recorded.place, "the answer holds no tokens")
-        return EncodedCall(recorded.labels.session or "", prompt, answer)
-
-    return call
+    return list(map(encoded, islice(read(path, Format.trace), limit)))
 
 
-def _rendered(message: Message, recorded: RecordedCall) -> str:
-    return f"{START}{message['role']}\n{_text(message, recorded)}{END}\n"
-
-
-def _text(message: Message, recorded: RecordedCall) -> str:
+def _text(message: Message, call: RecordedCall) -> str:
     content = message.get("content")
     if not isinstance(content, str):
-        raise BadLineError(
-            recorded.place, "a message is not text; replay with --model reads it by the model's template"
-        )
+        raise BadLineError(call.place, "a message is not text")
     return content

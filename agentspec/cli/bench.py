@@ -125,7 +125,7 @@ def tools(
     json: JsonFile = None,
 ) -> None:
     """Predict the tool calls of recorded sessions, and compute what early starts would save."""
-    from agentspec.benchmarks.agent_tools.computed import READ_ONLY, run_agent_tools
+    from agentspec.benchmarks.agent_tools.replay import READ_ONLY, run_agent_tools
 
     publish(partial(run_agent_tools, files, read_only=read_only or READ_ONLY, share=share), json)
 
@@ -176,8 +176,7 @@ def gateway(
     json: JsonFile = None,
 ) -> None:
     """Put load on a gateway before a scripted upstream: added latency, calls per second, processor time, overload."""
-    from agentspec.benchmarks.gateway.bench import QUICK, connections_of, run_gateway
-    from agentspec.benchmarks.gateway.measures import GatewayPlan
+    from agentspec.benchmarks.gateway.bench import QUICK, GatewayPlan, connections_of, run_gateway
 
     require_writable(json)
     plan = QUICK if quick else GatewayPlan()

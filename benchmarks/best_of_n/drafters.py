@@ -64,9 +64,6 @@ class NgramTable:
     def __init__(self) -> None:
         self._rows: dict[tuple[int, ...], tuple[int, dict[int, float]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def learn(self, context: Sequence[int], seen: dict[int, float]) -> None:
         """Record that the model gave `seen`, probabilities by token, after `context`."""
         for length in range(1, min(LONGEST, len(context)) + 1):

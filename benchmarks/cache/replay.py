@@ -1,9 +1,17 @@
-"""The cache benchmark: replays recorded calls at several budgets, compares the peer, and measures costs."""
+"""The cache benchmark: replays recorded calls at several budgets, compares the peer, and measures costs.
+
+The peer is the suffix decoding of vLLM, Snowflake's arctic-inference (Apache-2.0), where it is installed. It is not a
+dependency.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +19,59 @@ import numpy as np
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
 from agentspec.benchmarks.report import Figure, Progress, names_of
 from agentspec.benchmarks.traces import Encode, read_calls
-from agentspec.recordings.replay import Replay, replay_cache
+from agentspec.cache.tokens import Tokens
+from agentspec.recordings.replay import EncodedCall, Replay, replay, replay_cache
+from agentspec.types import Draft
+
+PEER = "arctic_inference.suffix_decoding"
+DEPTH = 64
+BEST_TREE = {"max_spec_factor": 64.0, "max_spec_offset": 0.0, "min_token_prob": 0.02, "use_tree_spec": True}
+"""The peer's tree mode that drafted best among the modes tried, with depth `DEPTH`."""
+
+
+def installed_version() -> str | None:
+    """The installed version of the peer; None if it cannot be imported."""
+    try:
+        import_module(PEER)
+        return version("arctic-inference")
+    except (ImportError, PackageNotFoundError):
+        return None
+
+
+def replay_peer(calls: Sequence[EncodedCall], budget: int) -> Replay:
+    """Replay `calls` with the installed peer's best tree mode."""
+    cache: Any = import_module(PEER).SuffixDecodingCache(max_tree_depth=DEPTH)
+    numbers = count()
+
+    @contextmanager
+    def open_request(call: EncodedCall) -> Iterator[PeerRequest]:
+        number = next(numbers)
+        cache.start_request(number, call.prompt.tolist())
+        yield PeerRequest(cache, number, call.prompt[-DEPTH:].tolist())
+        cache.stop_request(number)
+
+    return replay(calls, open_request, budget)
+
+
+@dataclass(slots=True)
+class PeerRequest:
+    cache: Any
+    number: int
+    context: list[int]
+
+    def draft(self, max_tokens: int) -> Draft:
+        found = self.cache.speculate(self.number, self.context, max_spec_tokens=max_tokens, **BEST_TREE)
+        tokens, parents = (np.asarray(given, dtype=np.int32) for given in (found.token_ids, found.parents))
+        zeros = np.zeros(len(tokens), np.int32)
+        return Draft(tokens, parents, np.asarray(found.probs, np.float32), zeros, zeros.astype(np.uint8))
+
+    def extend(self, tokens: Tokens) -> None:
+        new = tokens.tolist()
+        self.cache.add_active_response(self.number, new)
+        self.context = [*self.context, *new][-DEPTH:]
 
 
 def run_cache(
@@ -32,7 +88,7 @@ def run_cache(
     Raises `ConfigurationError`.
     """
     files = []
-    installed = peer.installed_version()
+    installed = installed_version()
     for path, name in zip(paths, names_of(paths), strict=True):
         name = name.removesuffix(".jsonl.gz")
         progress(f"{name}: encoding")
@@ -43,7 +99,7 @@ def run_cache(
             result.replays[budget] = replay_cache(recorded, budget)
         for budget in budgets if installed else ():
             progress(f"{name}: the peer at budget {budget}")
-            result.peer[budget] = peer.replay_peer(recorded, budget).tokens_per_step
+            result.peer[budget] = replay_peer(recorded, budget).tokens_per_step
         files.append(result)
     source = (
         f"arctic-inference {installed}, best tree, run here"

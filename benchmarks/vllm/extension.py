@@ -14,7 +14,7 @@ import torch
 from vllm import ModelRegistry  # pyright: ignore[reportAttributeAccessIssue]
 
 from agentspec.benchmarks.vllm import SCRIPTED
-from agentspec.benchmarks.vllm.learning import learn_call
+from agentspec.benchmarks.vllm.worker import learn_call
 
 NEIGHBOURS = 32  # each token is likely to be followed by the next of so many
 

@@ -14,7 +14,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from agentspec.backends.engine_plugin.request_state import RequestInfo
+from agentspec.benchmarks.vllm import SCRIPTED
+from agentspec.types import Labels
+
 EXTENSION = f"{__package__}.extension.BenchmarkExtension"
+
+FLUSH_SECONDS = 60.0
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -23,14 +31,13 @@ class EngineWorker:
     """The engine, and what it answers to commands."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
+        from vllm import LLM, ModelRegistry  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
         device = options.pop("device")
         if current_platform.device_type != device:
             raise RuntimeError(f"this vLLM runs on {current_platform.device_type}, not on {device}")
-        import agentspec.benchmarks.vllm.extension  # noqa: F401  # makes the scripted model known here too
-
+        ModelRegistry.register_model(SCRIPTED, f"{__package__}.model:{SCRIPTED}")  # the extension does so elsewhere
         self._llm = LLM(**options, worker_extension_cls=EXTENSION)
         self.call("bench_count")
 
@@ -74,6 +81,20 @@ def own_output() -> Reply:
         answers.flush()
 
     return reply
+
+
+def learn_call(ours: Any, call: dict[str, Any]) -> int:
+    """Let a `ServerDrafter` or a `PassageRetriever` learn one call, as if a request had made it."""
+    prompt, answer = (np.array(call[part], dtype=np.int32) for part in ("prompt", "response"))
+    request = ours.begin(prompt, RequestInfo(Labels(call["session"]), max_tokens=len(answer)))
+    if hasattr(ours, "record"):
+        ours.record(request, answer)
+    else:
+        ours.advance([(request, answer)])
+    ours.end(request)
+    if not ours.flush(FLUSH_SECONDS):
+        raise RuntimeError(f"the cache did not take a call in within {FLUSH_SECONDS:g} s")
+    return 1
 
 
 def main() -> None:

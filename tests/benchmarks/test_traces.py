@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.benchmarks.traces import END, START, load_encoder, read_calls
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.errors import ConfigurationError
 
 MARKS = {START: 1, END: 2}
 
@@ -86,12 +86,3 @@ def test_the_default_model_encodes_message_by_message(default_model, tmp_path: P
     assert first.prompt.tolist() == encode(rendered)
     rendered += "  def f():\n<|im_end|>\n<|im_start|>user\n\t<|im_end<|im_end|>\n<|im_start|>assistant\n"
     assert second.prompt.tolist() == encode(rendered)
-
-
-def test_half_a_surrogate_pair_is_refused_by_name(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
-    encoded = load_encoder(tmp_path)
-    assert list(encoded("a")) == [0]
-    with pytest.raises(InvalidRequestError, match="half a surrogate pair"):
-        encoded("a\ud83d")

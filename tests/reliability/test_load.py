@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.benchmarks.gateway import measures
-from agentspec.benchmarks.gateway.measures import GatewayPlan
+from agentspec.benchmarks.gateway import bench as measures
+from agentspec.benchmarks.gateway.bench import GatewayPlan
 from agentspec.benchmarks.gateway.processes import (
     Bench,
     BenchmarkFailedError,

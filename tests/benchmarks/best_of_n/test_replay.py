@@ -8,8 +8,8 @@ import numpy as np
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.drafters.base import make_draft
-from agentspec.benchmarks.best_of_n.record import AnswerRecorder
 from agentspec.benchmarks.best_of_n.replay import (
+    AnswerRecorder,
     Contender,
     SampledAnswer,
     SampledQuestion,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.benchmarks.cache import peer
-from agentspec.benchmarks.cache.replay import run_cache
+from agentspec.benchmarks.cache.replay import installed_version, run_cache
 from agentspec.benchmarks.traces import END, START
 
 IDS = {START: 1, END: 2}
@@ -45,7 +44,7 @@ def test_the_second_call_is_drafted_from_the_first(trace: Path) -> None:
     assert file.replays[32].tokens_per_step > file.replays[8].tokens_per_step > 1.5
 
 
-@pytest.mark.skipif(peer.installed_version() is not None, reason="the peer is run instead")
+@pytest.mark.skipif(installed_version() is not None, reason="the peer is run instead")
 def test_without_the_peer_nothing_is_compared(trace: Path) -> None:
     report = run_cache([trace], encode, calls=5, budgets=(4, 8), progress=quiet)
     (file,) = report.files

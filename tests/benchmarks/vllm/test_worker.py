@@ -10,7 +10,7 @@ import pytest
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
-from agentspec.benchmarks.vllm.learning import learn_call
+from agentspec.benchmarks.vllm.worker import learn_call
 from agentspec.cache import SuffixCache
 
 CALL = {"session": "s", "prompt": list(range(40)), "response": list(range(100, 140))}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.benchmarks.agent_tools.computed import AgentToolsReport, run_agent_tools
-from agentspec.benchmarks.agent_tools.replay import ReplayedTurn, session_times
+from agentspec.benchmarks.agent_tools.replay import AgentToolsReport, ReplayedTurn, run_agent_tools, session_times
 from agentspec.tools.history import ToolCall
 from agentspec.tools.model import CallForecast, CallPrediction
 
