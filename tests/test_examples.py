@@ -60,7 +60,7 @@ def test_proxy_client(repository: Path, gateway: str) -> None:
     printed = run(repository, "proxy_client.py", OPENAI_BASE_URL=gateway)
     assert "hello from the gateway" in printed
     (row,) = [line for line in printed.splitlines() if "greet" in line]
-    assert [cell.strip() for cell in row.split("│")][1:3] == ["example", "greet"]
+    assert row.split()[:2] == ["example", "greet"]
 
 
 @pytest.mark.slow
