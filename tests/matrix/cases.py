@@ -49,7 +49,7 @@ class Case:
     @property
     def own_key(self) -> bool:
         """Whether the upstream gets the operator's key."""
-        return self.keyed and self.backend in ("upstream", "pool")
+        return self.backend in ("upstream", "pool")
 
     @property
     def refused(self) -> bool:

@@ -168,7 +168,7 @@ def _start(stack: ExitStack, tiny_model: Path, corpus: Path, path: Path, keyed: 
             model="theirs",
             server_kind="vllm",
             probe=False,
-            api_key=ACCOUNT_KEY if keyed and name != "native" else None,
+            api_key=ACCOUNT_KEY if name != "native" else None,
         )
         for name, server in servers.items()
     }

@@ -68,7 +68,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         f"{PROXY}.forwarding:_error_body",
         "without_account(body) if response.own_key else body",
         "body",
-        {"backend": "upstream", "keyed": True, "ending": "error"},
+        {"api": "chat", "backend": "upstream", "ending": "error"},
     ),
     "length not passed on": (
         "agentspec.protocol.anthropic.requests:parse_messages",
@@ -160,11 +160,11 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         "self.text = [delta.text or ''.join(self.text)]",
         {"backend": "scripted", "content": "plain"},
     ),
-    "role's routes unchecked": (
-        f"{PROXY}.endpoint:GenerationEndpoint._parse",
-        "self.path not in (routes := backend.capabilities.routes)",
-        "None in (routes := backend.capabilities.routes)",
-        {"api": "completions", "backend": "strategy"},
+    "answer without its id": (
+        f"{PROXY}.request_record:RequestRecord._headers",
+        "yield (b'x-request-id', self.request_id.encode())",
+        "pass",
+        {"ending": "complete"},
     ),
 }
 
