@@ -30,6 +30,7 @@ SAMPLINGS = (
 Mutations = dict[str, tuple[str, str, str]]
 MUTATIONS: Mutations = {
     "siblings see each other": ("tree_layout", "sees[row] = sees[above]", "pass"),
+    "positions are columns": ("tree_layout", "depths[row] = depths[above] + 1", "depths[row] = row"),
     "window one wider": ("attention_mask", "<= positions[:, None] - window", "< positions[:, None] - window"),
     "window between columns": (
         "attention_mask",
@@ -38,14 +39,17 @@ MUTATIONS: Mutations = {
     ),
     "no compaction": ("SequenceCache.commit", "self._gather(", "("),
     "rejected rows kept": ("SequenceCache.commit", "start + len(path)", "start + len(path) + 1"),
+    "accepted rows forgotten": ("SequenceCache.commit", "start + len(path)", "start"),
     "noise by call, not by position": ("Sampler.observe", "self._position += 1", "pass"),
     "history not kept": ("Sampler.observe", "self._counts[token] += 1", "pass"),
+    "noise by path alone": ("Sampler._draw", "self._position + len(path)) for", "len(path)) for"),
     "seed ignored": ("Sampler._draw", "position_key(self.seed, self._choice,", "position_key(0, self._choice,"),
     "child of any parent": (
         "accept_path",
         "drafted.get(token)",
         "next((n for one in children.values() for t, n in one.items() if t == token), None)",
     ),
+    "first child always": ("accept_path", "drafted.get(token)", "next(iter(drafted.values()), None)"),
     "goes on past the end": ("accept_path", "if emit(token, row) or", "if (emit(token, row) and False) or"),
     "row of the parent": ("accept_path", "token = choose(row)", "token = choose(max(node, 0))"),
     "illegal ids pass": ("usable", "0 <= token < vocab_size", "True"),
@@ -56,17 +60,40 @@ BATCH_MUTATIONS: Mutations = {
         "past + layout.depths",
         "pasts[0] + layout.depths",
     ),
+    "one sequence's window for all": (
+        "_view",
+        "firsts = [first_visible(past, window) for past in pasts]",
+        "firsts = [first_visible(min(pasts), window) for past in pasts]",
+    ),
+    "a window's last row is cut off": ("first_visible", "past - window + 1", "past - window + 2"),
+    "two tokens without a mask": ("_view", "len(layout) == 1", "len(layout) <= 2"),
+    "logits of the row before": (
+        "logit_rows",
+        "np.arange(end - item.outputs, end)",
+        "np.arange(end - item.outputs, end) - 1",
+    ),
     "all rows in the first sequence": (
         "PackedCache.update",
         "all_keys, all_values = cache.update(",
         "all_keys, all_values = self._caches[0].update(",
     ),
+    "one sequence's values for all": (
+        "Ragged.attend",
+        "zip(queries, self.keys, self.values,",
+        "zip(queries, self.keys, [self.values[0]] * len(self.keys),",
+    ),
+    "queries out of order": ("Ragged.attend", "torch.cat(parts, dim=1)", "torch.cat(parts[::-1], dim=1)"),
     "rows lost in growing": ("_room", "room[:, :, :length] = rows[:, :, :length]", "pass"),
     "a prompt's chunk draws": ("plan_step", "draws=tokens == uncomputed", "draws=True"),
     "logits of another sequence": (
         "run_forward",
         "zip(scheduled, target.forward_batch(items), strict=True)",
         "zip(scheduled, target.forward_batch(items)[::-1], strict=True)",
+    ),
+    "rows of a chunk kept twice": (
+        "Sequence.commit_chunk",
+        "self.kv_cache.commit(count, ())",
+        "self.kv_cache.commit(count + 1, ())",
     ),
 }
 # The same for what a request's rules bar.
@@ -111,7 +138,13 @@ AHEAD_MUTATIONS: Mutations = {
         "places = [row * size + token for row, path in enumerate(paths) for token in path]",
         "places = []",
     ),
+    "ancestors counted in another row": (
+        "Sampler._counts_along",
+        "row * size + token",
+        "(len(paths) - 1 - row) * size + token",
+    ),
     "paths end at the parent": ("ancestor_tokens", "(*paths[parent + 1], token)", "paths[parent + 1]"),
+    "paths from the node before": ("ancestor_tokens", "paths[parent + 1]", "paths[-1]"),
     "tokens of another answer": ("fetch", "list(islice(tokens, len(pending)))", "list(tokens)"),
 }
 
@@ -202,6 +235,12 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
         assert len(lab.run(PROMPT, eager, scripts(want, tree_of)[0], max_tokens=20).tokens) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in ALL.items() for name in table])
+def test_every_mutation_finds_its_place(mutate: Any, kind: str, name: str) -> None:
+    mutate(*ALL[kind][name])
 
 
 @pytest.fixture(scope="module")

@@ -145,3 +145,12 @@ def test_a_server_that_is_away_is_no_damage(server: object, postgres: str) -> No
         server.start()  # type: ignore[attr-defined]
     assert store.damaged == 0
     store.close()
+
+
+def test_many_bad_rows(location: str | Path) -> None:
+    fill(location, 700)
+    execute(location, "UPDATE sequences SET token_count = token_count + 1000000 WHERE id % 2 = 0 OR id < 100")
+    store = opened(location)
+    assert [one.sequence for one in store.records()] == [n for n in range(100, 700) if n % 2 == 0]
+    assert store.damaged == 700 - 300
+    store.close()

@@ -5,6 +5,8 @@ import logging
 import os
 import sqlite3
 import stat
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -28,6 +30,7 @@ from agentspec.errors import (
     CacheFormatError,
     CacheLockedError,
     CacheUnavailableError,
+    CacheVersionError,
     ConfigurationError,
 )
 from agentspec.types import Namespace
@@ -332,3 +335,37 @@ def test_a_database_that_fails_while_the_cache_starts_is_unavailable(
         SuffixCache.open(location, mode="writer")
     with SuffixCache.open(location) as cache:
         assert cache.stats().store_error == "away" and "in memory only" in caplog.text
+
+
+WORKER = """
+import sys
+from agentspec.cache import SuffixCache
+cache = SuffixCache.open(sys.argv[1])
+for turn in range(100000):
+    with cache.request([1, 2]) as request:
+        request.extend([turn, turn + 1, turn + 2])
+    if turn % 7 == 6:
+        cache.flush()
+        print(turn, flush=True)
+"""
+
+
+@pytest.mark.parametrize("reports", [pytest.param(1, marks=pytest.mark.slow), 20])
+def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKER, str(location)], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        durable = [int(worker.stdout.readline()) for _ in range(reports)][-1]
+        worker.kill()
+    store = opened(location)
+    stored = [r.tokens.tolist() for r in store.records()]
+    store.close()
+    assert len(stored) > durable
+    assert stored == [[turn, turn + 1, turn + 2] for turn in range(len(stored))]
+
+
+def test_a_database_of_another_version_is_refused_and_the_lock_released(tmp_path: Path) -> None:
+    SuffixCache.open(tmp_path).close()
+    execute(tmp_path, "UPDATE agentspec_meta SET value = '4'")
+    for _ in range(2):
+        with pytest.raises(CacheVersionError, match=r"of version 4.*move the database away"):
+            SuffixCache.open(tmp_path, mode="writer")

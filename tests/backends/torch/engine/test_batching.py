@@ -198,3 +198,8 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model:
     assert not TargetModel(module).batched
     module.config.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
     assert not TargetModel(module).batched
+
+
+def test_the_real_governor_changes_no_answer_in_a_batch(family: Any, ask_of: Any, tree_of: Any) -> None:
+    asks, wants = asks_of(family, ask_of, tree_of, 6, request={"latency_target_ms_per_token": 0.01})
+    require_all(family, asks, family.run_batch(asks, governor=Governor()), wants)

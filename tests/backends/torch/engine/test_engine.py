@@ -283,3 +283,9 @@ def test_two_engines_compute_in_one_thread_and_take_turns(lab: Any, engine_of: A
     assert len(names) == 1
     engines[0].close()
     assert Client(engines[1], max_tokens=40).submit().result()[0] == want
+
+
+def test_an_answer_not_to_be_stored_leaves_no_rows(engine_of: Any) -> None:
+    engine = engine_of()
+    Client(engine, store=False).submit().result()
+    assert len(engine.scheduler.prefix_cache) == 0
