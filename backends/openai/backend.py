@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.backends.base import EMBEDDINGS, Capabilities
-from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Room, Transport, UpstreamResponse
+from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Room, UpstreamResponse
 from agentspec.backends.http.response import decode_json, status_error
 from agentspec.backends.openai.fields import (
     GOAL,
@@ -23,7 +23,6 @@ from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.upstream import Upstream
-from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
 from agentspec.protocol.deltas import CallNumbers, merged, to_delta
 from agentspec.protocol.headers import label_headers, policy_of, switched_off
@@ -41,18 +40,9 @@ class OpenAIBackend(Upstream):
     safe to use from several event loops.
     """
 
-    def __init__(
-        self,
-        settings: OpenAISettings,
-        *,
-        name: str | None = None,
-        transport: Transport | None = None,
-        address: str | None = None,
-    ) -> None:
-        super().__init__(settings, name=name, transport=transport, address=address)
-        self._most_tokens: int | None = None
-        self._capabilities = Capabilities(logprobs=True, continue_final=True)
-        self._tokenization: ServerTokenization | None = None
+    _most_tokens: int | None = None
+    _capabilities = Capabilities(logprobs=True, continue_final=True)
+    _tokenization: ServerTokenization | None = None
 
     def __repr__(self) -> str:
         return f"OpenAIBackend({self._endpoint!r})"

@@ -37,6 +37,7 @@ from agentspec.backends.torch.text.structured_output import (
     StructuredOutputBuilder,
 )
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Reach, Scope
 from agentspec.errors import (
     ContextLengthError,
@@ -49,7 +50,6 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, LossyAccepta
 
 if TYPE_CHECKING:
     from agentspec.backends.torch.engine.prefill import NextTurns
-    from agentspec.cache import SuffixCache
 
 T = TypeVar("T")
 DEFAULT_MAX_TOKENS = 1024  # of an answer whose request names none
@@ -61,9 +61,9 @@ ENDING_TOKENS = 64  # of a prompt, in which a template may open the thinking
 class TorchBackend(ModelTokens):
     """Generates with a Hugging Face model in this process and drafts from the token cache `cache`.
 
-    The caller owns the cache: `aclose` does not close it. Without a cache, drafts come from a request's
-    `prediction` and from the draft model `small`, if there is one. Without
-    `keeps_prefixes` each prompt is computed whole, whatever was computed before.
+    The caller owns the cache: `aclose` does not close it. Without one, an answer is drafted from its own text alone;
+    and always from its `prediction` and by the draft model `small`, if there are any. Without `keeps_prefixes` each
+    prompt is computed whole, whatever was computed before.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class TorchBackend(ModelTokens):
         self.tokenizer: Any = loaded.tokenizer
         self._loaded = loaded
         self._namespace = loaded.namespace(DEFAULT_TENANT)
-        self._cache = cache
+        self._stores = cache is not None
+        self._cache = cache or SuffixCache.open()
         self._cache_health = CacheHealth()
         self._tokenizer = TokenizerAdapter(loaded.tokenizer)
         self._stop_ids = ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
@@ -95,7 +96,7 @@ class TorchBackend(ModelTokens):
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(context, settings, self._open_session, keeps_prefixes=keeps_prefixes)
-        self._end_listening = cache.on_forget(self._forget) if cache is not None else lambda: None
+        self._end_listening = self._cache.on_forget(self._forget)
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
         self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
         self._next_turns: NextTurns | None = None
@@ -261,6 +262,8 @@ class TorchBackend(ModelTokens):
         self._long_prompts.close()
         await asyncio.to_thread(self._engine.close)
         await asyncio.to_thread(self._structured_outputs.close)
+        if not self._stores:
+            self._cache.close()
 
     async def _prepared(
         self, request: GenerateRequest, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
@@ -346,6 +349,7 @@ class TorchBackend(ModelTokens):
         return self._cache_session(request, engine_request.prompt, late=is_async_device(self.target.device))
 
     def _cache_session(self, request: GenerateRequest, prompt: Sequence[int], *, late: bool) -> CacheSession:
+        request = request if self._stores else replace(request, store=False)
         wanted = request.store or (request.speculation and self.capabilities.speculation)
         namespace, cache = replace(self._namespace, tenant=request.tenant), self._cache if wanted else None
         decode, health = self._tokenizer.decode, self._cache_health

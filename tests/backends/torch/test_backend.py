@@ -264,3 +264,12 @@ async def test_what_a_pattern_refuses_is_answered_and_not_shared(backend_of: Any
             assert (await answer(backend, ask()))[1] == text
             await backend.aclose()  # the engine has let go of the request
             assert (cache.stats().sequences, cache.stats().refused) == (shared, 1 - shared)
+
+
+async def test_without_a_cache_an_answer_is_drafted_from_its_own_text_alone(backend_of: Any) -> None:
+    backend = backend_of()
+    sampling = SamplingParams(temperature=0, max_tokens=60, logit_bias={65: 100.0})  # it repeats itself
+    answers = [await answer(backend, ask(sampling, speculation=drafts)) for drafts in (False, True, True)]
+    assert answers[0][0] == answers[1][0] == answers[2][0]
+    accepted = backend.stats().accepted_by_source
+    assert {source for source, count in accepted.items() if count} == {"session"}
