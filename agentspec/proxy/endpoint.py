@@ -62,7 +62,7 @@ class Exchange(Arrival):
     fields: Mapping[str, Any]
 
     def release(self) -> None:
-        """Drop the body, which nobody needs any more: an answer can take minutes."""
+        """Drop the body, which is not needed any more: an answer can take minutes."""
         self.body, self.fields = b"", {}
 
     def tries(self, pool: Pool, blocks: Sequence[int]) -> Attempts:
@@ -74,7 +74,7 @@ class Exchange(Arrival):
         return Attempts(pool, call, until)
 
     def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
-        """Be answered by the server of `attempt`, for the pool that was `asked`; it is sent `body`, with `fields`."""
+        """Send `body`, which holds `fields`, to the server of `attempt`, one of the pool that `asked` leads to."""
         self.record.attempt, self.record.response_headers = attempt, {}
         self.body, self.fields = body, fields
         self.route = Route(attempt.group, attempt.backend, attempt.model or asked.upstream_model)
@@ -94,7 +94,7 @@ class GenerationEndpoint:
     budget: BodyBudget
     deadlines: Deadlines
     metering: Metering | None  # None without keys
-    several_tenants: bool = field(init=False)  # so that somebody else may have stored something at an upstream
+    several_tenants: bool = field(init=False)  # whose stored objects at a shared upstream must stay apart
 
     def __post_init__(self) -> None:
         self.several_tenants = len(self.settings.tenant_names) > 1

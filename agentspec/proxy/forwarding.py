@@ -331,12 +331,12 @@ async def _send_stream(
             async for piece in pieces:
                 if events := splitter.feed(piece):
                     inspector.read(events[splitter.whole_from :])
-                    events = _told(events, response, inspector)
+                    events = _redacted(events, response, inspector)
                     record.token_arrived(events.count(b"data:"))
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         rest = splitter.rest()
         inspector.read(rest + b"\n\n")
-        rest = _told(rest, response, inspector)
+        rest = _redacted(rest, response, inspector)
         if not inspector.finished:
             raise UpstreamError("the upstream ended the answer before it was finished")
     except AgentSpecError as error:
@@ -351,8 +351,8 @@ async def _send_stream(
     await send({"type": "http.response.body", "body": rest})
 
 
-def _told(events: bytes, response: UpstreamResponse, inspector: Inspector) -> bytes:
-    """`events` as the client may have them: an error tells the operator's account to nobody."""
+def _redacted(events: bytes, response: UpstreamResponse, inspector: Inspector) -> bytes:
+    """`events`; if they report an error under the operator's key, without the account's names."""
     return without_account(events) if inspector.error and response.own_key else events
 
 
