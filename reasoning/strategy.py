@@ -79,9 +79,14 @@ class Strategy(ABC, Generic[AnySettings]):
 
 def open_strategy(name: str, settings: StrategySettings, dependencies: Dependencies) -> Strategy[Any]:
     """Open the strategy of `[models.name]`. Raises as `Strategy.open` does."""
-    module, _, kind = settings.implementation.partition(":")
-    strategy: type[Strategy[Any]] = getattr(importlib.import_module(module), kind)
+    strategy: type[Strategy[Any]] = imported(settings.implementation)
     return strategy.open(name, settings, dependencies)
+
+
+def imported(path: str) -> Any:
+    """What `path` names, as `module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 async def prepare(strategy: Strategy[Any]) -> list[str]:

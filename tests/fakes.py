@@ -1,4 +1,4 @@
-"""An encoder without a model, and delegating strategies over backends that are open."""
+"""An encoder without a model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from collections.abc import Callable, Sequence
 import anyio
 import numpy as np
 from numpy.typing import NDArray
-
-from agentspec.backends.base import Backend
-from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.model_role import ModelRole
-from agentspec.reasoning.settings import DelegationSettings
 
 
 class FakeEncoder:
@@ -49,12 +44,3 @@ class FakeEncoder:
         seeds = [zlib.crc32(word.encode()) for word in words]
         total = sum(np.random.default_rng(seed).standard_normal(self.dimensions) for seed in seeds)
         return np.asarray(total / np.linalg.norm(total), np.float32)
-
-
-def delegating(
-    settings: DelegationSettings, *, base: Backend, small: Backend, judge: Backend | None = None
-) -> DelegationBackend:
-    """The names in `settings` are used as the models' names."""
-    roles = {"base": ModelRole("base", base, settings.base), "small": ModelRole("small", small, settings.small)}
-    roles["judge"] = ModelRole("judge", judge, "judge") if judge is not None else roles["base"]
-    return DelegationBackend("fast", settings, roles)

@@ -1,14 +1,27 @@
-"""A scripted model that reasons, as the models of strategies are asked to."""
+"""A scripted model that reasons, as the models of strategies are asked to, and what a strategy makes of such models."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import anyio
+
+from agentspec.backends.base import Backend, Capabilities
+from agentspec.protocol.speculation import StepSpeculation
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.settings import DelegationSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef
 from agentspec.testing import FakeBackend, Script
-from agentspec.types import GenerateRequest
+from agentspec.types import Delta, GenerateRequest, SamplingParams
+
+IDS = Capabilities(token_ids=True, logprobs=True)
+MESSAGES = Capabilities(continue_final=True, logprobs=True)
+ASK = GenerateRequest(
+    "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
+)
 
 _QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)
 _NUMBERED = re.compile(r"<start_s[12]>\n(.*?)\n<end_s[12]>", re.DOTALL)
@@ -75,3 +88,73 @@ def _judged(prompt: str) -> str:
 
 def _is_question(prompt: str) -> bool:
     return prompt.endswith(("score is: ", "["))
+
+
+class Recorder:
+    """A folder of traces in memory: the records of the last answer."""
+
+    def write(self, trace: str, records: list[dict[str, Any]]) -> None:
+        self.records = records
+
+
+def delegating(
+    settings: DelegationSettings, *, base: Backend, small: Backend, judge: Backend | None = None
+) -> DelegationBackend:
+    """The strategy over backends that are open; the names in `settings` are used as the models' names."""
+    if judge is not None:
+        settings = settings.model_copy(update={"judge": "judge"})
+    models: dict[str, Any] = {settings.small: small, settings.base: base, "judge": judge}
+    traces: Any = Recorder()
+    found = Dependencies(lambda name: ModelRef(models[name], name), models.__getitem__, traces)
+    return DelegationBackend.open("fast", settings, found)
+
+
+@dataclass
+class Thought:
+    """What a strategy did for one request: the deltas of its answer, and its decisions as the trace has them."""
+
+    deltas: list[Delta]
+    records: list[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.extra.get("reasoning", "") for delta in self.deltas)
+
+    @property
+    def answer(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def figures(self) -> StepSpeculation:
+        figures = self.deltas[-1].speculation
+        assert isinstance(figures, StepSpeculation)
+        return figures
+
+    @property
+    def ended(self) -> str:
+        return self.figures.ended
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["event"] in kinds]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [record["step"] for record in self.events("accepted", "rewritten")]
+
+    @property
+    def kept(self) -> list[str]:
+        """The steps that stayed and have text: who wrote each, "s " or "b ", and its text."""
+        return [f"{step['author'][0]} {step['text']}" for step in self.steps if step["text"]]
+
+
+async def thought(backend: DelegationBackend, request: GenerateRequest = ASK) -> Thought:
+    deltas = [delta async for delta in backend.generate(request)]
+    traces: Any = backend.traces
+    return Thought(deltas, traces.records if request.store else [])
+
+
+def thinks(settings: DelegationSettings, request: GenerateRequest = ASK, **models: Any) -> Thought:
+    """What the strategy thinks with these models, on an event loop of its own; no call is left running."""
+    found = anyio.run(thought, delegating(settings, **models), request)
+    assert not any(getattr(model, "active", 0) for model in models.values())
+    return found

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from agentspec.backends.chat_templates import escape_markers
-from agentspec.reasoning.delegation.model_role import Context, StepLimits
-from agentspec.reasoning.delegation.steps import Proposed, Scored, Step
+from agentspec.reasoning.delegation.model_role import Context, StepLimits, message
+from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.reasoning.speculative_task import cancel_tasks, task_result
@@ -64,7 +64,7 @@ class DraftChain:
     _growing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> DraftChain:
-        self._kept_before = self.thinking.counts.all_kept
+        self._kept_before = self.thinking.kept.total()
         limits = self.thinking.limits("base")
         self.own.append(self._write(self.thinking.context("base").fork(), limits))
         self._growing = asyncio.create_task(self._grow())
@@ -122,7 +122,7 @@ class DraftChain:
     @property
     def _pending(self) -> int:
         """Drafted tokens that are not kept yet."""
-        return max(0, self._drafted_tokens - (self.thinking.counts.all_kept - self._kept_before))
+        return max(0, self._drafted_tokens - (self.thinking.kept.total() - self._kept_before))
 
     @property
     def _inside_paragraph(self) -> bool:
@@ -177,11 +177,12 @@ async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftCh
 
 async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
     """Whether the base model's own step means the same as `draft`; False if the judge fails."""
-    await thinking.emit(Proposed(draft))
+    thinking.propose(draft)
     began, same, reason = time.perf_counter(), False, "no judge"
     async with thinking.degrading("judge"):
         same, reason = await _same(thinking, settings, draft, own), ""
-    await thinking.emit(Scored(float(same), same, time.perf_counter() - began, reason))
+    seconds = time.perf_counter() - began
+    thinking.trace.add("scored", value=float(same), accepted=same, seconds=seconds, reason=reason)
     return same
 
 
@@ -202,10 +203,9 @@ async def aligned(thinking: Thinking, draft: Step, own: Step, settings: Lookahea
     The judge generates one token behind "[", which accepts if it holds "ali" and not "un".
     """
     question = QUESTION.format(draft=quoted(draft.text), own=quoted(own.text))
-    alone = thinking.request_for([{"role": "user", "content": question}])
-    spend = thinking.spend("judge")
-    judge = thinking.roles["judge"]
-    text = await judge.ask_alone(alone, PREFILL, settings.think_start, settings.call_timeout, spend)
+    alone, judge = thinking.request_for([message("user", question)]), thinking.roles["judge"]
+    context = await judge.open(alone, settings.think_start, PREFILL)
+    text = await judge.first_token(context, settings.call_timeout, thinking.spend("judge"))
     return "ali" in text.lower() and "un" not in text.lower()
 
 

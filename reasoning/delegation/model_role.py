@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from agentspec.backends.base import NONE, Backend, Tokenization, closing_items, tokenization_of
 from agentspec.backends.chat_templates import escape_markers
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
 from agentspec.text import REPLACEMENT
-from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
+from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 T = TypeVar("T")
 Spend = Callable[[int], None]
 OnText = Callable[[str], Awaitable[None]]
 ENCODED = 4  # texts: one is enough for a question, and one for the step
-_ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True)
 _CUT_BYTES = 3  # of a character of four
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
@@ -35,96 +33,53 @@ class Stopwatch:
 
     seconds: float = 0.0
 
-    async def limited(self, limit: float, work: Awaitable[T]) -> T:
+    async def timed(self, work: Awaitable[T], limit: float | None = None) -> T:
         """Await `work` and return its result. Raises `TimeoutError` once the watch has run `limit` seconds in all."""
         began = time.perf_counter()
         try:
-            async with asyncio.timeout(limit - self.seconds):
+            async with asyncio.timeout(None if limit is None else limit - self.seconds):
                 return await work
         finally:
             self.seconds += time.perf_counter() - began
 
-    async def timed(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield the items; the stopwatch runs while each item is awaited."""
-        async with aclosing(items):
-            while True:
-                began = time.perf_counter()
-                try:
-                    item = await anext(items)
-                except StopAsyncIteration:
-                    return
-                finally:
-                    self.seconds += time.perf_counter() - began
-                yield item
-
-
-@dataclass(frozen=True, slots=True)
-class TurnMarkup:
-    """The template's text around a question: `before` closes an open answer, `after` opens the question's answer."""
-
-    before: str
-    after: str
-
-    def wrap(self, question: str, prefill: str) -> str:
-        return f"{self.before}{question}{self.after}{prefill}"
-
-
-class Context(ABC):
-    """An answer that a model can continue. Only `fork` copies it; copies are cheap and independent."""
-
-    @property
-    def room(self) -> int | None:
-        """Tokens that still fit into the model's context; None if unknown."""
-        return None
-
-    @abstractmethod
-    async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        """Append `text`; `token_ids` are its ids in this model, if they are known."""
-
-    @abstractmethod
-    def fork(self) -> Self:
-        """A copy of this context that can be extended independently."""
-
-    @abstractmethod
-    def request(self, sampling: SamplingParams) -> GenerateRequest:
-        """The request that makes the model continue this context."""
-
-    @abstractmethod
-    async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
-        """The request that asks `question` about this context; the model's answer begins with `prefill`."""
-
 
 @dataclass(slots=True)
-class TokenContext(Context):
+class TokenContext:
     """A context of token ids. Text of other models is encoded piece by piece and appended: earlier ids never change.
 
-    Forks share the ids of the last texts, since a step is judged and kept, and a question is asked again.
+    `turn` is the template's text around a question: before it, and from it to the start of the answer. Forks share the
+    ids of the last texts, since a step is judged and accepted, and a question is asked again.
     """
 
     base: GenerateRequest
     tokenization: Tokenization
-    turn: TurnMarkup
+    turn: tuple[str, str]
     token_ids: list[int]
     length: int | None = None  # of the model's context
     _encoded: dict[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def room(self) -> int | None:
+        """Tokens that still fit into the model's context; None if unknown."""
         return None if self.length is None else self.length - len(self.token_ids)
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
+        """Append `text`; `token_ids` are its ids in this model, if they are known."""
         self.token_ids.extend(token_ids or (await self._encode(escape_markers(text)) if text else ()))
 
     def fork(self) -> TokenContext:
+        """A copy of this context that can be extended independently; copies are cheap."""
         return replace(self, token_ids=list(self.token_ids))
 
     def request(self, sampling: SamplingParams) -> GenerateRequest:
+        """The request that makes the model continue this context."""
         return replace(self.base, messages=None, token_ids=tuple(self.token_ids), sampling=sampling)
 
-    async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
-        asked = self.fork()
-        asked.token_ids.extend(await self._encode(self.turn.wrap(question, prefill)))
-        return asked.request(sampling)
+    async def asking(self, question: str, prefill: str) -> TokenContext:
+        """This context and `question`; the model's answer begins with `prefill`."""
+        asked, (before, after) = self.fork(), self.turn
+        asked.token_ids.extend(await self._encode(f"{before}{question}{after}{prefill}"))
+        return asked
 
     async def _encode(self, text: str) -> Sequence[int]:
         ids = self._encoded.pop(text, None) or await self.tokenization.tokenize(text)
@@ -135,11 +90,12 @@ class TokenContext(Context):
 
 
 @dataclass(slots=True)
-class MessageContext(Context):
-    """A conversation whose last message is the assistant's; the endpoint leaves it open and continues it."""
+class MessageContext:
+    """A `TokenContext` in messages, the last of which is the assistant's: the endpoint continues it."""
 
     base: GenerateRequest
     text: str
+    room: int | None = None
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
         self.text += escape_markers(text, self.text)
@@ -148,19 +104,15 @@ class MessageContext(Context):
         return replace(self)
 
     def request(self, sampling: SamplingParams) -> GenerateRequest:
-        return self._continued([_assistant(self.text)], sampling)
-
-    async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
-        asked = {"role": "user", "content": question}
-        return self._continued([_assistant(self.text), asked, _assistant(prefill)], sampling)
-
-    def _continued(self, added: list[Message], sampling: SamplingParams) -> GenerateRequest:
-        messages = [*(self.base.messages or ()), *added]
+        messages = [*(self.base.messages or ()), message("assistant", self.text)]
         return replace(self.base, messages=messages, sampling=sampling, continue_final=True)
 
+    async def asking(self, question: str, prefill: str) -> MessageContext:
+        asked = [*(self.base.messages or ()), message("assistant", self.text), message("user", question)]
+        return MessageContext(replace(self.base, messages=asked), prefill)
 
-def _assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+
+Context = TokenContext | MessageContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +152,7 @@ class ModelRole:
     backend: Backend
     model: str
     keeps_thinking: bool | None = None
-    _turn: TurnMarkup | None = field(default=None, init=False)
+    _turn: tuple[str, str] | None = field(default=None, init=False)
     _names_stops: bool = field(default=False, init=False)
 
     @property
@@ -231,34 +183,35 @@ class ModelRole:
         except InvalidRequestError as error:
             raise ConfigurationError(f"the {self.role} model {self.model!r}: {error}; {advice}") from None
 
-    async def open(self, request: GenerateRequest, think_start: str) -> Context:
-        """A context with `request`'s messages and the start of the thinking. Raises what the backend raises."""
+    async def open(self, request: GenerateRequest, think_start: str, prefill: str | None = None) -> Context:
+        """A context with `request`'s messages and the start of the thinking, or `prefill` instead.
+
+        Raises what the backend raises.
+        """
         base = replace(request, model=self.model)
-        if self.continues_messages:
-            return MessageContext(base, think_start)
-        prompt = await self._render(request.messages or (), *_shown(request))
-        base = _bare(base)
-        if think_start.strip() and not prompt.rstrip().endswith(think_start.strip()):
+        if (tokenization := self.tokenization) is None:
+            return MessageContext(base, think_start if prefill is None else prefill)
+        prompt = await tokenization.render(request.messages or (), *_shown(request))
+        if prefill is not None:
+            prompt = _unopened(prompt, think_start) + prefill
+        elif think_start.strip() and not prompt.rstrip().endswith(think_start.strip()):
             prompt += think_start
-        return await self._rendered(base, await self.turn_markup(think_start), prompt)
+        turn, ids = await self.turn_markup(think_start), await tokenization.tokenize(prompt)
+        return TokenContext(_bare(base), tokenization, turn, ids, self.backend.capabilities.context_length)
 
-    async def _rendered(self, base: GenerateRequest, turn: TurnMarkup, prompt: str) -> TokenContext:
-        assert self.tokenization is not None
-        ids = await self.tokenization.tokenize(prompt)
-        return TokenContext(base, self.tokenization, turn, ids, self.backend.capabilities.context_length)
-
-    async def turn_markup(self, think_start: str) -> TurnMarkup:
+    async def turn_markup(self, think_start: str) -> tuple[str, str]:
         """The text between an open answer, a question and the next answer, found by rendering the template."""
         if self._turn is None:
-            shown = [_message("user", _ASKED), _message("assistant", _THOUGHT), _message("user", _ASKED)]
-            _, found, rest = (await self._render(shown)).rpartition(_THOUGHT)
+            assert self.tokenization is not None
+            shown = [message("user", _ASKED), message("assistant", _THOUGHT), message("user", _ASKED)]
+            _, found, rest = (await self.tokenization.render(shown)).rpartition(_THOUGHT)
             before, asked, after = rest.rpartition(_ASKED)
             if not (found and asked):
                 raise ConfigurationError(
                     f"the chat template of the {self.role} model {self.model!r} changes the messages it is given:"
                     f" name another model as {self.role}, or give that one another template"
                 )
-            self._turn = TurnMarkup(before, _unopened(after, think_start))
+            self._turn = before, _unopened(after, think_start)
         return self._turn
 
     async def write(
@@ -287,9 +240,9 @@ class ModelRole:
                 if reader.ended:
                     break
         if last.usage is not None and not ids:
-            told = max(last.usage.completion_tokens, min(counted, 1))  # text that costs nothing would use up no budget
-            spend(told - counted)
-            counted = told
+            reported = max(last.usage.completion_tokens, min(counted, 1))  # text without a cost would use up no budget
+            spend(reported - counted)
+            counted = reported
         cut = last.finish_reason == "length" and await self._drop_cut(held, ids, reader)
         end = "" if cut else reader.feed(held)
         if (end := end + await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
@@ -300,27 +253,11 @@ class ModelRole:
         prompt = 0 if last.usage is None else last.usage.prompt_tokens
         return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else (), prompt)
 
-    async def ask(self, context: Context, question: str, prefill: str, seconds: float, spend: Spend) -> str:
-        """The first token of the answer to `question`, as the log-probabilities name it; without them the text."""
-        return await self._first_token(await context.ask(question, prefill, _ONE_TOKEN), seconds, spend)
-
-    async def ask_alone(
-        self, request: GenerateRequest, prefill: str, think_start: str, seconds: float, spend: Spend
-    ) -> str:
-        """`ask` in a conversation of its own: the messages of `request`, whose answer begins with `prefill`."""
-        base = replace(request, model=self.model)
-        context: Context
-        if self.continues_messages:
-            context = MessageContext(base, prefill)
-        else:
-            prompt = _unopened(await self._render(base.messages or ()), think_start)
-            context = await self._rendered(_bare(base), TurnMarkup("", ""), prompt + prefill)
-        return await self._first_token(context.request(_ONE_TOKEN), seconds, spend)
-
-    async def _first_token(self, request: GenerateRequest, seconds: float, spend: Spend) -> str:
+    async def first_token(self, context: Context, seconds: float, spend: Spend) -> str:
+        """The first token after `context`, as the log-probabilities name it; without them the text."""
         text, first = "", None
-        if not self.backend.capabilities.logprobs:  # an endpoint may refuse what it cannot tell
-            request = replace(request, sampling=replace(request.sampling, logprobs=False))
+        logprobs = self.backend.capabilities.logprobs  # some endpoints refuse to return them
+        request = context.request(SamplingParams(temperature=0.0, max_tokens=1, logprobs=logprobs))
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
                 text += _text_of(delta)
@@ -336,7 +273,7 @@ class ModelRole:
         async with closing_items(answer):
             while True:
                 try:
-                    delta = await watch.limited(seconds, anext(answer))
+                    delta = await watch.timed(anext(answer), seconds)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
@@ -374,15 +311,6 @@ class ModelRole:
                 # After the end of the answer the next step will be blank.
                 end = reader.feed(BOUNDARY)
         return end + reader.finish()
-
-    async def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_arguments: Mapping[str, Any] = NONE,
-    ) -> str:
-        assert self.tokenization is not None
-        return await self.tokenization.render(messages, tools, template_arguments)
 
 
 def is_model_failure(error: Exception) -> bool:
@@ -433,5 +361,5 @@ def _unopened(prompt: str, think_start: str) -> str:
     return prompt.removesuffix(think_start).removesuffix(think_start.rstrip())
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
-from agentspec.reasoning.delegation.steps import Proposed, Scored, Step
+from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking, base_only
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.reasoning.speculative_task import SpeculativeTask
@@ -36,7 +35,7 @@ async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
             draft = await propose(thinking, drafting) if may_draft(thinking) else None
             step = None if draft is None else draft.without(settings.think_end)
             if draft is not None and step is not None:
-                await thinking.emit(Proposed(step))
+                thinking.propose(step)
                 if not is_final(thinking, step):
                     drafting.start(draft_behind(thinking, step))
                 if await accepts(thinking, step if step.blank else draft, settings):
@@ -57,36 +56,27 @@ async def propose(thinking: Thinking, drafting: SpeculativeTask[Step]) -> Step |
 
 
 async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> bool:
-    """Whether the judge's score of `step` reaches the threshold."""
-    verdict = Score(0.0, reason="no judge")
-    async with thinking.degrading("judge"):
-        verdict = await score(thinking, step, settings)
-    accepted = thinking.has("judge") and verdict.value >= settings.threshold
-    await thinking.emit(Scored(verdict.value, accepted, verdict.seconds, verdict.reason))
+    """Whether the judge's score of `step`, from 0 to 9, reaches the threshold. A blank step gets 0 unjudged."""
+    began, score, reason = time.perf_counter(), 0.0, "blank" if step.blank else "no judge"
+    if not step.blank:
+        async with thinking.degrading("judge"):
+            text = await judged(thinking, step, settings)
+            reason = "" if text.isdecimal() else f"no digit: {text[:20]!r}"
+            score = 0.0 if reason else float(text)  # a number that is the whole token, as published (" 7" is none)
+    accepted = thinking.has("judge") and score >= settings.threshold
+    seconds = time.perf_counter() - began
+    thinking.trace.add("scored", value=score, accepted=accepted, seconds=seconds, reason=reason)
     return accepted
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A score from 0 to 9. `reason` says why a step got 0 unjudged, or why the judge's answer counts as 0."""
-
-    value: float
-    seconds: float = 0.0
-    reason: str = ""
-
-
-async def score(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> Score:
-    """Ask the judge to score `step` as the next step of the thinking. Raises what the judge's backend raises."""
-    if step.blank:
-        return Score(0.0, reason="blank")
-    began, role = time.perf_counter(), "judge"
-    judge, context = thinking.roles[role], thinking.context(role).fork()
+async def judged(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> str:
+    """The judge's word on `step` as the next step of the thinking. Raises what the judge's backend raises."""
+    judge, context = thinking.roles["judge"], thinking.context("judge").fork()
     await context.extend(step.text, step.token_ids if judge is thinking.roles[step.author] else ())
     prefill = settings.think_start.strip() + PREFILL  # the published answer opens a thinking, too
-    text = await judge.ask(context, QUESTION, prefill, settings.call_timeout, thinking.spend(role))
-    reason = "" if text.isdecimal() else f"no digit: {text[:20]!r}"
-    value = 0.0 if reason else float(text)  # a number that is the whole token, as published (" 7" is none)
-    return Score(value, time.perf_counter() - began, reason)
+    return await judge.first_token(
+        await context.asking(QUESTION, prefill), settings.call_timeout, thinking.spend("judge")
+    )
 
 
 def may_draft(thinking: Thinking) -> bool:

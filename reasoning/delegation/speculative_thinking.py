@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentspec.reasoning.delegation.steps import Proposed, Step, Triggered
+from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 
@@ -59,7 +59,7 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
     """
     overload = Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
-        await thinking.emit(Triggered("begin"))
+        thinking.trace.add("triggered", rule="begin", detail="")
         await hand_over(thinking, settings.begin_tokens)
     while thinking.over is None:
         if not (thinking.has("small") and thinking.room("small")):
@@ -75,7 +75,7 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
 async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload) -> None:
     """Check the triggers at a blank line."""
     if overload.due:
-        await thinking.emit(Triggered("overload", f"{overload.doubts} doubts"))
+        thinking.trace.add("triggered", rule="overload", detail=f"{overload.doubts} doubts")
         await thinking.keep(Step(RECAP, "base", "length"))
         await hand_over(thinking, overload.take())
         return
@@ -85,7 +85,7 @@ async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, 
         peek = await thinking.draft(thinking.context("small"), limits)
     if peek is None:
         return
-    await thinking.emit(Proposed(peek))
+    thinking.propose(peek)
     if peek.blank and peek.ending == "stop" and not thinking.roles["small"].tells_ends:
         await thinking.keep(peek)  # what was taken for a blank line was the small model's end
         return
@@ -95,12 +95,12 @@ async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, 
 
 async def reflect(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload, peek: Step) -> None:
     """Let the base model write its words in place of `peek`, and more of them where these verify something."""
-    await thinking.emit(Triggered("reflection", MOODS[mood(peek.text)]))
+    thinking.trace.add("triggered", rule="reflection", detail=MOODS[mood(peek.text)])
     await thinking.write("base", thinking.limits("base", settings.peek_tokens, across=True), rejected=peek)
     kept = thinking.steps[-1].text
     overload.doubts += mood(kept) < 0
     if thinking.over is None and _count(VERIFYING, kept):
-        await thinking.emit(Triggered("verification"))
+        thinking.trace.add("triggered", rule="verification", detail="")
         await hand_over(thinking, settings.verify_tokens)
 
 

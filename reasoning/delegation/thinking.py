@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from agentspec.errors import AgentSpecError
 from agentspec.protocol.requests import FORM_FIELDS
-from agentspec.reasoning.delegation.model_role import Context, ModelRole, Spend, StepLimits, is_model_failure
-from agentspec.reasoning.delegation.steps import (
-    BOUNDARY,
-    Accepted,
-    Author,
-    Event,
-    Failed,
-    Rewritten,
-    Step,
-    ThinkingText,
+from agentspec.reasoning.delegation.model_role import (
+    Context,
+    ModelRole,
+    Spend,
+    StepLimits,
+    Stopwatch,
+    is_model_failure,
 )
+from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
+from agentspec.reasoning.delegation.trace import Trace
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.text import partial_end
@@ -31,23 +31,43 @@ TEMPERATURE, TOP_P = 0.6, 0.95  # of the thinking, as published
 _DEFAULTS = SamplingParams()
 
 
-class EventSink:
-    """Takes a coroutine's events. `emit` returns once the reader asks for the next event, at the reader's pace."""
+class Thinking:
+    """The state that a strategy reads and changes. `over` says why the thinking has ended; None while it goes on.
 
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+    `proposed` lists the small model's steps, with those that were dropped; `kept` counts the tokens that stayed by
+    author, `spent` all generated tokens by role. If the small model or the judge fails, `failed` holds the reason, and
+    the base model continues alone. An error of the base model ends the answer. Decisions are recorded in `trace`.
+    """
 
-    async def emit(self, event: Event) -> None:
-        self._events.put_nowait(event)
-        await self._events.join()
+    def __init__(
+        self, request: GenerateRequest, settings: DelegationSettings, roles: dict[str, ModelRole], trace: Trace
+    ) -> None:
+        self.request = request
+        self.settings = settings
+        self.roles = roles
+        self.trace = trace
+        self.steps: list[Step] = []
+        self.proposed: list[Step] = []
+        self.kept = Counter(small=0, base=0)
+        self.spent: Counter[str] = Counter()
+        self.failed: dict[str, str] = {}
+        self.over: str | None = None
+        self.watch = Stopwatch()
+        self.step_limits = StepLimits(_sampling(request), settings.think_end, settings.call_timeout)
+        self._ignored = ""
+        self._contexts: dict[str, Context] = {}
+        self._texts: asyncio.Queue[str | None] = asyncio.Queue()
 
-    async def stream(self, run: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[Event]:
-        """Call `run` and yield the events it emits. Closing the iterator cancels `run`. Raises what `run` raises."""
+    async def texts(self, run: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[str]:
+        """Call `run` and yield the text that it emits; `watch` measures its time.
+
+        Closing the iterator cancels `run`. Raises what `run` raises.
+        """
         task = asyncio.create_task(self._run(run))
         try:
-            while (event := await self._events.get()) is not None:
-                yield event
-                self._events.task_done()
+            while (text := await self.watch.timed(self._texts.get())) is not None:
+                yield text
+                self._texts.task_done()
             await task
         finally:
             await cancel_tasks(task)
@@ -56,54 +76,17 @@ class EventSink:
         try:
             await run()
         finally:
-            self._events.put_nowait(None)
+            self._texts.put_nowait(None)
 
-
-@dataclass(slots=True)
-class Counts:
-    """Tokens of the thinking: `kept` tokens by author, and tokens `spent` by role, which include dropped tokens."""
-
-    kept: dict[str, int] = field(default_factory=lambda: {"small": 0, "base": 0})
-    spent: dict[str, int] = field(default_factory=dict)
-
-    def spend(self, role: str, tokens: int) -> None:
-        self.spent[role] = self.spent.get(role, 0) + tokens
-
-    @property
-    def all_kept(self) -> int:
-        return sum(self.kept.values())
-
-    @property
-    def all_spent(self) -> int:
-        return sum(self.spent.values())
-
-
-class Thinking:
-    """The state that a strategy reads and changes. `over` says why the thinking has ended; None while it goes on.
-
-    If the small model or the judge fails, `failed` holds the reason, and the base model continues alone. An error of
-    the base model ends the answer. Decisions are emitted as `events`.
-    """
-
-    def __init__(self, request: GenerateRequest, settings: DelegationSettings, roles: dict[str, ModelRole]) -> None:
-        self.request = request
-        self.settings = settings
-        self.roles = roles
-        self.events = EventSink()
-        self.steps: list[Step] = []
-        self.counts = Counts()
-        self.failed: dict[str, str] = {}
-        self.over: str | None = None
-        self.step_limits = StepLimits(_sampling(request), settings.think_end, settings.call_timeout)
-        self._ignored = ""
-        self._contexts: dict[str, Context] = {}
+    async def emit(self, text: str) -> None:
+        """Send final text to the client. Returns once the reader asks for more, so that thinking keeps its pace."""
+        if text:
+            self._texts.put_nowait(text)
+            await self._texts.join()
 
     def ignore_closing(self) -> None:
         """From now on the mark that closes the thinking ends no step, and is removed from what `write` keeps."""
         self.step_limits, self._ignored = replace(self.step_limits, closing=""), self.settings.think_end
-
-    async def emit(self, event: Event) -> None:
-        await self.events.emit(event)
 
     async def open(self) -> None:
         """Show every model the problem. Raises what the base model raises."""
@@ -154,26 +137,26 @@ class Thinking:
         except Exception as error:
             if role == "base" or not is_model_failure(error):
                 raise
-            await self.degrade(role, error)
+            self.degrade(role, error)
 
-    async def degrade(self, role: str, error: Exception) -> None:
+    def degrade(self, role: str, error: Exception) -> None:
         """Continue without the model in `role`, which failed with `error`."""
         self.failed[role] = error.message if isinstance(error, AgentSpecError) else type(error).__name__
-        await self.emit(Failed(role, self.failed[role]))
+        self.trace.add("failed", role=role, reason=self.failed[role])
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
 
-        `pending` counts drafted tokens before that step that are not kept yet. `spend_tokens` limits the small model
-        alone: once it is used up, the base model thinks on without drafts, up to the other limits.
+        `pending` counts drafted tokens before that step that are not accepted yet. `spend_tokens` limits the small
+        model alone: once it is used up, the base model thinks on without drafts, up to the other limits.
         """
         settings, asked = self.settings, self.request
         limits = [settings.step_tokens]
         if role == "small":
-            limits.append(settings.spend_tokens - self.counts.all_spent)
+            limits.append(settings.spend_tokens - self.spent.total())
         for most in (settings.budget_tokens, asked.thinking_budget, asked.sampling.max_tokens):
             if most is not None:
-                limits.append(most - self.counts.all_kept - pending)
+                limits.append(most - self.kept.total() - pending)
         if (left := self.context(role).room) is not None:
             limits.append(left - pending - (self.roles[role].backend.capabilities.context_length or 0) // RESERVED)
         return max(0, min(limits))
@@ -201,12 +184,17 @@ class Thinking:
         """Let `role` write a step after `context` without keeping it. Raises what its backend raises."""
         return await self.roles[role].write(context, role, limits or self.limits(role), self.spend(role))
 
+    def propose(self, step: Step) -> None:
+        """Record a step of the small model that is neither accepted nor rejected yet."""
+        self.proposed.append(step)
+        self.trace.add("proposed", step=step)
+
     async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
         """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises.
 
-        If the small model fails within the step, what was emitted is kept, and the base model goes on behind it.
+        If the small model fails within the step, what was emitted stays, and the base model continues after it.
         """
-        sent, held, before = "", "", self.counts.spent.get(author, 0)
+        sent, held, before = "", "", self.spent[author]
 
         async def on_text(text: str) -> None:
             nonlocal sent, held
@@ -214,8 +202,7 @@ class Thinking:
             cut = len(text) - partial_end(text, self._ignored)
             text, held = text[:cut], text[cut:]
             sent += text
-            if text:
-                await self.emit(ThinkingText(author, text))
+            await self.emit(text)
 
         limits = limits or self.limits(author)
         try:
@@ -223,47 +210,48 @@ class Thinking:
         except Exception as error:
             if author == "base" or not sent or not is_model_failure(error):
                 raise
-            await self.degrade(author, error)
-            step = Step(sent + held, author, "length", self.counts.spent[author] - before)
+            self.degrade(author, error)
+            step = Step(sent + held, author, "length", self.spent[author] - before)
         if step.text != sent + held:
             step = replace(step, text=sent + held, token_ids=())
-        await self._keep(step, rejected, text=held)
+        await self._add(step, rejected, text=held)
 
     async def keep(self, step: Step, *, rejected: Step | None = None) -> None:
         """Add `step` to the thinking and to every model's context."""
-        await self._keep(step, rejected, text=step.text)
+        await self._add(step, rejected, text=step.text)
 
-    async def _keep(self, step: Step, rejected: Step | None, text: str = "") -> None:
+    async def _add(self, step: Step, rejected: Step | None, text: str) -> None:
         """`text` is the part of the step that was not emitted yet."""
         for role, context in list(self._contexts.items()):
             if role not in self.failed:
                 async with self.degrading(role):
                     await context.extend(step.text, step.token_ids if role == step.author else ())
+        if step.author == "small" and not (self.proposed and self.proposed[-1] is step):
+            self.proposed.append(step)  # it was written without being judged
         self.steps.append(step)
-        self.counts.kept[step.author] += step.tokens
+        self.kept[step.author] += step.tokens
         self.over = self.over or self._why_over()
-        if text:
-            await self.emit(ThinkingText(step.author, text))
-        await self.emit(Rewritten(step, rejected) if rejected is not None else Accepted(step))
+        await self.emit(text)
+        if rejected is None:
+            self.trace.add("accepted", step=step)
+        else:
+            self.trace.add("rewritten", step=step, rejected=rejected)
 
     @property
     def inside_paragraph(self) -> bool:
         """Whether the thinking ends in the middle of a paragraph, because its last step was cut."""
         return bool(self.steps) and not self.steps[-1].text.endswith(BOUNDARY)
 
-    def _was_inside_paragraph(self) -> bool:
-        """`inside_paragraph` before the last step."""
-        return len(self.steps) > 1 and not self.steps[-2].text.endswith(BOUNDARY)
-
     def spend(self, role: str) -> Spend:
-        return lambda tokens: self.counts.spend(role, tokens)
+        return lambda tokens: self.spent.update({role: tokens})
 
     def _why_over(self) -> str | None:
         """Why the thinking ends with the last step, by the rules of SpecReason's program; None if it goes on."""
         last = self.steps[-1]
         if last.ending == "closed":
             return "closed"
-        if last.ending == "stop" or (last.blank and last.ending == "boundary" and not self._was_inside_paragraph()):
+        was_inside = len(self.steps) > 1 and not self.steps[-2].text.endswith(BOUNDARY)
+        if last.ending == "stop" or (last.blank and last.ending == "boundary" and not was_inside):
             return "silent"
         if any(mark in last.text for mark in self.settings.answer_marks):
             return "answered"
@@ -283,24 +271,21 @@ def _words(step: Step) -> str:
     return step.text.removesuffix(BOUNDARY)
 
 
-# Sampling fields that apply to the answer and not to the thinking.
+# Sampling fields, and others, that apply to the answer and not to the thinking.
 _OF_ANSWERS = (
     *("stop", "stop_token_ids", "logprobs", "top_logprobs", "max_tokens", "min_tokens", "ignore_eos"),
     "structured_outputs",
 )
-
-
 _ANSWER_FIELDS = ("tool_choice", "parallel_tool_calls", "n", "prediction", "return_token_ids", "include_reasoning")
 
 
 def _sampling(request: GenerateRequest) -> SamplingParams:
     """Sampling of the thinking: the request's, or the papers' if neither temperature nor top_p is given."""
     given = request.sampling
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {name: getattr(_DEFAULTS, name) for name in _OF_ANSWERS}
     if not (given.is_given("temperature") or given.is_given("top_p")):
-        chosen = {"temperature": TEMPERATURE, "top_p": TOP_P}
-    whole: dict[str, Any] = {name: getattr(_DEFAULTS, name) for name in _OF_ANSWERS}
-    return replace(given, **whole, **chosen)
+        chosen |= {"temperature": TEMPERATURE, "top_p": TOP_P}
+    return replace(given, **chosen)
 
 
 def _thinking_fields(request: GenerateRequest) -> dict[str, object]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 from contextlib import nullcontext
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,15 @@ import pytest
 from pydantic import ValidationError
 
 from agentspec.reasoning.settings import (
+    STRATEGIES,
+    DelegationSettings,
     KnnLmSettings,
     LookaheadSettings,
     LossyAcceptanceSettings,
     SpeculativeThinkingSettings,
+    StrategySettings,
 )
+from agentspec.reasoning.strategy import Strategy
 
 MODELS = {"base": "large", "small": "fast"}
 
@@ -27,6 +33,15 @@ MODELS = {"base": "large", "small": "fast"}
 def test_settings_that_would_be_ignored_are_refused(given: dict[str, Any], error: str | None) -> None:
     with pytest.raises(ValidationError, match=error) if error else nullcontext():
         LookaheadSettings.model_validate({**MODELS, **given})
+
+
+@pytest.mark.parametrize("settings", STRATEGIES.values(), ids=STRATEGIES)
+def test_every_listed_strategy_is_there(settings: type[StrategySettings]) -> None:
+    module, _, kind = settings.implementation.partition(":")
+    assert issubclass(getattr(importlib.import_module(module), kind), Strategy)
+    if issubclass(settings, DelegationSettings):
+        module, _, function = settings.algorithm.partition(":")
+        assert iscoroutinefunction(getattr(importlib.import_module(module), function))
 
 
 def test_answers_name_the_settings_that_change_them() -> None:

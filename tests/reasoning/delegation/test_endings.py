@@ -1,69 +1,54 @@
-"""How a thinking ends where endpoints end their calls in other ways than by a blank line or a limit."""
+"""How a thinking ends: by its budgets, and where endpoints end calls in other ways than by a blank line or a limit."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncGenerator, Sequence
+import itertools
+import random
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
-from agentspec.reasoning.delegation.steps import Ended, Event, ThinkingText
-from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import (
     DelegationSettings,
     LookaheadSettings,
+    SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
-from agentspec.testing import Answer, FakeBackend, Script
-from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, Usage
-from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel, having
+from agentspec.testing import Answer, Script
+from agentspec.types import Delta, FinishReason, GenerateRequest, Message, Usage
+from tests.thinking_model import ASK, IDS, MESSAGES, ThinkingModel, having, thinks
 
-ASKED = GenerateRequest(
-    "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
-)
-IDS = Capabilities(token_ids=True, logprobs=True)
-MESSAGES = Capabilities(continue_final=True, logprobs=True)
+NAMED: dict[str, Any] = {"base": "base", "small": "small"}
 MODES = pytest.mark.parametrize("abilities", [IDS, MESSAGES], ids=["ids", "messages"])
 STRATEGIES = pytest.mark.parametrize(
     "settings",
     [
-        SpeculativeThinkingSettings(base="base", small="small"),
-        SpeculativeThinkingSettings(base="base", small="small", small_reasons=False),
-        LookaheadSettings(base="base", small="small"),
-        LookaheadSettings(base="base", small="small", compare="equal"),
+        SpeculativeThinkingSettings(**NAMED),
+        SpeculativeThinkingSettings(**NAMED, small_reasons=False),
+        LookaheadSettings(**NAMED),
+        LookaheadSettings(**NAMED, compare="equal"),
     ],
     ids=["speculative thinking", "led by the base model", "lookahead", "lookahead by the letter"],
 )
 
 
-def run(settings: DelegationSettings, base: FakeBackend, small: FakeBackend) -> list[Event]:
-    backend = delegating(settings, base=base, small=small)
-
-    async def events() -> list[Event]:
-        return [event async for event in backend.think(Thinking(ASKED, settings, backend.roles))]
-
-    return anyio.run(events)
-
-
-def thought(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, ThinkingText))
-
-
 class Answering(ThinkingModel):
-    """Gives each step the same `answer`, and fails if it is asked for ever."""
+    """Gives each step the same `answer`, and fails if it is asked without end."""
 
-    def __init__(self, answer: Answer, abilities: Capabilities, most: int = 50) -> None:
+    def __init__(self, answer: Answer, abilities: Capabilities) -> None:
         super().__init__(self._again, capabilities=abilities)
-        self._again_with, self._most = answer, most
+        self._again_with = answer
 
     def _again(self, thinking: str) -> Script:
-        assert len(self.requests) < self._most, "asked without end"
+        assert len(self.requests) < 50, "asked without end"
         return self._again_with
 
 
@@ -74,25 +59,18 @@ def test_calls_that_add_nothing_end_the_thinking(
     reason: FinishReason, settings: DelegationSettings, abilities: Capabilities
 ) -> None:
     base, small = (Answering(Answer("", finish_reason=reason), abilities) for _ in range(2))
-    assert run(settings, base, small)[-1] == Ended("silent")
-
-
-@MODES
-@STRATEGIES
-@pytest.mark.parametrize("reason", ["content_filter", "tool_calls", "cancelled"])
-def test_words_that_the_endpoint_broke_off_are_the_last(
-    reason: FinishReason, settings: DelegationSettings, abilities: Capabilities
-) -> None:
-    base, small = (Answering(Answer("one two", finish_reason=reason), abilities) for _ in range(2))
-    events = run(settings, base, small)
-    assert events[-1] == Ended("silent") and thought(events).count("one two") <= 2
+    assert thinks(settings, base=base, small=small).ended == "silent"
+    if reason not in ("length", "stop"):  # words that the endpoint broke off are the last, too
+        base, small = (Answering(Answer("one two", finish_reason=reason), abilities) for _ in range(2))
+        found = thinks(settings, base=base, small=small)
+        assert found.ended == "silent" and found.text.count("one two") <= 2
 
 
 @STRATEGIES
 def test_words_of_an_endpoint_that_counts_no_tokens_use_up_the_budget(settings: DelegationSettings) -> None:
     answer = Answer("one two", finish_reason="length", usage=Usage())
     base, small = (Answering(answer, MESSAGES) for _ in range(2))
-    assert run(settings.model_copy(update={"budget_tokens": 9}), base, small)[-1] == Ended("budget")
+    assert thinks(settings.model_copy(update={"budget_tokens": 9}), base=base, small=small).ended == "budget"
 
 
 class Silent(ThinkingModel):
@@ -100,11 +78,11 @@ class Silent(ThinkingModel):
 
     def __init__(self, text: str, *, names: bool) -> None:
         super().__init__(self._rest, capabilities=MESSAGES)
-        self._said, self._names = text, names
+        self._text, self._names = text, names
 
     def _rest(self, thinking: str) -> Script:
         assert len(self.requests) < 50, "asked without end"
-        return self._said[len(thinking) :] if self._said.startswith(thinking) else ""
+        return self._text[len(thinking) :] if self._text.startswith(thinking) else ""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         async with aclosing(super().generate(request)) as deltas:
@@ -114,25 +92,22 @@ class Silent(ThinkingModel):
 
 @pytest.mark.parametrize("names", [True, False])
 def test_the_end_of_a_small_model_is_no_blank_line(names: bool) -> None:
-    """Without token ids it is known from the stop strings that the endpoint names, or from the empty words behind it.
+    """Without token ids the stop strings that the endpoint names tell it, or the empty words after it.
 
-    The base model, which is asked at every blank line, would go on for ever.
+    The base model, which is asked at every blank line, would go on without end.
     """
-    settings = having(SpeculativeThinkingSettings, begin_tokens=0)(base="base", small="small", small_reasons=False)
-    small, base = Silent("all said", names=names), Answering(Answer("base words"), MESSAGES)
-    events = run(settings, base, small)
-    assert events[-1] == Ended("silent") and thought(events).strip() == "all said" and not base.requests
-    small = Silent("one\n\n", names=names)  # a real blank line: the base model writes behind it, where that is known
-    assert thought(run(settings, base, small)) == ("one\n\nbase words" if names else "one\n\n")
-
-
-def test_an_end_that_names_no_stop_string_is_the_models_own() -> None:
-    """Then no further, empty call is needed to notice it."""
-    for names, calls in ((True, 2), (False, 3)):
-        settings = LookaheadSettings(base="base", small="small", depth=0)
-        base = Silent("one two\n\nthree", names=names)
-        assert run(settings, base, Silent("", names=names))[-1] == Ended("silent")
-        assert len(base.requests) == calls
+    settings = having(SpeculativeThinkingSettings, begin_tokens=0)(**NAMED, small_reasons=False)
+    base = Answering(Answer("base words"), MESSAGES)
+    found = thinks(settings, base=base, small=Silent("all said", names=names))
+    assert found.ended == "silent" and found.text.strip() == "all said" and len(base.requests) == 1 + 2  # two probes
+    found = thinks(
+        settings, base=base, small=Silent("one\n\n", names=names)
+    )  # a blank line, where it is known to be one
+    assert found.text == ("one\n\nbase words" if names else "one\n\n")
+    ahead, calls = LookaheadSettings(**NAMED, depth=0), {True: 2, False: 3}[names]  # without: an empty call notices it
+    base = Silent("one two\n\nthree", names=names)
+    assert thinks(ahead, base=base, small=Silent("", names=names)).ended == "silent"
+    assert len(base.requests) == calls + 1 + 2
 
 
 class Bytes:
@@ -153,28 +128,126 @@ class Bytes:
         return bytes(token_ids).decode(errors="replace")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        told = bytes(request.token_ids or ()).rpartition(b"<think>\n")[2]
-        left = self._all.removeprefix(told)[: request.sampling.max_tokens]
+        thinking = bytes(request.token_ids or ()).rpartition(b"<think>\n")[2]
+        assert thinking.decode().encode() == thinking  # whole characters
+        left = self._all.removeprefix(thinking)[: request.sampling.max_tokens]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for byte in left:
             yield Delta(decoder.decode(bytes([byte])), token_ids=(byte,))
-        ended = told + left == self._all
-        yield Delta(decoder.decode(b"", True), finish_reason="stop" if ended else "length", usage=Usage(1, len(left)))
+        reason: FinishReason = "stop" if thinking + left == self._all else "length"
+        yield Delta(decoder.decode(b"", True), finish_reason=reason, usage=Usage(1, len(left)))
 
-    async def aclose(self) -> None:
-        pass
+    async def aclose(self) -> None: ...
 
 
 @pytest.mark.parametrize("tokens", [4, 5, 6, 7, 11])
 def test_a_step_is_not_cut_inside_a_character(tokens: int) -> None:
     text = "a\u00e4\u4e00\U0001f99c\U0001f99c b \u4e8c\u00e4\u4e09 \ufffd c"
-    settings = LookaheadSettings(base="base", small="small", step_tokens=tokens)
-    backend = delegating(settings, base=Bytes(text), small=Bytes("x"))
-    thinking = Thinking(replace(ASKED, speculation=False), settings, backend.roles)
+    settings = LookaheadSettings(**NAMED, step_tokens=tokens)
+    found = thinks(settings, replace(ASK, speculation=False), base=Bytes(text), small=Bytes("x"))
+    assert found.text == "".join(step["text"] for step in found.steps) == text and len(found.steps) > 2
 
-    async def events() -> list[Event]:
-        return [event async for event in backend.think(thinking)]
 
-    assert thought(anyio.run(events)) == thinking.text == text
-    for step in thinking.steps:
-        assert not step.token_ids or bytes(step.token_ids).decode() == step.text
+def steps(name: str, most: int = 12) -> Callable[[str], str]:
+    """A paragraph of one to `most` words, which follows from the thinking so far."""
+
+    def step(thinking: str) -> str:
+        drawn = random.Random(zlib.crc32(f"{name} {thinking}".encode()))
+        return " ".join(f"{name}{drawn.randrange(10**6)}" for _ in range(drawn.randint(1, most))) + "\n\n"
+
+    return step
+
+
+class SlowJudge(ThinkingModel):
+    """While it thinks about one draft, all others of the window are written, and the base model's steps after them."""
+
+    def _respond(self, request: GenerateRequest) -> Script:
+        answer = super()._respond(request)
+        return Answer(answer, first_latency=0.03) if answer == "unaligned" else answer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LookaheadSettings(**NAMED),
+        pytest.param(LookaheadSettings(**NAMED, depth=16), marks=pytest.mark.slow),
+        SpecReasonSettings(**NAMED),
+    ],
+    ids=["lookahead 4", "lookahead 16", "specreason"],
+)
+def test_drafts_that_run_away_are_ended(settings: DelegationSettings) -> None:
+    """The base model's steps have two tokens, and each costs drafts that are as long as a step may be."""
+    settings = settings.model_copy(update={"budget_tokens": 150, "step_tokens": 100})
+    small = ThinkingModel(lambda thinking: "on and " * 200)
+    base = SlowJudge(steps("base", 1), same=lambda draft, own: False, score=lambda step: "0")
+    found = thinks(settings, base=base, small=small)
+    assert found.ended == "budget" and sum(found.figures.kept_tokens.values()) == 150
+    assert found.figures.spent_tokens["small"] <= settings.spend_tokens
+    assert {step["author"] for step in found.steps[-20:]} == {"base"}
+
+
+@pytest.mark.parametrize("kind", [SpecReasonSettings, SpeculativeThinkingSettings, LookaheadSettings])
+@pytest.mark.parametrize("speculation", [True, False])
+@pytest.mark.parametrize("budget", [40, 0])
+def test_a_requests_own_budget_of_thoughts_ends_the_thinking(
+    kind: type[DelegationSettings], speculation: bool, budget: int
+) -> None:
+    request = replace(ASK, thinking_budget=budget, speculation=speculation)
+    models = {name: ThinkingModel(steps(name)) for name in ("base", "small")}
+    found = thinks(kind(**NAMED, budget_tokens=200), request, **models)
+    assert found.ended == "budget" and sum(found.figures.kept_tokens.values()) == budget
+
+
+def test_endless_steps_are_cut_and_the_budget_holds() -> None:
+    def endless(thinking: str) -> str:
+        return " ".join(f"w{len(thinking)}-{n}" for n in range(1000))
+
+    settings = SpecReasonSettings(**NAMED, step_tokens=20, budget_tokens=70)
+    base = ThinkingModel(endless, score=lambda step: "0")
+    found = thinks(settings, base=base, small=ThinkingModel(endless))
+    assert found.ended == "budget" and sum(found.figures.kept_tokens.values()) == 70
+    assert [step["ending"] for step in found.steps] == ["length"] * 4
+
+
+@MODES
+@pytest.mark.parametrize(("threshold", "thought"), [(7, "all clear\n\n\nAnswer: 4\n\n"), (9.5, "all clear\n")])
+def test_the_base_model_alone_closes_its_thinking(abilities: Capabilities, threshold: float, thought: str) -> None:
+    """Under SpecReason the mark is removed, also from what is sent as it comes."""
+
+    def closing(thinking: str) -> str:
+        return "Answer: 4\n\n" if "clear" in thinking else "all clear\n</think>\n\nThe answer"
+
+    base = ThinkingModel(closing, score=lambda step: "1", capabilities=abilities)
+    small = ThinkingModel(steps("small"), capabilities=abilities)
+    found = thinks(SpecReasonSettings(**NAMED, threshold=threshold), base=base, small=small)
+    assert (found.text, found.answer) == (thought, "The answer is four.")
+    assert bool(small.requests) is (threshold <= 9)
+
+
+class Pieces(ThinkingModel):
+    """Writes the thinking in these pieces, cut as they are."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        super().__init__(lambda thinking: "", score=lambda step: "1", capabilities=MESSAGES)
+        self._pieces = pieces
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        if request.sampling.max_tokens == 1 or self.prompt_text(request).rpartition("<think>\n")[2]:
+            async for delta in super().generate(request):
+                yield delta
+        else:
+            for piece in self._pieces:
+                yield Delta(piece)
+            yield Delta(finish_reason="stop", usage=Usage(1, 1))
+
+
+@given(said=st.text(alphabet="<a>k/think ", max_size=30), pieces=st.lists(st.integers(0, 30), max_size=8))
+def test_no_closing_mark_is_sent_however_the_text_is_cut(said: str, pieces: list[int]) -> None:
+    text = said[:9] + "</think>" + said[9:] + "</thi"
+    cuts = [0, *sorted(cut for cut in pieces if cut < len(text)), len(text)]
+    written = [text[start:end] for start, end in itertools.pairwise(cuts)]
+    found = thinks(
+        SpecReasonSettings(**NAMED), base=Pieces(written), small=ThinkingModel(steps("s"), capabilities=MESSAGES)
+    )
+    assert found.text == "".join(step["text"] for step in found.steps)
+    assert "</think>" not in found.text and found.text.rstrip().endswith("</thi")

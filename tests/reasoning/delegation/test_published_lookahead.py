@@ -11,18 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import pytest
 
-from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten, Scored
-from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.testing import Answer
 from agentspec.types import GenerateRequest, SamplingParams
-from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, thinks
 
 START = ""
+SAMPLED = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
 Steps = Mapping[str, str]
 
 
@@ -217,15 +214,8 @@ def test_each_case_goes_as_published(name: str) -> None:
         return draft.split()[-1][-1] == own.split()[-1][-1]
 
     judge = None if case.verdict is None else Saying(case.verdict)
-    backend = delegating(settings, base=model(case.base, same), small=model(case.small, same), judge=judge)
-    request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
-
-    async def run() -> list[Any]:
-        return [event async for event in backend.think(Thinking(request, settings, backend.roles))]
-
-    events = anyio.run(run)
-    steps = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
-    assert [f"{step.author[0]} {step.text}" for step in steps if step.text.strip()] == list(case.kept)
-    scored = [event.accepted for event in events if isinstance(event, Scored)]
+    found = thinks(settings, SAMPLED, base=model(case.base, same), small=model(case.small, same), judge=judge)
+    assert [step for step in found.kept if step[2:].strip()] == list(case.kept)
+    scored = [record["accepted"] for record in found.events("scored")]
     assert scored[: len(case.scored)] == list(case.scored) and not any(scored[len(case.scored) :])
-    assert events[-1] == Ended(case.ended)
+    assert found.ended == case.ended

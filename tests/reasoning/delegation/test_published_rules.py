@@ -1,8 +1,9 @@
 """SpecReason's published rules, written down once more without our code, and our steps against them.
 
 Where we differ it is on purpose (docs/strategies.md gives the reasons), and these tests pin each difference. Token ids
-are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. `</think>` ends the thinking:
-`test_thinking_that_closes_itself`. The base model writes the answer: `test_the_answer_follows_and_says_what_it_is`.
+are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. `</think>` ends the base
+model's own thinking alone: `test_the_base_model_alone_closes_its_thinking`. The base model writes the answer:
+`test_the_answer_follows_and_says_what_it_is`.
 What is dropped has a budget too, and no step runs over its end: `test_endless_steps_are_cut_and_the_budget_holds` and
 below. An empty step is not scored: `test_each_case_goes_as_published`.
 """
@@ -11,16 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import anyio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten
-from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.types import GenerateRequest, SamplingParams
-from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, thinks
 
 Steps = list[tuple[str, str]]  # author, text
 
@@ -70,24 +66,12 @@ def _tokens(texts: list[str]) -> int:
 
 
 def ours(
-    small: Callable[[str], str],
-    base: Callable[[str], str],
-    judge: Callable[[str], str],
-    settings: SpecReasonSettings,
+    small: Callable[[str], str], base: Callable[[str], str], judge: Callable[[str], str], settings: SpecReasonSettings
 ) -> tuple[Steps, int, str]:
-    """Our steps, the tokens kept, and why the thinking ended."""
-
-    async def run() -> tuple[Steps, int, str]:
-        backend = delegating(settings, base=ThinkingModel(base, score=judge), small=ThinkingModel(small))
-        messages = [{"role": "user", "content": "Two plus two?"}]
-        request = GenerateRequest("fast", messages=messages, sampling=SamplingParams(temperature=0.0))
-        thinking = Thinking(request, settings, backend.roles)
-        events = [event async for event in backend.think(thinking)]
-        steps = [(event.step.author, event.step.text) for event in events if isinstance(event, (Accepted, Rewritten))]
-        assert isinstance(events[-1], Ended)
-        return [(str(author), text) for author, text in steps], thinking.counts.all_kept, events[-1].reason
-
-    return anyio.run(run)
+    """Our steps, the tokens that stay, and why the thinking ended."""
+    found = thinks(settings, base=ThinkingModel(base, score=judge), small=ThinkingModel(small))
+    steps = [(step["author"], step["text"]) for step in found.steps]
+    return steps, sum(found.figures.kept_tokens.values()), found.ended
 
 
 @given(

@@ -10,15 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import pytest
 
-from agentspec.reasoning.delegation.steps import Accepted, Ended, Rewritten, Scored
-from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.types import GenerateRequest, SamplingParams
-from tests.fakes import delegating
-from tests.thinking_model import ThinkingModel
+from tests.thinking_model import ThinkingModel, thinks
 
 S3 = ["s1\n\n", "s2\n\n", "s3 boxed\n\n"]
 B3 = ["b1\n\n", "b2\n\n", "b3 boxed\n\n"]
@@ -106,28 +101,21 @@ CASES = {
 def test_each_case_goes_as_published(name: str) -> None:
     case = CASES[name]
     settings = SpecReasonSettings(**{"base": "base", "small": "small", "step_tokens": 6, **case.settings})
-    steps, verdicts, ended = anyio.run(thought, case, settings)
-    assert steps == list(case.kept) and verdicts == len(case.said) and ended == case.ended
-
-
-async def thought(case: Case, settings: SpecReasonSettings) -> tuple[list[str], int, str]:
-    """The steps that were kept, how many were scored by the judge, and why the thinking ended."""
-    thinking = Thinking(ASK, settings, {})
     said = iter(case.said)
 
-    def next_of(texts: Sequence[str], text: str) -> str:
-        at = len(thinking.steps) + (text != thinking.text)  # one more where it is drafted ahead
+    def numbered(texts: Sequence[str], thinking: str) -> str:
+        at = steps_in(thinking, case.kept)
         return texts[at] if at < len(texts) else ""
 
-    base = ThinkingModel(lambda text: next_of(case.base, text), score=lambda step: next(said))
-    small = ThinkingModel(lambda text: next_of(case.small, text))
-    backend = delegating(settings, base=base, small=small)
-    thinking.roles = backend.roles
-    events = [event async for event in backend.think(thinking)]
-    kept = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
-    asked = [event for event in events if isinstance(event, Scored) and event.reason != "blank"]
-    assert isinstance(events[-1], Ended)
-    return [f"{step.author[0]} {step.text}" for step in kept], len(asked), events[-1].reason
+    base = ThinkingModel(lambda text: numbered(case.base, text), score=lambda step: next(said))
+    found = thinks(settings, base=base, small=ThinkingModel(lambda text: numbered(case.small, text)))
+    scored = [record for record in found.events("scored") if record["reason"] != "blank"]
+    assert found.kept == list(case.kept) and len(scored) == len(case.said) and found.ended == case.ended
 
 
-ASK = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams(temperature=0.0))
+def steps_in(thinking: str, kept: Sequence[str]) -> int:
+    """How many of the steps that the case expects `thinking` holds; one more where it goes on behind them."""
+    at = 0
+    while at < len(kept) and thinking.startswith(kept[at][2:]) and thinking:
+        thinking, at = thinking.removeprefix(kept[at][2:]), at + 1
+    return at + bool(thinking)

@@ -12,18 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentspec.reasoning.delegation.steps import Accepted, Ended, Event, Rewritten, Triggered
-from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import GenerateRequest, SamplingParams
-from tests.fakes import delegating
-from tests.thinking_model import having
+from agentspec.types import GenerateRequest
+from tests.thinking_model import having, thinks
 
 LIMITS = {"peek_tokens": 4, "verify_tokens": 6, "begin_tokens": 5, "rescue_tokens": 6}
 CONSTANTS = {*LIMITS, "overload"}
@@ -144,24 +140,16 @@ class InTurn(FakeBackend):
 @pytest.mark.parametrize("name", CASES)
 def test_each_case_goes_as_published(name: str) -> None:
     case = CASES[name]
-    assert ours(case) == (list(case.kept), list(case.rules), Ended(case.ended))
+    assert ours(case) == (list(case.kept), list(case.rules), case.ended)
 
 
-def ours(case: Case) -> tuple[list[str], list[str], Event]:
+def ours(case: Case) -> tuple[list[str], list[str], str]:
     """The steps that we keep, the rules that fire, and the end."""
     given = {**LIMITS, **case.settings}
     kind = having(SpeculativeThinkingSettings, **{name: given.pop(name) for name in CONSTANTS & given.keys()})
     settings = kind(base="base", small="small", **given)
-    backend = delegating(settings, base=InTurn(case.base, case.end), small=InTurn(case.small, case.end))
-    request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
-
-    async def run() -> list[Any]:
-        return [event async for event in backend.think(Thinking(request, settings, backend.roles))]
-
-    events = anyio.run(run)
-    steps = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
-    kept = [f"{step.author[0]} {step.text}" for step in steps if step.text]
-    return kept, [event.rule for event in events if isinstance(event, Triggered)], events[-1]
+    found = thinks(settings, base=InTurn(case.base, case.end), small=InTurn(case.small, case.end))
+    return found.kept, [record["rule"] for record in found.events("triggered")], found.ended
 
 
 def published(case: Case) -> tuple[list[str], list[str], bool]:

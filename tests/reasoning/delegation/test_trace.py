@@ -1,74 +1,68 @@
-"""Traces on disk, whoever else uses the folder."""
+"""Traces on disk, whoever else uses the folder. What is in them: tests/proxy/test_thinking.py."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError
 from agentspec.langchain import ChatAgentSpec
-from agentspec.reasoning.delegation import trace
-from agentspec.reasoning.delegation.trace import TraceFolder, open_folder
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from tests.thinking_model import ThinkingModel
 
 
-def test_what_another_process_deletes_meanwhile_holds_nothing_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def runtime(folder: Path) -> Runtime:
+    models: Any = {name: ThinkingModel(lambda thinking: "so Answer: 4\n\n") for name in ("large", "tiny")}
+    settings = Settings(
+        backends={name: TorchSettings(model=name) for name in models},
+        models={"fast": SpecReasonSettings(base="large", small="tiny")},
+        traces=TraceSettings(path=folder),
+    )
+    return Runtime(settings, backends=models)
+
+
+def asked(folder: Path, text: Any = "Two plus two?") -> Path:
+    """Ask a question, and return the file of its trace."""
+    answer = ChatAgentSpec(model="fast", runtime=runtime(folder)).invoke(text)
+    return folder / f"{answer.response_metadata['speculation']['trace']}.jsonl"
+
+
+def test_the_newest_200_stay_whatever_another_process_deletes_at_the_same_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trace, "KEPT", 2)
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")  # listed, and not there any more
-    folder = TraceFolder(tmp_path)
-    for age, name in enumerate(("a", "b", "c")):
-        folder.write(name, [{"event": "head"}])
-        os.utime(tmp_path / f"{name}.jsonl", (age, age))
-    folder.write("d", [{"event": "head"}])
-    assert folder.ids() == ["d", "c"] and not caplog.records
+    for age in range(200):
+        (tmp_path / f"{age}.jsonl").write_text("{}\n")
+        os.utime(tmp_path / f"{age}.jsonl", (age, age))
+    new = asked(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()} - {"gone.jsonl"}
+    assert left == {new.name, *(f"{age}.jsonl" for age in range(1, 200))} and not caplog.records
 
 
 def test_a_full_disk_leaves_no_half_of_a_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, (soft, hard) = TraceFolder(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        folder.write("a", [{"event": "head", "text": "x" * 500}])
+        asked(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert folder.ids() == [] and "a trace was not kept" in caplog.text
+    assert list(tmp_path.iterdir()) == [] and "a trace was not written" in caplog.text
 
 
-def test_what_json_has_no_word_for_is_described(tmp_path: Path) -> None:
-    """A request with such messages is refused, and its error is not to be hidden by the trace's."""
-    TraceFolder(tmp_path).write("a", [{"event": "head", "messages": {1: 2j}}])
-    assert json.loads((tmp_path / "a.jsonl").read_text()) == {"event": "head", "messages": {"1": "2j"}}
-
-
-def test_an_answers_file_holds_every_decision(tmp_path: Path) -> None:
-    def step(word: str) -> Callable[[str], str]:
-        return lambda thinking: f"{word} {thinking.count(chr(10) * 2)}{' Answer: 4' if thinking else ''}\n\n"
-
-    settings = Settings(
-        backends={"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")},
-        models={"fast": SpecReasonSettings(base="large", small="tiny")},
-        traces=TraceSettings(path=tmp_path / "traces"),
-    )
-    judged = ThinkingModel(step("base"), score=lambda step: "3" if "0" in step else "8")
-    runtime = Runtime(settings, backends={"large": judged, "tiny": ThinkingModel(step("small"))})
-    answer = ChatAgentSpec(model="fast", runtime=runtime).invoke("Two plus two?")
-    file = tmp_path / "traces" / f"{answer.response_metadata['speculation']['trace']}.jsonl"
-    events = [json.loads(line)["event"] for line in file.read_text().splitlines()]
-    told = ["head", "proposed", "scored", "rewritten", "proposed", "scored", "accepted", "ended", "answer"]
-    assert [event for event in events if event in told] == told
+def test_a_trace_of_text_that_no_encoding_has_is_written(tmp_path: Path) -> None:
+    head = json.loads(asked(tmp_path, "a lone surrogate: \ud800").read_text().splitlines()[0])
+    assert head["messages"][0]["content"].startswith("a lone surrogate: ")
 
 
 def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"traces\.path"):
-        open_folder(TraceSettings(path=tmp_path / "file" / "traces"))
+        runtime(tmp_path / "file" / "traces").start()
