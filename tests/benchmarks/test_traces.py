@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from agentspec.benchmarks.traces import END, START, load_encoder, read_calls
-from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
 
 MARKS = {START: 1, END: 2}
@@ -35,20 +34,10 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-def texts(path: Path, limit: int | None = None) -> list[tuple[str, str]]:
-    names = {number: mark for mark, number in MARKS.items()}
-    calls = read_calls(path, encode, limit)
-
-    def spell(tokens: Tokens) -> str:
-        return "".join(names.get(token) or chr(token - 100) for token in tokens.tolist())
-
-    return [(spell(call.prompt), spell(call.response)) for call in calls]
-
-
 def test_a_reset_and_a_new_session_start_afresh(tmp_path: Path) -> None:
     records = call("a", "x", ("user", "1")), call("a", "y", ("user", "2"), reset=True), call("b", "z", ("user", "3"))
-    prompts = [prompt for prompt, _ in texts(write(tmp_path / "t.jsonl.gz", *records))]
-    assert prompts == [f"<|im_start|>user\n{n}<|im_end|>\n<|im_start|>assistant\n" for n in "123"]
+    prompts = [found.prompt.tolist() for found in read_calls(write(tmp_path / "t.jsonl.gz", *records), encode)]
+    assert prompts == [encode(f"<|im_start|>user\n{n}<|im_end|>\n<|im_start|>assistant\n") for n in "123"]
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"session":"a","messages_delta":[1],"response":""}'])
@@ -60,13 +49,10 @@ def test_a_line_that_is_no_call_is_named(tmp_path: Path, line: str) -> None:
         read_calls(path, encode)
 
 
-def test_a_tokenizer_without_the_marks_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_marks_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl.gz", call("a", "x"))
     with pytest.raises(ConfigurationError, match="no special token"):
         read_calls(path, lambda text: [ord(c) for c in text])
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no tokenizer\.json"):
         load_encoder(tmp_path)
 

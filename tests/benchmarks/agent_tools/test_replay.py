@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.benchmarks.agent_tools.replay import AgentToolsReport, ReplayedTurn, run_agent_tools, session_times
-from agentspec.tools.history import ToolCall
-from agentspec.tools.model import CallForecast, CallPrediction
+from agentspec.benchmarks.agent_tools.replay import AgentToolsReport, run_agent_tools
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -67,37 +65,3 @@ def test_hits_save_time_and_writing_tools_none(recorded: Path) -> None:
     nothing = measured(recorded, read_only=["none"]).files[0]
     times = nothing.times()
     assert (times.speedup, times.starts) == (1.0, 0)
-
-
-READ, OTHER, WRITE = (ToolCall(name, {}) for name in ("read", "other", "write"))
-
-
-def turn(*calls: ToolCall, foreseen: tuple[ToolCall, ...] = ()) -> ReplayedTurn:
-    """A turn of 1.3 seconds, in which READ and OTHER change nothing."""
-    reads = frozenset(call.identity for call in calls if call != WRITE)
-    predicted = tuple(CallPrediction(call, 1.0, 1.0, 0) for call in foreseen)
-    return ReplayedTurn(50, 50, calls, CallForecast(predicted, ()), reads, WRITE not in calls)
-
-
-def waited(*turns: ReplayedTurn) -> float:
-    """The seconds for which a session waits for its tools, of 2 seconds each, after what was foreseen is started."""
-    times = session_times([turns], 2.0, lambda turn, _: turn.top)
-    assert times.used <= times.starts
-    return times.early - sum(one.seconds for one in turns)
-
-
-def test_a_start_saves_what_ran_before_its_call() -> None:
-    assert waited(turn(READ)) == pytest.approx(2.0)
-    assert waited(turn(READ, foreseen=(READ,))) == pytest.approx(0.7)
-    assert waited(turn(OTHER, foreseen=(READ,)), turn(READ)) == pytest.approx(2.0)
-    assert waited(turn(foreseen=(READ,)), turn(READ)) == pytest.approx(0.0)  # while the user reads
-
-
-def test_a_start_is_used_once_and_not_after_a_change() -> None:
-    assert waited(turn(READ, foreseen=(READ,)), turn(READ)) == pytest.approx(2.7)
-    assert waited(turn(WRITE, foreseen=(READ,)), turn(READ)) == pytest.approx(4.0)
-
-
-def test_a_start_is_of_no_use_when_it_is_too_old() -> None:
-    quick, slow = ([turn(foreseen=(READ,)), *[turn()] * count, turn(READ)] for count in (1, 3))
-    assert waited(*quick) == pytest.approx(0.0) and waited(*slow) == pytest.approx(2.0)

@@ -19,12 +19,9 @@ from agentspec.benchmarks.retrieval.bench import (
     SPECULATIVE,
     WAITING,
     RetrievalBench,
-    RetrievalCase,
-    RetrievalRun,
     run_retrieval,
     speedup_goal,
 )
-from agentspec.reasoning.retrieval.ralmspec import SearchStats
 from agentspec.testing import Answer, FakeBackend
 from tests.fakes import FakeEncoder
 
@@ -42,21 +39,6 @@ class Reader(FakeBackend):
     def _next(self, request: Any) -> Answer:
         draw = random.Random(zlib.crc32(self.prompt_text(request).encode()))
         return Answer("".join(f" {draw.choice(WORDS)}" for _ in range(4)), finish_reason="length")
-
-
-def account(seconds: float, rounds: int, **more: Any) -> SearchStats:
-    return SearchStats(rounds=rounds, generate=seconds, **more)
-
-
-def test_the_bound_is_what_free_verification_would_give() -> None:
-    case = RetrievalCase("c", ())
-    case.runs[SEQUENTIAL] = [RetrievalRun((1,), 50.0, account(10.0, 10, retrieve=40.0))]
-    case.runs[SPECULATIVE] = [RetrievalRun((1,), 25.0, account(10.0, 10, guesses=9, right=6))]
-    assert case.gamma() == pytest.approx(2 / 3)
-    assert case.bound() == pytest.approx(50 / (10 + 4 * (1 + 9 / 3)))
-    assert case.same(SPECULATIVE) == 1
-    case.runs[SPECULATIVE] = [RetrievalRun((2,), 25.0, account(10.0, 10, guesses=9, right=9))]
-    assert case.bound() == pytest.approx(50 / (10 + 4)) and case.same(SPECULATIVE) == 0
 
 
 @pytest.fixture
