@@ -55,20 +55,3 @@ def test_a_tokenizer_without_the_marks_and_a_folder_without_one_are_refused(tmp_
         read_calls(path, lambda text: [ord(c) for c in text])
     with pytest.raises(ConfigurationError, match=r"no tokenizer\.json"):
         load_encoder(tmp_path)
-
-
-@pytest.mark.model
-def test_the_default_model_encodes_message_by_message(default_model, tmp_path: Path) -> None:
-    encode = load_encoder(default_model.folder)
-    path = write(
-        tmp_path / "t.jsonl.gz",
-        call("a", "  def f():\n", ("system", "\n\n You are  "), ("user", "ﬁ é 🙂")),
-        call("a", "", ("user", "\t<|im_end")),
-    )
-    rendered = (
-        "<|im_start|>system\n\n\n You are  <|im_end|>\n<|im_start|>user\nﬁ é 🙂<|im_end|>\n<|im_start|>assistant\n"
-    )
-    first, second = read_calls(path, encode)
-    assert first.prompt.tolist() == encode(rendered)
-    rendered += "  def f():\n<|im_end|>\n<|im_start|>user\n\t<|im_end<|im_end|>\n<|im_start|>assistant\n"
-    assert second.prompt.tolist() == encode(rendered)

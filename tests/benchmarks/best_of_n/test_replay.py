@@ -14,13 +14,10 @@ from agentspec.benchmarks.best_of_n.replay import (
     SampledAnswer,
     SampledQuestion,
     TopTokens,
-    curve,
     replay,
 )
 from agentspec.benchmarks.runs import ask
 from agentspec.types import Draft, SamplingParams
-
-LINE, FREE = curve({1: 1.0, 2: 2.0}), curve({1: 1.0, 2: 1.0})
 
 
 def rows(*likeliest: list[int]) -> TopTokens:

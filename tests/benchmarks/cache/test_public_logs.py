@@ -57,29 +57,6 @@ def test_calls_hold_what_was_added_since_the_last(source: LogSource, log: Any, t
     assert len({record["session"] for record in records}) == 1
 
 
-def test_the_simulated_users_tools_and_the_greeting_are_no_answers(tmp_path: Path) -> None:
-    messages = [
-        {"role": "assistant", "content": "Hi!"},
-        {"role": "user", "content": "help"},
-        {"role": "assistant", "content": "try it", "tool_calls": None},
-        {"role": "user", "content": None, "tool_calls": [{"name": "poke", "arguments": {}, "requestor": "user"}]},
-        {"role": "tool", "content": "poked", "requestor": "user"},
-        {"role": "user", "content": "works"},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "close", "arguments": {"n": 1}}]},
-        {"role": "tool", "content": "closed", "requestor": "assistant"},
-        {"role": "assistant", "content": "bye"},
-    ]
-    log = {
-        "info": {"environment_info": {"policy": "be kind"}},
-        "simulations": [{"task_id": "7", "trial": 0, "messages": messages}],
-    }
-    first, second, third = converted(LogSource.tau2_bench, tmp_path, log)
-    assert [m["content"] for m in first["messages_delta"]] == ["be kind", "Hi!", "help"]
-    assert [m["content"] for m in second["messages_delta"]] == ["works"]
-    assert second["response"] == '{"name": "close", "arguments": {"n": 1}}'
-    assert [m["content"] for m in third["messages_delta"]] == ["closed"]
-
-
 def test_a_game_is_a_conversation_with_the_database(tmp_path: Path) -> None:
     turns = {"actions": ["SHOW TABLES", "SELECT 1"], "observations": ["[('a',)]", [1]], "rewards": [0, 1]}
     records = converted(LogSource.intercode, tmp_path, {"0": {"query": "one?", "turn_history": turns}})

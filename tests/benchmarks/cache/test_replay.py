@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -27,19 +27,9 @@ def quiet(message: str) -> None:
     pass
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """Eight sessions in which an agent calls the same tool."""
-    path = tmp_path / "agent_tau2.jsonl.gz"
-    with gzip.open(path, "wt") as lines:
-        for number in range(8):
-            delta = [{"role": "user", "content": f"task {number}"}]
-            answer = f'{{"name": "look_up_order", "arguments": {{"id": {number}}}}}'
-            lines.write(json.dumps({"session": f"s{number}", "messages_delta": delta, "response": answer}) + "\n")
-    return path
-
-
-def test_the_second_call_is_drafted_from_the_first(trace: Path, tmp_path: Path) -> None:
+def test_the_second_call_is_drafted_from_the_first(calls_of: Any, tmp_path: Path) -> None:
+    answers = [f'{{"name": "look_up_order", "arguments": {{"id": {number}}}}}' for number in range(8)]
+    trace = calls_of("agent_tau2", answers)
     report = run_cache([trace], encode, calls=600, budgets=(32, 8), progress=quiet)
     (file,) = report.files
     assert file.name == "agent_tau2" and report.budgets == [8, 32] and report.costs is None

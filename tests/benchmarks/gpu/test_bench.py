@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from agentspec.benchmarks.gpu.bench import GpuPlan, GpuReport, run_gpu
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.benchmarks.runs import OFF
 
 ANSWER = "check the order again please and then check the order again please"
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    words = ["[UNK]", "user", "assistant", "check", "the", "order", "again", "please", "and", "then"]
-    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    built.pre_tokenizer = Whitespace()  # type: ignore[assignment]
-    built.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    built.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return folder
-
-
-@pytest.fixture
-def traces(tmp_path: Path) -> Path:
-    path = tmp_path / "airline.jsonl.gz"
-    with gzip.open(path, "wt") as lines:
-        for number in range(8):
-            delta = [{"role": "user", "content": "please check"}]
-            lines.write(json.dumps({"session": str(number), "messages_delta": delta, "response": ANSWER}) + "\n")
-    return path
 
 
 def printed(report: GpuReport) -> str:
@@ -51,7 +24,8 @@ def printed(report: GpuReport) -> str:
 
 @pytest.mark.slow
 @pytest.mark.counted
-def test_all_of_it_on_the_cpu(tokenizer: Path, traces: Path, tmp_path: Path) -> None:
+def test_all_of_it_on_the_cpu(tokenizer: Path, calls_of: Any, tmp_path: Path) -> None:
+    traces = calls_of("airline", [ANSWER] * 8)
     report = run_gpu(GpuPlan("tiny", "cpu", "float32", 3600, (traces,), tokenizer, questions=4))
     assert report.sound and len(report.checks) == 2 and not report.left_out
     assert len(report.steps) == 14 and all(seconds > 0 for seconds in report.steps.values())

@@ -6,9 +6,17 @@ import pytest
 
 from agentspec.benchmarks.placement.scenario import EngineCosts, Scenario
 from agentspec.benchmarks.placement.simulate import Simulation
-from agentspec.benchmarks.placement.workload import CallShape, SessionShape
+from agentspec.benchmarks.placement.workload import (
+    CHARACTERS_PER_TOKEN,
+    RECORDED_TOKEN_SECONDS,
+    CallShape,
+    SessionShape,
+    shapes,
+)
 from agentspec.errors import ConfigurationError
 from agentspec.placement import POLICIES
+from agentspec.recordings.calls import RecordedCall
+from agentspec.types import Labels
 
 SMALL = EngineCosts(kv_tokens=20_000, max_running=8)
 
@@ -93,3 +101,26 @@ def test_a_scenario_is_read_from_a_file(tmp_path):
         file.write_text(wrong)
         with pytest.raises(ConfigurationError, match=says):
             Scenario.read(file)
+
+
+def _calls(session, question, turns=3, at=None):
+    messages = [{"role": "system", "content": "s" * 4000}, {"role": "user", "content": question * 400}]
+    for turn in range(turns):
+        answer = {"role": "assistant", "content": f"{turn}" * 80}
+        created = None if at is None else at + 10.0 * turn
+        yield RecordedCall("f:1", Labels(session, None, None), list(messages), answer, created_at=created)
+        messages += [answer, {"role": "tool", "content": "r" * 200}]
+
+
+def test_recorded_sessions_grow_by_what_is_new_and_share_their_beginning():
+    (alone,) = shapes({"file": _calls("one", "a", at=1000.0)})
+    first, second, third = alone.calls
+    assert (alone.workflow, alone.shared, first.keep, first.pause) == ("file", (), 0, None)
+    assert second.keep == pytest.approx(first.prompt + first.answer, abs=1)
+    assert second.prompt - second.keep == pytest.approx(200 / CHARACTERS_PER_TOKEN, abs=4)
+    assert third.prompt - third.keep == pytest.approx(second.prompt - second.keep, abs=1)
+    assert second.pause == pytest.approx(10.0 - RECORDED_TOKEN_SECONDS * second.answer)
+    one, other = shapes({"file": [*_calls("one", "a"), *_calls("two", "b")]})
+    assert one.shared == other.shared and 900 < one.shared_tokens <= 1005
+    assert one.shared_tokens + one.calls[0].prompt == first.prompt and one.calls[1].pause is None
+    assert one.calls[2].keep + one.shared_tokens == third.keep

@@ -1,6 +1,6 @@
 """A stand-in for an engine process: it answers with its script, or each prompt with its numbers, and notes its turns.
 
-`FAKE` in the environment is JSON: {drafter: what it does wrong}, with "fails", "hangs", "ends", "lies" or "talks".
+`FAKE` in the environment is JSON: {drafter: what it does wrong}, with "fails", "ends", "lies" or "talks".
 """
 
 from __future__ import annotations
@@ -8,23 +8,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 OPTIONS = json.loads(sys.argv[1])
 
 
-def drafter() -> str:
-    """The name of the variant, told from what it is started with."""
-    method = (OPTIONS["speculative_config"] or {}).get("method", "none")
-    v2, pad, off = (os.environ.get(f"AGENTSPEC_VLLM{name}") for name in ("_V2", "_PAD", ""))
-    if method == "suffix":
-        return "Arctic" if off == "off" else "agentspec padded" if pad == "on" else "agentspec"
-    return {"none": "off", "ngram_gpu": "agentspec V2" if v2 == "on" else "ngram_gpu"}[method]
-
-
-NAME = drafter()
+METHOD = (OPTIONS["speculative_config"] or {}).get("method", "none")
+OFF = os.environ.get("AGENTSPEC_VLLM") == "off"
+NAME = {"none": "off", "ngram_gpu": "ngram_gpu", "suffix": "Arctic" if OFF else "agentspec"}[METHOD]
 WRONG = json.loads(os.environ.get("FAKE", "{}")).get(NAME, "")
 
 
@@ -42,8 +34,6 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             note(asked["name"])
         return {"value": True}
     note(f"{len(asked['prompts'])} prompts {asked['session']}".strip())
-    if WRONG == "hangs":
-        time.sleep(600)
     if WRONG == "ends":
         sys.exit("out of memory")
     count = asked["max_tokens"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from pathlib import Path
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
+from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.benchmarks.report import print_report
 from agentspec.benchmarks.vllm import bench
 from agentspec.benchmarks.vllm.bench import ForcedPart, ForcedPlan, run_forced
 from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.benchmarks.vllm.report import ForcedReport
+from agentspec.benchmarks.vllm.worker import learn_call
+from agentspec.cache import SuffixCache
 
 FAKE = Path(__file__).with_name("fake_worker.py")
 WORDS = "check the order again please and then"
@@ -28,34 +27,12 @@ ENVIRONMENT = find_environment(Path(__file__).parents[3])
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    words = ["[UNK]", "user", "assistant", *WORDS.split()]
-    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    built.pre_tokenizer = Whitespace()  # type: ignore[assignment]
-    built.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    built.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def write_calls(folder: Path, name: str, count: int) -> Path:
-    path = folder / f"{name}.jsonl.gz"
-    with gzip.open(path, "wt") as lines:
-        for number in range(count):
-            delta = [{"role": "user", "content": "please check"}]
-            call = {"session": f"{name}{number}", "messages_delta": delta, "response": ANSWER}
-            lines.write(json.dumps(call) + "\n")
-    return path
-
-
-@pytest.fixture
-def plan(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def plan(tmp_path: Path, tokenizer: Path, calls_of: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes plans whose engines are stand-ins; `wrong` says what each does wrong."""
     monkeypatch.setattr(bench, "require_vllm", lambda python: None)
     monkeypatch.setattr(bench, "CONTEXTS", (200,))
     monkeypatch.setenv("FAKE_TURNS", str(tmp_path / "turns"))
-    traces = (write_calls(tmp_path, "airline", 10), write_calls(tmp_path, "sql", 3))
+    traces = (calls_of("airline", [ANSWER] * 10), calls_of("sql", [ANSWER] * 3))
 
     def made(*names: str, wrong: dict[str, str] | None = None, **changed: Any) -> ForcedPlan:
         monkeypatch.setenv("FAKE", json.dumps(wrong or {}))
@@ -86,7 +63,6 @@ def test_engines_take_turns_in_rotating_order_and_only_ours_learn(plan: Any, tmp
     assert " ".join(names[:15]) == f"{first} {first} {second} {second} {third}", "in each file"
     assert sessions[::3][:5] == ("airline2", "sql1", "airline3", "sql2", "airline4"), "what is learned is not timed"
     assert len(report.calls) == 8 + 2 and report.left_out == [] and report.sound
-    assert {file: len(calls) for file, calls in report._files().items()} == {"airline": 8, "sql": 2, "all": 10}
 
 
 def test_figures_of_calls(plan: Any, tmp_path: Path) -> None:
@@ -127,13 +103,23 @@ def test_an_engine_that_fails_is_told_with_its_log_and_left_out(plan: Any, wrong
     assert "did not run: Arctic, calls" in printed(report)
 
 
+def test_a_call_is_learned() -> None:
+    learned = {"session": "s", "prompt": list(range(40)), "response": list(range(100, 140))}
+    with SuffixCache.open() as cache:
+        drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), 1000)
+        assert learn_call(drafter, learned) == 1
+        drafter.close()
+        with cache.request([*range(30, 40), *range(100, 110)]) as request:
+            assert list(request.draft(4).tokens) == [110, 111, 112, 113]
+
+
 @pytest.mark.vllm
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(ENVIRONMENT is None, reason="no vLLM: run .ci/vllm-env, or set AGENTSPEC_VLLM_ENV")
-def test_real_engines(tmp_path: Path, tokenizer: Path) -> None:
+def test_real_engines(calls_of: Any, tokenizer: Path) -> None:
     assert ENVIRONMENT is not None
-    calls = write_calls(tmp_path, "airline", 12)
+    calls = calls_of("airline", [ANSWER] * 12)
     plan = ForcedPlan(
         ENVIRONMENT / "bin" / "python", "cpu", "tiny", ["agentspec"], traces=[calls], tokenizer=tokenizer, learned=4,
         seconds=LONG, start=400.0, patience=200.0,
